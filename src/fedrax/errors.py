@@ -1,0 +1,24 @@
+"""The one exception a user of fedrax is meant to read."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedraxError(Exception):
+    """What was wrong with the input, in one clear sentence.
+
+    The command line prints the sentence and exits with status 2; library users may catch it.
+    Anything else that escapes is a bug of fedrax.
+    """
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:
+    """The error for a name that is not one of ``known``, with the nearest known name as a suggestion.
+
+    Returns the error instead of raising it, so that the caller's ``raise`` shows in its own code:
+    ``raise unknown("partition", name, PARTITIONS)``.
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
+    suggestion = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(names) or 'none'}."
+    return FedraxError(f"unknown {kind} {str(name)!r}; {suggestion}")
