@@ -1,0 +1,222 @@
+"""The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from fedrax.data.dataset import Dataset, Samples, as_samples, check_samples, generator
+from fedrax.data.partition import Natural, Partitioner
+from fedrax.errors import FedraxError
+
+ALIGNMENT = 64  # bytes; JAX on the CPU takes over an array so aligned without copying it
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """Samples grouped by client, with no object per client: a million clients are two arrays.
+
+    Client i owns rows ``offsets[i]:offsets[i + 1]`` of ``train``; ``offsets`` is int64 [N + 1] and no client
+    is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
+    ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
+    ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a regression;
+    ``mean`` and ``std`` are as in ``Dataset``.
+    """
+
+    train: Samples
+    offsets: np.ndarray
+    test: Samples
+    test_offsets: np.ndarray | None
+    num_classes: int | None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    class_names: tuple[str, ...] = ()
+    name: str = "arrays"
+
+    def __post_init__(self) -> None:
+        _check_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
+        if self.offsets[-1] != len(self.train.y):
+            raise FedraxError(
+                f"federation {self.name!r}: offsets end at {self.offsets[-1]}, not at the last row."
+            )
+        if self.sizes.min() < 1:
+            raise FedraxError(f"federation {self.name!r}: client {self.sizes.argmin()} has no training rows.")
+        if self.test_offsets is not None:
+            _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
+            if len(self.test_offsets) != len(self.offsets):
+                raise FedraxError(
+                    f"federation {self.name!r}: test offsets are for another number of clients."
+                )
+        check_samples(self.train, self.num_classes, f"federation {self.name!r}, training part")
+        check_samples(self.test, self.num_classes, f"federation {self.name!r}, test part")
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Training rows of each client, int64 [N]."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def from_dataset(cls, dataset: Dataset, partition: Partitioner, seed: int, shuffle: bool = True) -> Self:
+        """Divide ``dataset`` by ``partition``.
+
+        ``shuffle`` puts each client's rows into a random order (its own stream of ``seed``), so that walking
+        them in order is sampling without replacement; without it they stay as the partition lists them.
+        """
+        rows, offsets = partition.assign(dataset, seed)
+        test_rows, test_offsets = None, None
+        if (
+            isinstance(partition, Natural)
+            and dataset.train_clients is not None
+            and dataset.test_clients is not None
+        ):
+            clients = dataset.train_clients[rows[offsets[:-1]]]
+            test_rows, test_offsets = _group_test(clients, dataset.test_clients)
+        if shuffle:
+            rows = rows[_shuffled_inside(offsets, seed)]
+        return cls(
+            train=_take(dataset.train, rows),
+            offsets=aligned(offsets),
+            test=_aligned(dataset.test) if test_rows is None else _take(dataset.test, test_rows),
+            test_offsets=test_offsets,
+            num_classes=dataset.num_classes,
+            mean=dataset.mean,
+            std=dataset.std,
+            class_names=dataset.class_names,
+            name=dataset.name,
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: np.ndarray,
+        y: np.ndarray,
+        client_ids: np.ndarray | None = None,
+        *,
+        offsets: np.ndarray | None = None,
+        test: tuple[np.ndarray, np.ndarray] | None = None,
+        test_client_ids: np.ndarray | None = None,
+        test_offsets: np.ndarray | None = None,
+        num_classes: int | None = None,
+        mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (),
+        class_names: tuple[str, ...] = (),
+        name: str = "arrays",
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> Self:
+        """A federation of plain arrays: x [n, ...] and y [n], integer labels or floating targets.
+
+        Say who owns each row by ``client_ids`` [n] (integers or strings; clients are numbered in their sorted
+        order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
+        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer
+        labels, the largest label plus one unless given. Nothing is copied with ``offsets``, ``shuffle=False``
+        and aligned arrays.
+        """
+        train = as_samples(x, y)
+        tested = as_samples(*test) if test is not None else Samples(train.x[:0], train.y[:0])
+        if train.x.shape[1:] != tested.x.shape[1:]:
+            raise FedraxError(
+                f"training samples have shape {train.x.shape[1:]}, test samples {tested.x.shape[1:]}."
+            )
+        if len(train.y) == 0:
+            raise FedraxError("a federation needs training samples.")
+        if train.y.dtype.kind == "i" and num_classes is None:
+            num_classes = int(max(train.y.max(), tested.y.max(initial=0))) + 1
+        if (client_ids is None) == (offsets is None):
+            raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
+        if test_client_ids is not None and (client_ids is None or test_offsets is not None):
+            raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
+
+        rows, test_rows = None, None
+        if client_ids is not None:
+            clients, rows, offsets = _group(np.asarray(client_ids), len(train.y))
+            if test_client_ids is not None:
+                test_rows, test_offsets = _group_test(clients, np.asarray(test_client_ids))
+        offsets = _check_offsets(np.asarray(offsets), len(train.y), "offsets")
+        if shuffle:
+            order = _shuffled_inside(offsets, seed)
+            rows = order if rows is None else rows[order]
+        return cls(
+            train=_aligned(train) if rows is None else _take(train, rows),
+            offsets=aligned(offsets),
+            test=_aligned(tested) if test_rows is None else _take(tested, test_rows),
+            test_offsets=None
+            if test_offsets is None
+            else aligned(_check_offsets(np.asarray(test_offsets), len(tested.y), "test offsets")),
+            num_classes=num_classes,
+            mean=mean,
+            std=std,
+            class_names=class_names,
+            name=name,
+        )
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """``array`` itself if it is C-contiguous and starts at a multiple of 64 bytes, else a copy that is."""
+    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0 and type(array) is np.ndarray:
+        return array
+    copy = _aligned_empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _aligned(samples: Samples) -> Samples:
+    return Samples(aligned(samples.x), aligned(samples.y))
+
+
+def _take(samples: Samples, rows: np.ndarray) -> Samples:
+    """Rows of samples, gathered straight into aligned memory."""
+
+    def take(array: np.ndarray) -> np.ndarray:
+        out = _aligned_empty((len(rows), *array.shape[1:]), array.dtype)
+        # mode="raise" would gather into a second buffer; rows come from a partition and are in range.
+        return np.take(array, rows, axis=0, out=out, mode="clip")
+
+    return Samples(take(samples.x), take(samples.y))
+
+
+def _shuffled_inside(offsets: np.ndarray, seed: int) -> np.ndarray:
+    """A random order of rows that leaves each row with its client."""
+    owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.float64), np.diff(offsets))
+    return np.argsort(owner + generator(seed, "order").random(len(owner)), kind="stable")
+
+
+def _group(client_ids: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Clients [N] in sorted order, all rows grouped by them [n], and their offsets [N + 1]."""
+    if client_ids.shape != (total,) or client_ids.dtype.kind not in "iuUST":
+        raise FedraxError(f"client_ids must be one integer or string for each of {total} rows.")
+    clients, owner, sizes = np.unique(client_ids, return_inverse=True, return_counts=True)
+    return clients, np.argsort(owner, kind="stable"), np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _group_test(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Test rows grouped by ``clients`` (sorted, [N]) and their offsets; strangers' rows last.
+
+    (None, None) if no test row belongs to any of the clients.
+    """
+    number = np.minimum(np.searchsorted(clients, test_clients), len(clients) - 1)
+    owner = np.where(clients[number] == test_clients, number, len(clients))
+    sizes = np.bincount(owner, minlength=len(clients) + 1)[:-1]
+    if not sizes.any():
+        return None, None
+    return np.argsort(owner, kind="stable"), aligned(np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _check_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
+    """``offsets`` as int64 if they are [N + 1], N >= 1, start at 0, never fall and stay within ``rows``."""
+    fits = offsets.ndim == 1 and len(offsets) >= 2 and offsets.dtype.kind in "iu"
+    if not fits or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) < 0).any() or offsets[-1] > rows:
+        raise FedraxError(f"{where}: offsets must be N + 1 integers that rise from 0 to at most {rows}.")
+    return offsets.astype(np.int64, copy=False)
