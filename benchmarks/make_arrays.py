@@ -1,0 +1,229 @@
+"""Makes the workloads' arrays from a fixed seed, once, into a cache directory.
+
+W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) and Gaussian classes of the
+same shapes where that is absent; the file's name and its ``source`` entry say which. The rest is synthetic.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.workloads import WORKLOADS, Workload
+
+SEED = 20260601
+
+
+class Samples(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+    offsets: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+def ensure_arrays(name: str, directory: Path) -> Path:
+    """The path of workload ``name``'s arrays under ``directory``, made now if they are not there yet."""
+    source = "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
+    path = directory / f"{name}-{source}-{SEED}.npz"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part.npz")
+        np.savez(part, allow_pickle=False, source=np.array(source), **make_arrays(WORKLOADS[name]))
+        os.replace(part, path)
+    return path
+
+
+def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([SEED, int(workload.name[1])])
+    samples = SAMPLES[workload.name](workload, rng)
+    cohorts = np.stack(
+        [
+            np.sort(rng.choice(workload.clients, workload.cohort, replace=False))
+            for _ in range(workload.total_rounds)
+        ]
+    )
+    weights = WEIGHTS[workload.name](rng)
+    return {
+        "x": np.ascontiguousarray(samples.x),
+        "y": samples.y.astype(np.int64),
+        "offsets": samples.offsets.astype(np.int64),
+        "x_test": np.ascontiguousarray(samples.x_test),
+        "y_test": samples.y_test.astype(np.int64),
+        "cohorts": cohorts,
+        **{f"initial:{name}": value for name, value in weights.items()},
+    }
+
+
+# --- samples -----------------------------------------------------------------------------------------------
+
+
+def shards_by_label(workload: Workload, rng: np.random.Generator) -> Samples:
+    """W1: McMahan et al.'s pathological split. Sort by label, cut into shards of 30, deal two to each client."""
+    directory = mnist_directory()
+    x, y, x_test, y_test = read_mnist(directory) if directory else gaussian_classes(rng)
+    n = workload.clients
+    shards = np.argsort(y, kind="stable").reshape(2 * n, 30)
+    rows = shards[rng.permutation(2 * n)].reshape(n, 60)
+    for client_rows in rows:
+        rng.shuffle(client_rows)
+    return Samples(x[rows.ravel()], y[rows.ravel()], np.arange(n + 1) * 60, x_test, y_test)
+
+
+def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
+    """W2: synthetic(1,1) of the FedProx paper. Sizes are lognormal with mean about 100 and multiples of the
+    batch, so that no simulator meets a ragged last batch; 20 test samples a client."""
+    raw = rng.lognormal(0.0, 0.8, workload.clients)
+    sizes = np.maximum(10, np.round(raw / raw.mean() * 10) * 10).astype(int)
+    feature_scale = np.sqrt(np.arange(1, 61, dtype=np.float64) ** -1.2)
+    train_x, train_y, test_x, test_y = [], [], [], []
+    for size in sizes:
+        model_mean, input_mean = rng.normal(0, 1), rng.normal(0, 1)
+        w, b = rng.normal(model_mean, 1, (60, 10)), rng.normal(model_mean, 1, 10)
+        centre = rng.normal(input_mean, 1, 60)
+        x = centre + rng.standard_normal((size + 20, 60)) * feature_scale
+        y = np.argmax(x @ w + b, axis=1)
+        train_x.append(x[:size])
+        train_y.append(y[:size])
+        test_x.append(x[size:])
+        test_y.append(y[size:])
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return Samples(
+        np.concatenate(train_x).astype(np.float32),
+        np.concatenate(train_y),
+        offsets,
+        np.concatenate(test_x).astype(np.float32),
+        np.concatenate(test_y),
+    )
+
+
+def image_templates(workload: Workload, rng: np.random.Generator) -> Samples:
+    """W3: a smooth template a class and unit noise; 320 samples a client, iid; 2000 test samples."""
+    train = workload.clients * 320
+    y = rng.integers(0, 10, train + 2000)
+    templates = rng.standard_normal((10, 3, 4, 4)).astype(np.float32) * 0.5
+    x = rng.standard_normal((train + 2000, 3, 32, 32)).astype(np.float32)
+    x += templates.repeat(8, axis=2).repeat(8, axis=3)[y]
+    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 320, x[train:], y[train:])
+
+
+def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
+    """W4: sequences of noise, told apart by a small drift; 160 samples a client, iid; 2000 test samples."""
+    train = workload.clients * 160
+    x = rng.standard_normal((train + 2000, 25, 50)).astype(np.float32)
+    direction = rng.standard_normal(50).astype(np.float32)
+    y = ((x @ direction).mean(axis=1) > 0).astype(np.int64)
+    x += 0.3 * (2 * y[:, None, None] - 1) * np.sign(direction)
+    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 160, x[train:], y[train:])
+
+
+def mnist_directory() -> Path | None:
+    """``$FEDRAX_DATA/mnist`` if all four files are there."""
+    root = os.environ.get("FEDRAX_DATA")
+    directory = Path(root) / "mnist" if root else None
+    complete = directory is not None and all((directory / name).is_file() for name in MNIST_FILES)
+    return directory if complete else None
+
+
+MNIST_FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+def read_mnist(directory: Path) -> tuple[np.ndarray, ...]:
+    """MNIST as flat float32 rows with the usual mean and deviation taken out: x, y, x_test, y_test."""
+
+    def read(name: str, header: int, shape: tuple[int, ...]) -> np.ndarray:
+        size = int(np.prod(shape))
+        with gzip.open(directory / name, "rb") as file:
+            raw = file.read(header + size + 1)
+        if len(raw) != header + size:
+            raise ValueError(
+                f"{directory / name} is not MNIST's: expected {header + size} bytes uncompressed"
+            )
+        return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+    def images(name: str, count: int) -> np.ndarray:
+        return (read(name, 16, (count, 784)).astype(np.float32) / 255.0 - 0.1307) / 0.3081
+
+    def labels(name: str, count: int) -> np.ndarray:
+        return read(name, 8, (count,)).astype(np.int64)
+
+    train_x, train_y, test_x, test_y = MNIST_FILES
+    return images(train_x, 60000), labels(train_y, 60000), images(test_x, 10000), labels(test_y, 10000)
+
+
+def gaussian_classes(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Ten Gaussian classes in MNIST's shapes, exactly balanced in neither half, as MNIST is not."""
+    y = rng.integers(0, 10, 70000)
+    means = rng.standard_normal((10, 784)).astype(np.float32) * 0.1
+    x = rng.standard_normal((70000, 784)).astype(np.float32)
+    x += means[y]
+    return x[:60000], y[:60000], x[60000:], y[60000:]
+
+
+# --- starting weights, by PyTorch's names and in its layout ------------------------------------------------
+
+
+def uniform(rng: np.random.Generator, shape: tuple[int, ...], fan_in: int) -> np.ndarray:
+    bound = 1.0 / np.sqrt(fan_in)
+    return rng.uniform(-bound, bound, shape).astype(np.float32)
+
+
+def layers(rng: np.random.Generator, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """A weight of the given shape (outputs first) and a bias for each layer."""
+    weights = {}
+    for name, shape in shapes.items():
+        fan_in = int(np.prod(shape[1:]))
+        weights[f"{name}.weight"] = uniform(rng, shape, fan_in)
+        weights[f"{name}.bias"] = uniform(rng, shape[:1], fan_in)
+    return weights
+
+
+def mlp_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return layers(rng, {"fc1": (200, 784), "fc2": (200, 200), "fc3": (10, 200)})
+
+
+def softmax_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"fc.weight": np.zeros((10, 60), np.float32), "fc.bias": np.zeros(10, np.float32)}
+
+
+def convolutional_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return layers(
+        rng,
+        {"c1": (32, 3, 5, 5), "c2": (64, 32, 5, 5), "fc1": (512, 1600), "fc2": (128, 512), "fc3": (10, 128)},
+    )
+
+
+def lstm_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    hidden, inputs = 128, 50
+    shapes = {
+        "lstm.weight_ih_l0": (4 * hidden, inputs),
+        "lstm.weight_hh_l0": (4 * hidden, hidden),
+        "lstm.bias_ih_l0": (4 * hidden,),
+        "lstm.bias_hh_l0": (4 * hidden,),
+    }
+    recurrent = {name: uniform(rng, shape, hidden) for name, shape in shapes.items()}
+    return recurrent | layers(rng, {"fc": (2, hidden)})
+
+
+SAMPLES: dict[str, Callable[[Workload, np.random.Generator], Samples]] = {
+    "W1": shards_by_label,
+    "W2": synthetic_1_1,
+    "W3": image_templates,
+    "W4": noise_sequences,
+}
+WEIGHTS: dict[str, Callable[[np.random.Generator], dict[str, np.ndarray]]] = {
+    "W1": mlp_weights,
+    "W2": softmax_weights,
+    "W3": convolutional_weights,
+    "W4": lstm_weights,
+}

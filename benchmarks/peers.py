@@ -1,0 +1,169 @@
+"""fedrax beside other simulators, on the same four workloads.
+
+``python -m benchmarks.peers`` makes an environment for each simulator and the workloads' arrays, measures the
+machine, runs every simulator on every workload in turn (a fresh process each, on a quiet machine), checks that
+all of them end at the same test loss, appends every run to ``results/peers.jsonl`` and writes the tables and
+pictures ``results/peers.md``, ``peers.png`` and ``peers.svg``. A command limited to some workloads or peers prints
+its table and leaves those files alone. An interrupted command is taken up again with ``--resume``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.environments import cache_directory, ensure_environment, packages
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.peers_report import disagreements, table, write_report
+from benchmarks.quiet import run_quietly
+from benchmarks.simulators import Setting, settings
+from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, steps_per_round
+
+RESULTS = Path(__file__).parent / "results"
+RAW = RESULTS / "peers.jsonl"
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.report:
+        return conclude(latest_session(), arguments.out)
+    chosen = [
+        setting for setting in settings() if not arguments.peers or setting.simulator in arguments.peers
+    ]
+    arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
+    bins = {setting.environment: environment_of(setting, arguments.envs) for setting in chosen}
+    session = latest_session() if arguments.resume else start_session(arrays, bins)
+    done = {(run["workload"], run["simulator"], run["setting"], run["repeat"]) for run in session["runs"]}
+    for repeat, workload, setting in schedule(chosen, arguments.workloads, arguments.repeats):
+        if (workload, setting.simulator, setting.label, repeat) in done:
+            continue
+        result = run_quietly(
+            setting.command(workload, arrays[workload], bins[setting.environment]),
+            setting.process_environment(),
+            max_wait=arguments.max_wait,
+            timeout=arguments.timeout,
+        )
+        run = {
+            "kind": "run",
+            "session": session["id"],
+            "workload": workload,
+            "simulator": setting.simulator,
+            "setting": setting.label,
+            "repeat": repeat,
+            **result,
+        }
+        append(run)
+        session["runs"].append(run)
+        print(one_line(run), flush=True)
+    complete = not arguments.peers and set(arguments.workloads) == set(WORKLOADS)
+    return conclude(session, arguments.out if complete else None)
+
+
+def parse_arguments() -> argparse.Namespace:
+    simulators = list(dict.fromkeys(setting.simulator for setting in settings()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
+    add("--peers", nargs="+", choices=simulators, help="default: all")
+    add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
+    add("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    add("--envs", type=Path, help="where the environments are kept (default: in the cache)")
+    add("--out", type=Path, default=RESULTS, help="where tables and pictures are written")
+    add("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine (default 300)")
+    add("--timeout", type=float, default=900, help="seconds a run may take (default 900)")
+    add("--resume", action="store_true", help="go on with the last session of results/peers.jsonl")
+    add("--report", action="store_true", help="only write the last session's tables and pictures again")
+    arguments = parser.parse_args()
+    arguments.envs = arguments.envs or arguments.cache / "envs"
+    return arguments
+
+
+def schedule(chosen: list[Setting], workloads: list[str], repeats: int) -> Iterator[tuple[int, str, Setting]]:
+    """Repeats outermost: slow drifts of the machine then fall on everybody alike."""
+    for repeat in range(1, repeats + 1):
+        for workload in workloads:
+            for setting in chosen:
+                if workload in setting.workloads:
+                    yield repeat, workload, setting
+
+
+def environment_of(setting: Setting, directory: Path) -> Path:
+    if setting.environment is None:
+        return Path(sys.executable).parent
+    return ensure_environment(setting.environment, directory)
+
+
+def start_session(arrays: dict[str, Path], bins: dict[str | None, Path]) -> dict:
+    print("measuring the machine", flush=True)
+    header = {
+        "kind": "session",
+        "id": uuid.uuid4().hex[:8],
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine.describe() | machine.measure(),
+        "workloads": {name: facts(name, path) for name, path in arrays.items()},
+        "packages": {name or "fedrax": packages(bin_directory) for name, bin_directory in bins.items()},
+    }
+    append(header)
+    return header | {"runs": []}
+
+
+def facts(name: str, path: Path) -> dict[str, str | float]:
+    """What the tables need to know of a workload."""
+    arrays, workload = Arrays(path), WORKLOADS[name]
+    if arrays.source == "gaussian":
+        print(f"{name} uses Gaussian classes: no MNIST under $FEDRAX_DATA/mnist", flush=True)
+    return {
+        "source": arrays.source,
+        "flop": flop_per_round(workload, arrays.offsets, arrays.cohorts),
+        "steps": steps_per_round(workload, arrays.offsets, arrays.cohorts),
+    }
+
+
+def append(record: dict) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    with RAW.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def latest_session() -> dict:
+    records = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
+    headers = [record for record in records if record["kind"] == "session"]
+    if not headers:
+        sys.exit(f"error: {RAW} holds no session yet")
+    last = headers[-1]
+    runs = [record for record in records if record["kind"] == "run" and record["session"] == last["id"]]
+    return last | {"runs": runs}
+
+
+def one_line(run: dict) -> str:
+    name = f"{run['workload']} {run['simulator']:14s} {run['setting']:22s} {run['repeat']}"
+    if "failed" in run:
+        return f"{name}  FAILED: {run['failed'][-300:]}"
+    return (
+        f"{name}  {run['round_median'] * 1e3:8.1f} ms a round, first {run['first_round_with_import']:5.2f} s, "
+        f"{run['peak_pss_mb']:6.0f} MB, loss {run['test_loss']:.4f}, foreign CPU {run['foreign_cpu']:.2f}"
+    )
+
+
+def conclude(session: dict, out: Path | None) -> int:
+    """Prints the table, writes the report under ``out``; the exit status says whether all losses agree."""
+    print(table(session))
+    if out:
+        print("wrote", *write_report(session, out))
+    problems = disagreements(session)
+    for problem in problems:
+        print("error:", problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

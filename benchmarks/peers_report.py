@@ -1,0 +1,308 @@
+"""Tables and pictures of one session of ``benchmarks.peers``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.workloads import WORKLOADS
+
+OURS = "fedrax"
+LOSS_TOLERANCE = (
+    1e-3  # relative, to the median of all: float32 sums in other orders differ by a third of this
+)
+FOREIGN_CPU_LIMIT = (
+    0.25  # runs beside more of other processes' work are left out where there are quieter ones
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of one simulator on one workload, over its repeats. Times in seconds."""
+
+    workload: str
+    simulator: str
+    setting: str
+    round: float  # median over the repeats of each repeat's median
+    fastest: float
+    slowest: float
+    first_round: float
+    first_round_with_import: float
+    peak_pss_mb: float
+    loss: float
+    used: int
+    finished: int
+    failed: int
+    foreign_cpu: float
+
+    @property
+    def name(self) -> str:
+        """How pivot tables call it: a simulator's fastest setting stands for it, but fedrax shows them all."""
+        return f"{OURS}, {self.setting}" if self.simulator == OURS else self.simulator
+
+
+def rows(session: dict) -> list[Row]:
+    """A row for each workload, simulator and setting that finished at least once, fastest first."""
+    groups: dict[tuple[str, str, str], list[dict]] = {}
+    for run in session["runs"]:
+        groups.setdefault((run["workload"], run["simulator"], run["setting"]), []).append(run)
+    found = []
+    for (workload, simulator, setting), runs in groups.items():
+        finished = [run for run in runs if "failed" not in run]
+        if not finished:
+            continue
+        quiet = [run for run in finished if run["foreign_cpu"] <= FOREIGN_CPU_LIMIT]
+        used = quiet or finished
+
+        def median(field: str, used: list[dict] = used) -> float:
+            return statistics.median(run[field] for run in used)
+
+        found.append(
+            Row(
+                workload=workload,
+                simulator=simulator,
+                setting=setting,
+                round=median("round_median"),
+                fastest=min(run["round_median"] for run in used),
+                slowest=max(run["round_median"] for run in used),
+                first_round=median("first_round"),
+                first_round_with_import=median("first_round_with_import"),
+                peak_pss_mb=median("peak_pss_mb"),
+                loss=median("test_loss"),
+                used=len(used),
+                finished=len(finished),
+                failed=len(runs) - len(finished),
+                foreign_cpu=median("foreign_cpu"),
+            )
+        )
+    return sorted(found, key=lambda row: (row.workload, row.round))
+
+
+def disagreements(session: dict) -> list[str]:
+    """A sentence for each run that failed, and for each whose test loss is not everybody's."""
+    problems = []
+    for run in session["runs"]:
+        if "failed" in run:
+            what = (
+                f"{run['simulator']} ({run['setting']}) failed on {run['workload']}, repeat {run['repeat']}"
+            )
+            problems.append(what)
+    for workload in WORKLOADS:
+        finished = [run for run in session["runs"] if run["workload"] == workload and "failed" not in run]
+        if not finished:
+            continue
+        agreed = statistics.median(run["test_loss"] for run in finished)
+        for run in finished:
+            if not abs(run["test_loss"] - agreed) <= LOSS_TOLERANCE * abs(agreed):
+                problems.append(
+                    f"{run['simulator']} ({run['setting']}) ends {workload} at test loss {run['test_loss']:.4f}, "
+                    f"the median is {agreed:.4f}: it did not do the same work"
+                )
+    return problems
+
+
+def table(session: dict) -> str:
+    """Milliseconds a round of everybody's fastest setting, and how it compares with the best peer."""
+    found = rows(session)
+    best = best_peers(found)
+
+    def cell(row: Row) -> str:
+        disturbed = "*" if row.foreign_cpu > FOREIGN_CPU_LIMIT else ""
+        ratio = f" ({best[row.workload] / row.round:.2f}×)" if row.workload in best else ""
+        return f"{row.round * 1e3:.4g}{disturbed}{ratio}"
+
+    return pivot(found, cell)
+
+
+def best_peers(found: Iterable[Row]) -> dict[str, float]:
+    """Workload -> seconds a round of the fastest simulator that is not fedrax."""
+    best: dict[str, float] = {}
+    for row in found:
+        if row.simulator != OURS:
+            best[row.workload] = min(row.round, best.get(row.workload, row.round))
+    return best
+
+
+def pivot(found: list[Row], cell) -> str:
+    """Simulators down, workloads across; ``cell(row)`` of each simulator's fastest setting."""
+    fastest = fastest_settings(found)
+    workloads = sorted({row.workload for row in found})
+    names = list(dict.fromkeys(row.name for row in sorted(found, key=lambda row: row.simulator != OURS)))
+    lines = [["", *workloads], ["---"] * (len(workloads) + 1)]
+    for name in names:
+        picked = [fastest.get((workload, name)) for workload in workloads]
+        lines.append([name, *(cell(row) if row else "" for row in picked)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def fastest_settings(found: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    fastest: dict[tuple[str, str], Row] = {}
+    for row in found:
+        key = (row.workload, row.name)
+        if key not in fastest or row.round < fastest[key].round:
+            fastest[key] = row
+    return fastest
+
+
+def write_report(session: dict, out: Path) -> list[Path]:
+    """Writes ``peers.md``, ``peers.png`` and ``peers.svg`` under ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    page = out / "peers.md"
+    part = page.with_suffix(".part")
+    part.write_text(markdown(session))
+    os.replace(part, page)
+    return [page, *draw(rows(session), out)]
+
+
+MILLISECONDS_NOTE = (
+    "Each simulator in its fastest setting; in brackets, how many times faster than the best peer on that workload. "
+    "`*`: only measured beside other processes' work."
+)
+SETTING_COLUMNS = (
+    "| simulator | setting | ms a round | range | × best peer | GFLOP/s | % of peak | µs a step "
+    "| first round s | with import s | peak MB | test loss | runs | foreign CPU |"
+)
+
+
+def markdown(session: dict) -> str:
+    found = rows(session)
+    problems = disagreements(session)
+    agreement = (
+        "All runs finished, and all test losses agree" if not problems else "**Not everything agrees**"
+    )
+    sections = [
+        "# fedrax beside other simulators",
+        introduction(session),
+        "## Milliseconds a round",
+        MILLISECONDS_NOTE,
+        table(session),
+        "![Milliseconds a round](peers.svg)",
+        "## Seconds from process start to the end of the first round",
+        "Everything a user waits for: imports, reading the arrays, starting workers, compiling, one round.",
+        pivot(found, lambda row: f"{row.first_round_with_import:.2f}"),
+        "## Peak memory, MB",
+        "Proportional set size of the whole process tree (shared pages counted once), sampled.",
+        pivot(found, lambda row: f"{row.peak_pss_mb:.0f}"),
+        "## Every setting",
+        *(workload_section(name, session, found) for name in sorted({row.workload for row in found})),
+        "## Agreement",
+        f"{agreement} (tolerance {LOSS_TOLERANCE:g}, relative to the median of a workload's runs).",
+        *(f"- {problem}" for problem in problems),
+        "## Versions",
+        versions(session),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def introduction(session: dict) -> str:
+    machine = session["machine"]
+    gaussian = any(facts["source"] == "gaussian" for facts in session["workloads"].values())
+    note = " W1 used Gaussian classes in MNIST's place: there was no MNIST at hand." if gaussian else ""
+    return (
+        f"Written by `python -m benchmarks.peers` on {session['date']} from session `{session['id']}` of "
+        f"`peers.jsonl`. All simulators train the same models from the same weights on the same arrays, cohorts and "
+        f"batches, weighted by samples; each run is a fresh process on a quiet machine. Medians of the repeats' "
+        f"medians; the first round is reported apart.{note}\n\n"
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {machine['system']}, "
+        f"Python {machine['python']}; no accelerator is used. Measured in the same command: float32 matrix product "
+        f"{machine['gemm_gflops_1_thread']:.0f} GFLOP/s on one thread, {machine['gemm_gflops_all_cores']:.0f} on all "
+        f"cores; copy (read and write) {machine['copy_gb_per_second_1_thread']:.0f} and "
+        f"{machine['copy_gb_per_second_all_cores']:.0f} GB/s."
+    )
+
+
+def workload_section(name: str, session: dict, found: list[Row]) -> str:
+    workload, facts = WORKLOADS[name], session["workloads"][name]
+    peak = session["machine"]["gemm_gflops_all_cores"]
+    best = best_peers(found)
+    local = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)} in batches of {workload.batch}"
+    text = (
+        f"{workload.data}; {workload.clients} clients, {workload.cohort} a round, {local}, step size "
+        f"{workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} SGD steps a round."
+    )
+    lines = [
+        f"### {name}: {workload.model}",
+        "",
+        text,
+        "",
+        SETTING_COLUMNS,
+        "|---" * 14 + "|",
+    ]
+    for row in found:
+        if row.workload != name:
+            continue
+        gflops = facts["flop"] / row.round / 1e9
+        cells = (
+            row.simulator,
+            row.setting,
+            f"{row.round * 1e3:.4g}",
+            f"{row.fastest * 1e3:.4g}–{row.slowest * 1e3:.4g}",
+            f"{best[name] / row.round:.2f}" if name in best else "",
+            f"{gflops:.3g}",
+            f"{100 * gflops / peak:.2g}",
+            f"{row.round / facts['steps'] * 1e6:.4g}",
+            f"{row.first_round:.2f}",
+            f"{row.first_round_with_import:.2f}",
+            f"{row.peak_pss_mb:.0f}",
+            f"{row.loss:.4f}",
+            f"{row.used} of {row.finished}" + (f", {row.failed} failed" if row.failed else ""),
+            f"{row.foreign_cpu:.2f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def versions(session: dict) -> str:
+    lines = dict.fromkeys(
+        f"- {run['simulator']}: "
+        + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        for run in session["runs"]
+        if "failed" not in run
+    )
+    return (
+        "\n".join(lines) + "\n\nEvery package of every environment is in the session's line of `peers.jsonl`."
+    )
+
+
+def draw(found: list[Row], out: Path) -> list[Path]:
+    """A dot for each simulator's fastest setting and a line for the range of its repeats, a panel a workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fastest = fastest_settings(found)
+    workloads = sorted({row.workload for row in found})
+    figure, axes = plt.subplots(len(workloads), 1, figsize=(7, 1.9 * len(workloads)), squeeze=False)
+    for axis, workload in zip(axes[:, 0], workloads, strict=True):
+        shown = sorted(
+            (row for (name, _), row in fastest.items() if name == workload), key=lambda row: -row.round
+        )
+        for height, row in enumerate(shown):
+            colour = "tab:orange" if row.simulator == OURS else "tab:gray"
+            axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=colour, linewidth=2)
+            axis.plot(row.round * 1e3, height, "o", color=colour)
+            axis.annotate(
+                f"{row.round * 1e3:.3g}",
+                (row.round * 1e3, height),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+            )
+        axis.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8)
+        axis.set_ylim(-0.6, len(shown) - 0.2)
+        axis.set_xscale("log")
+        axis.set_title(f"{workload}: {WORKLOADS[workload].model}", fontsize=9, loc="left")
+        axis.grid(axis="x", which="both", alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("milliseconds a round (log scale; smaller is better)")
+    figure.tight_layout()
+    paths = [out / "peers.png", out / "peers.svg"]
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], metadata={"Date": None})
+    plt.close(figure)
+    return paths

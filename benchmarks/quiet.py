@@ -1,0 +1,166 @@
+"""Runs a command on a quiet machine and watches what it and everybody else use. Linux only (it reads /proc)."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from benchmarks.timing import RESULT_PREFIX, STARTED
+
+QUIET_CPUS = 0.10  # CPUs' worth of other processes' work that still counts as quiet before a run
+SAMPLE_SECONDS = 0.25
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def run_quietly(
+    command: list[str], environment: dict[str, str], max_wait: float, timeout: float
+) -> dict[str, object]:
+    """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``, with:
+
+    ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
+    ``cpu_seconds`` of the tree; ``foreign_cpu``: CPUs' worth of other processes' work meanwhile (processes that
+    leave no trace count as foreign, so about 0.1 means quiet); ``waited_seconds`` for quiet.
+    """
+    waited = wait_for_quiet(max_wait)
+    tag = uuid.uuid4().hex
+    tree = ProcessTree(f"BENCHMARK_TAG={tag}".encode())
+    busy_before, start = busy_cpu_seconds(), time.monotonic()
+    environment = environment | {"BENCHMARK_TAG": tag, STARTED: repr(start)}
+    children_before = children_cpu_seconds()
+    output, finished = run(command, environment, timeout, tree)
+    wall, busy = time.monotonic() - start, busy_cpu_seconds() - busy_before
+    tree.stop()
+    # Samples miss a process's last moments; the system's own count misses what was re-parented away.
+    own = max(tree.cpu_seconds(), children_cpu_seconds() - children_before)
+    result = printed_result(output) if finished else None
+    return (result or {"failed": output[-2000:], "timed_out": not finished}) | {
+        "peak_pss_mb": round(tree.peak_pss / 2**20, 1),
+        "wall_seconds": round(wall, 2),
+        "cpu_seconds": round(own, 2),
+        "foreign_cpu": round(max(0.0, busy - own) / wall, 3),
+        "waited_seconds": round(waited, 1),
+    }
+
+
+def run(
+    command: list[str], environment: dict[str, str], timeout: float, tree: ProcessTree
+) -> tuple[str, bool]:
+    """The command's output, and whether it ended by itself in time."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    tree.start()
+    try:
+        return process.communicate(timeout=timeout)[0], True
+    except subprocess.TimeoutExpired:
+        tree.terminate()
+        return process.communicate()[0], False
+
+
+def printed_result(output: str) -> dict[str, object] | None:
+    lines = [line for line in output.splitlines() if line.startswith(RESULT_PREFIX)]
+    return json.loads(lines[-1].removeprefix(RESULT_PREFIX)) if lines else None
+
+
+def wait_for_quiet(max_wait: float) -> float:
+    """Waits until the machine does nothing for two seconds, at most ``max_wait``; returns the seconds waited."""
+    start = time.monotonic()
+    while True:
+        before, since = busy_cpu_seconds(), time.monotonic()
+        time.sleep(2)
+        busy = (busy_cpu_seconds() - before) / (time.monotonic() - since)
+        waited = time.monotonic() - start
+        if busy <= QUIET_CPUS or waited > max_wait:
+            return waited
+
+
+def children_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def busy_cpu_seconds() -> float:
+    """CPU seconds of the whole machine since it booted: user, nice, system, interrupts, stolen."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, soft_irq, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) / TICKS_PER_SECOND
+
+
+class ProcessTree(threading.Thread):
+    """Samples all processes that carry a tag in their environment, however they were started or re-parented,
+    and their children (Ray's workers write their title over their environment)."""
+
+    def __init__(self, tag: bytes) -> None:
+        super().__init__(daemon=True)
+        self.tag = tag
+        self.peak_pss = 0  # bytes
+        self._cpu: dict[str, float] = {}
+        self._members: set[str] = set()
+        self._strangers: set[str] = set()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(SAMPLE_SECONDS):
+            self.sample()
+
+    def stop(self) -> None:
+        """Ends the sampling, and the processes that the command has left behind."""
+        self._stopped.set()
+        self.join()
+        deadline = time.monotonic() + 5
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.terminate()
+
+    def cpu_seconds(self) -> float:
+        return sum(self._cpu.values())
+
+    def sample(self) -> None:
+        pss = 0
+        for pid in self.members():
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                self._cpu[pid] = (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+                pss += proportional_memory(pid)
+            except (OSError, IndexError):
+                continue  # it has ended
+        self.peak_pss = max(self.peak_pss, pss)
+
+    def members(self) -> list[str]:
+        """Ids of the living processes that carry the tag."""
+        alive = {name for name in os.listdir("/proc") if name.isdigit()}
+        self._members &= alive
+        self._strangers &= alive
+        for pid in sorted(alive - self._members - self._strangers, key=int):  # parents before children
+            try:
+                ours = self.tag in Path(f"/proc/{pid}/environ").read_bytes() or parent(pid) in self._members
+            except OSError:
+                continue
+            (self._members if ours else self._strangers).add(pid)
+        return list(self._members)
+
+    def terminate(self) -> None:
+        for pid in self.members():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def parent(pid: str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
+
+
+def proportional_memory(pid: str) -> int:
+    """Bytes of memory of one process, shared pages divided among those who share them."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0

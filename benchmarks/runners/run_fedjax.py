@@ -1,0 +1,57 @@
+"""FedJAX: ``fed_avg`` with the ``jit`` backend."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 still calls what newer JAX has moved
+    jax.tree_map = jax.tree_util.tree_map
+
+import fedjax  # noqa: E402
+from fedjax.algorithms import fed_avg  # noqa: E402
+from fedjax.version import __version__ as fedjax_version  # noqa: E402
+
+from benchmarks.runners.jax_models import MODELS, cross_entropy, evaluate, inputs, parameters  # noqa: E402
+from benchmarks.timing import RoundClock, report, runner_arguments  # noqa: E402
+
+
+def main() -> None:
+    _, workload, arrays = runner_arguments("FedJAX.")
+    predict = MODELS[workload.name]
+    x, y = inputs(workload, arrays.x), arrays.y.astype(np.int32)
+    clients = [
+        fedjax.ClientDataset({"x": x[arrays.rows(k)], "y": y[arrays.rows(k)]})
+        for k in range(workload.clients)
+    ]
+    gradient = jax.grad(lambda params, batch, key: cross_entropy(predict(params, batch["x"]), batch["y"]))
+    with fedjax.for_each_client_backend("jit"):
+        algorithm = fed_avg.federated_averaging(
+            gradient,
+            fedjax.optimizers.sgd(workload.learning_rate),
+            fedjax.optimizers.sgd(1.0),
+            fedjax.ShuffleRepeatBatchHParams(
+                batch_size=workload.batch, num_epochs=workload.epochs, skip_shuffle=True
+            ),
+        )
+    state = algorithm.init(parameters(workload, arrays.initial))
+    key = jax.random.PRNGKey(0)
+
+    clock = RoundClock()
+    clock.start()
+    for cohort in arrays.cohorts:
+        key, round_key = jax.random.split(key)
+        keys = jax.random.split(round_key, workload.cohort)
+        picked = [(int(k), clients[int(k)], keys[i]) for i, k in enumerate(cohort)]
+        state, _ = algorithm.apply(state, picked)
+        jax.block_until_ready(state.params)
+        clock.tick()
+
+    versions = {"fedjax": fedjax_version, "jax": jax.__version__}
+    report(clock, versions, *evaluate(workload, state.params, arrays))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Every simulator of the comparison, and the settings worth running: which gives a simulator its best time
+depends on the workload, so the tables show each simulator's fastest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.machine import cores
+
+REPOSITORY = Path(__file__).parents[1]
+ALL = ("W1", "W2", "W3", "W4")
+LARGE = ("W3", "W4")  # the workloads whose matrix products are large enough for a second thread to help
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a simulator: its runner's options and environment variables."""
+
+    simulator: str
+    label: str
+    runner: str
+    environment: str | None  # None: the environment this command runs in
+    options: tuple[str, ...] = ()
+    processes: int = 1
+    workloads: tuple[str, ...] = ALL
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def command(self, workload: str, arrays: Path, bin_directory: Path) -> list[str]:
+        if self.processes > 1:
+            start = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m"]
+        else:
+            start = ["python", "-m"]
+        runner = f"benchmarks.runners.{self.runner}"
+        arguments = ["--workload", workload, "--arrays", str(arrays), *self.options]
+        return [str(bin_directory / start[0]), *start[1:], runner, *arguments]
+
+    def process_environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("BENCHMARK_")}
+        path = os.pathsep.join(part for part in (str(REPOSITORY), inherited.get("PYTHONPATH")) if part)
+        return inherited | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"} | self.variables
+
+
+def settings() -> list[Setting]:
+    n = min(cores(), 8)  # more than a cohort of ten can use helps nobody
+    threads = ("--threads", str(n))
+    jax_on_cpu = {"JAX_PLATFORMS": "cpu"}
+    flower = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    found = [
+        Setting("PyTorch loop", "1 thread", "run_torch", "torch"),
+        Setting("PyTorch loop", f"{n} threads", "run_torch", "torch", threads, workloads=LARGE),
+        Setting("pfl-research", "1 process", "run_pfl", "pfl"),
+        Setting("pfl-research", f"1 process, {n} threads", "run_pfl", "pfl", threads, workloads=LARGE),
+        Setting("pfl-research", f"{n} processes", "run_pfl", "pfl", processes=n),
+        Setting("FedJAX", "jit", "run_fedjax", "fedjax", variables=jax_on_cpu),
+        Setting("FedLab", "1 thread", "run_fedlab", "fedlab"),
+        Setting("FedLab", f"{n} threads", "run_fedlab", "fedlab", threads, workloads=LARGE),
+        Setting(
+            "Flower",
+            f"{n} actors",
+            "run_flower",
+            "flower",
+            ("--actors", str(n)),
+            variables=flower | {"OMP_NUM_THREADS": "1"},
+        ),
+        Setting(
+            "Flower",
+            f"1 actor, {n} threads",
+            "run_flower",
+            "flower",
+            ("--actors", "1", *threads),
+            workloads=LARGE,
+            variables=flower | {"OMP_NUM_THREADS": str(n)},
+        ),
+    ]
+    return found if n > 1 else [setting for setting in found if setting.workloads == ALL]

@@ -1,0 +1,66 @@
+"""What a runner (one simulator, one workload, one fresh process) measures and how it reports it.
+
+Standard library only: every simulator's own environment imports this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from benchmarks.workloads import WARMUP_ROUNDS, WORKLOADS, Arrays, Workload
+
+RESULT_PREFIX = "benchmark-result: "  # what the parent looks for among the process's output
+STARTED = "BENCHMARK_STARTED"  # environment: time.monotonic() just before the parent started the process
+
+
+@dataclass
+class RoundClock:
+    """Call :meth:`start` just before the first round and :meth:`tick` at the end of each round."""
+
+    seconds: list[float] = field(default_factory=list)
+    first_round_since_process_start: float | None = None
+    _last: float = 0.0
+
+    def start(self) -> None:
+        self._last = time.monotonic()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if not self.seconds and STARTED in os.environ:
+            self.first_round_since_process_start = now - float(os.environ[STARTED])
+        self.seconds.append(now - self._last)
+        self._last = now
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Times in seconds; the warm-up round is apart."""
+        steady = self.seconds[WARMUP_ROUNDS:]
+        return {
+            "rounds": len(steady),
+            "round_median": statistics.median(steady),
+            "round_min": min(steady),
+            "round_max": max(steady),
+            "first_round": self.seconds[0],
+            "first_round_with_import": self.first_round_since_process_start,
+        }
+
+
+def runner_arguments(description: str, **integers: int) -> tuple[argparse.Namespace, Workload, Arrays]:
+    """Parses a runner's command line: ``--workload``, ``--arrays``, and integer options with their defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--workload", required=True, choices=WORKLOADS)
+    parser.add_argument("--arrays", required=True, help="the workload's .npz file")
+    for name, default in integers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    return arguments, WORKLOADS[arguments.workload], Arrays(arguments.arrays)
+
+
+def report(clock: RoundClock, versions: dict[str, str], loss: float, accuracy: float) -> None:
+    """Prints the runner's one line of results."""
+    result = clock.summary() | {"test_loss": loss, "test_accuracy": accuracy, "versions": versions}
+    print(RESULT_PREFIX + json.dumps(result), flush=True)
