@@ -1,7 +1,11 @@
-"""Data sets, partitions, and federations: plain NumPy arrays on the host."""
+"""Data sets, partitions, and federations: plain NumPy arrays on the host.
+
+Pictures are in ``fedrax.data.picture``, apart so that a run does not wait for matplotlib.
+"""
 
 from fedrax.data.dataset import Dataset, Samples, as_samples
 from fedrax.data.federation import Federation, aligned
+from fedrax.data.heterogeneity import Heterogeneity, heterogeneity, label_counts
 from fedrax.data.partition import (
     PARTITIONS,
     ClassesPerClient,
@@ -16,14 +20,18 @@ from fedrax.data.partition import (
     Shards,
     Similarity,
 )
+from fedrax.data.readers import DATASETS, DatasetEntry, load
 
 __all__ = [
+    "DATASETS",
     "PARTITIONS",
     "ClassesPerClient",
     "Dataset",
+    "DatasetEntry",
     "DirichletClasses",
     "DirichletClients",
     "Federation",
+    "Heterogeneity",
     "Iid",
     "LogNormal",
     "Mix",
@@ -35,4 +43,7 @@ __all__ = [
     "Similarity",
     "aligned",
     "as_samples",
+    "heterogeneity",
+    "label_counts",
+    "load",
 ]

@@ -19,8 +19,8 @@ class Federation:
     Client i owns rows ``offsets[i]:offsets[i + 1]`` of ``train``; ``offsets`` is int64 [N + 1] and no client
     is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
     ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
-    ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a regression;
-    ``mean`` and ``std`` are as in ``Dataset``.
+    ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a
+    regression; ``mean`` and ``std`` are as in ``Dataset``.
     """
 
     train: Samples

@@ -49,7 +49,7 @@ class Iid:
 
 @dataclass(frozen=True)
 class Shards:
-    """Sort by label, cut into ``clients * per_client`` shards, deal ``per_client`` random ones to each client.
+    """Sort by label, cut into ``clients * per_client`` shards, deal each client ``per_client`` random ones.
 
     McMahan et al. 2017 (FedAvg), section 3, use two shards a client. One shard a client is "sorted by label,
     divided evenly" (LoSAC, section 5.1.4). Sizes differ by one row at most.
@@ -127,8 +127,8 @@ class DirichletClasses:
     """Each client draws its class mix from Dir(omega, ..., omega) and fills an even share of rows by it.
 
     GradMA, section 6.1 (omega = 1, 0.1, 0.01); Hsu et al. 2019, whose alpha is omega times the number of
-    classes. Every row is dealt once, sizes differ by one row at most: when a class runs out, the clients that
-    still want it, drawn at random, turn to what their mix says of the classes left.
+    classes. Every row is dealt once, sizes differ by one row at most. Clients are served one after another,
+    in random order; those who find a class sold out turn to what their mix says of the classes left.
     """
 
     clients: int = 100
@@ -150,11 +150,11 @@ class DirichletClasses:
             wish = np.where(mass > 0, wish / np.where(mass > 0, mass, 1), stock / stock.sum())
             taken = rng.multinomial(missing, wish)
             for c in np.flatnonzero(taken.sum(axis=0) > stock):
-                taken[:, c] = rng.multivariate_hypergeometric(taken[:, c], stock[c], method="marginals")
+                taken[:, c] = np.diff(np.minimum(np.cumsum(taken[:, c]), stock[c]), prepend=0)
             counts += taken
             stock -= taken.sum(axis=0)
             missing -= taken.sum(axis=1)
-        return _deal(labels, counts, rng)
+        return _deal(labels, rng.permutation(counts), rng)  # those served last are not the last clients
 
 
 @dataclass(frozen=True)
@@ -338,8 +338,8 @@ def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
         )
     if clients * dataset.num_classes > MAX_TABLE:
         raise FedraxError(
-            f"{clients} clients x {dataset.num_classes} classes is too large for this partition "
-            f"(at most {MAX_TABLE:,} entries); only the dirichlet and classes_per_client ones have this limit."
+            f"{clients} clients x {dataset.num_classes} classes are too many for this partition "
+            f"(at most {MAX_TABLE:,} entries); iid, shards, similarity and mix have no such limit."
         )
     return dataset.train.y, dataset.num_classes
 

@@ -1,0 +1,78 @@
+"""A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
+
+import os
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedrax.data.federation import Federation
+from fedrax.data.heterogeneity import label_counts
+from fedrax.errors import FedraxError
+
+COLOUR = "#1f5a94"
+
+
+def draw_labels(federation: Federation, clients: int = 50) -> Figure:
+    """Draw the label counts of the first ``clients`` clients, as in GradMA's figure 8.
+
+    A dot of the size of its cell is the largest count shown. Raises FedraxError for a regression.
+    """
+    if clients < 1:
+        raise FedraxError(f"a picture needs at least 1 client, not {clients}.")
+    counts = label_counts(federation)[:clients]
+    shown, classes = counts.shape
+    cell = min(0.25, 14 / shown, 10 / classes)  # inches
+    figure = Figure(
+        figsize=(max(shown * cell, 2.6) + 2.2, max(classes * cell, 1.6) + 1.3), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    client, label = np.nonzero(counts)
+    number = counts[client, label]
+    largest = number.max()
+    diameter = 0.95 * cell * 72  # points
+    axes.scatter(client, label, s=diameter**2 * number / largest, color=COLOUR, linewidths=0)
+
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.8, shown - 0.2), ylim=(-0.8, classes - 0.2))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(2, min(shown, 12)), min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(classes, 12), min_n_ticks=1))
+    if federation.class_names and classes <= 20:
+        axes.set_yticks(range(classes), federation.class_names)
+    axes.grid(axis="y", color="0.93", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    of_all = f"first {shown:,} of " if shown < federation.num_clients else ""
+    plural = "s" if federation.num_clients > 1 else ""
+    title = f"{federation.name}: {of_all}{federation.num_clients:,} client{plural}"
+    axes.set_title(title, loc="left", fontsize="medium")
+    for value in sorted({int(largest), max(int(largest) // 4, 1), max(int(largest) // 16, 1)}, reverse=True):
+        axes.scatter([], [], s=diameter**2 * value / largest, color=COLOUR, linewidths=0, label=f"{value:,}")
+    figure.legend(loc="outside right upper", title="samples", frameon=False, alignment="left")
+    return figure
+
+
+def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
+    """Save the picture as PNG and SVG beside each other; returns both paths.
+
+    ``path`` is without suffix (a .png or .svg is dropped). Each file is written whole or not at all.
+    """
+    figure = draw_labels(federation, clients)
+    path = Path(path)
+    stem = path.name.removesuffix(".png").removesuffix(".svg")
+    saved = []
+    for suffix in ("png", "svg"):
+        target = path.with_name(f"{stem}.{suffix}")
+        temporary = target.with_name(f".{target.name}.part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
+                metadata = {"Date": None} if suffix == "svg" else {}
+                figure.savefig(temporary, format=suffix, dpi=200, metadata=metadata)
+            os.replace(temporary, target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise FedraxError(f"the picture {target} cannot be written: {error}.") from error
+        saved.append(target)
+    return saved[0], saved[1]

@@ -1,0 +1,388 @@
+"""Data sets by name: ``load("mnist", data_dir)``, ``load("synthetic", alpha=0.5, beta=0.5)``."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
+from fedrax.data.files import (
+    cache_directory,
+    data_directory,
+    find_file,
+    read_idx,
+    read_image_table,
+    read_npz,
+)
+from fedrax.data.synthetic import load_synthetic
+from fedrax.errors import FedraxError, unknown
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """A data set that ``load`` knows.
+
+    ``files`` are the paths it needs, relative to the data directory; empty if it needs none. ``read`` takes
+    that directory if there are files, and the data set's own options by name.
+    """
+
+    name: str
+    description: str
+    read: Callable[..., Dataset]
+    files: tuple[str, ...] = ()
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether a data directory is needed."""
+        return bool(self.files)
+
+
+def load(name: str, data_dir: str | Path | None = None, **options: object) -> Dataset:
+    """Load the data set ``name`` (a key of ``DATASETS``) with the options of its reader.
+
+    Files are looked for in ``data_dir``, or the directory that the environment variable FEDRAX_DATA names.
+    Raises FedraxError for an unknown name or option, or a missing or malformed file.
+    """
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS)
+    entry = DATASETS[name]
+    accepted = dict(inspect.signature(entry.read).parameters)
+    accepted.pop("data_dir", None)
+    for option in options:
+        if option not in accepted:
+            raise unknown(f"option of data set {name!r}:", option, accepted)
+    missing = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
+    if missing:
+        raise FedraxError(f"data set {name!r} needs the option {missing[0]!r}.")
+    if entry.needs_files:
+        return entry.read(data_directory(data_dir, name, entry.files), **options)
+    return entry.read(**options)
+
+
+def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+    """The 1,797 handwritten digits bundled with scikit-learn: float32 [n, 8, 8, 1] in [0, 1], 10 classes.
+
+    Pixels are the original 0 .. 16 divided by 16, which is exact. The test rows are drawn from each class.
+    """
+    from sklearn.datasets import load_digits as bundled
+
+    x, y = bundled(return_X_y=True)
+    x = (np.asarray(x) / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    train, test = split_test(y, test_fraction, generator(seed, "test split"))
+    samples = as_samples(x, np.asarray(y))
+    return Dataset("digits", _rows(samples, train), _rows(samples, test), 10, class_names=tuple("0123456789"))
+
+
+def load_mnist(data_dir: Path) -> Dataset:
+    """MNIST (LeCun et al.): uint8 [60000, 28, 28, 1] and [10000, 28, 28, 1], 10 classes, from mnist/."""
+    return load_idx(data_dir / "mnist", mean=(0.1307,), std=(0.3081,), class_names=tuple("0123456789"))
+
+
+def load_fashion_mnist(data_dir: Path) -> Dataset:
+    """Fashion-MNIST (Xiao et al. 2017), MNIST's shapes and file names, from fashion_mnist/."""
+    names = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+    folder = data_dir / "fashion_mnist"
+    return load_idx(folder, mean=(0.2860,), std=(0.3530,), class_names=tuple(names.split(",")))
+
+
+def load_idx(
+    folder: Path, mean: tuple[float, ...] = (), std: tuple[float, ...] = (), class_names: tuple[str, ...] = ()
+) -> Dataset:
+    """Grey images in the four IDX files of MNIST, gzipped or not: x is uint8 [n, height, width, 1]."""
+
+    def read(part: str) -> Samples:
+        images, labels = (find_file(folder / name) for name in (_idx_images(part), _idx_labels(part)))
+        if images is None or labels is None:
+            raise FedraxError(f"{folder} needs {_idx_images(part)} and {_idx_labels(part)}, gzipped or not.")
+        x, y = read_idx(images, ndim=3), read_idx(labels, ndim=1)
+        if len(x) != len(y):
+            raise FedraxError(f"{images} holds {len(x)} images, but {labels} holds {len(y)} labels.")
+        return as_samples(x[..., None], y)
+
+    train, test = read("train"), read("t10k")
+    classes = len(class_names) or int(train.y.max(initial=0)) + 1
+    return Dataset(folder.name, train, test, classes, mean, std, class_names=class_names)
+
+
+def load_cifar10(data_dir: Path) -> Dataset:
+    """CIFAR-10 (Krizhevsky 2009): uint8 [50000, 32, 32, 3] and [10000, 32, 32, 3], 10 classes; cifar10/."""
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return _load_images(data_dir / "cifar10", "test", "label", (32, 32), 10, mean, std)
+
+
+def load_cifar100(data_dir: Path) -> Dataset:
+    """CIFAR-100 (Krizhevsky 2009), CIFAR-10's shapes, the 100 fine labels, from cifar100/."""
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    return _load_images(data_dir / "cifar100", "test", "fine_label", (32, 32), 100, mean, std)
+
+
+def load_tiny_imagenet(data_dir: Path) -> Dataset:
+    """Tiny-ImageNet: uint8 [n, 64, 64, 3], 200 classes, the validation part as test, from tiny_imagenet/."""
+    mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
+    return _load_images(data_dir / "tiny_imagenet", "val", "label", (64, 64), 200, mean, std)
+
+
+def load_upcycled_synthetic(data_dir: Path, variant: str = "0.5_0.5") -> Dataset:
+    """The synthetic data of Upcycled-FL (2024), section 7, as published: ``variant`` "0.5_0.5" or "iid".
+
+    x is float32 [n, 20], with 2 classes and 30 natural clients.
+    """
+    variants = ("0.5_0.5", "iid")
+    if variant not in variants:
+        raise unknown("variant of upcycled_synthetic", variant, variants)
+    name = f"synthetic_{variant}"
+    return load_npz(data_dir / "upcycled_synthetic" / f"{name}.npz", name=f"upcycled_{name}")
+
+
+def load_har(data_dir: Path) -> Dataset:
+    """UCI HAR (Anguita et al. 2013), raw inertial windows: float32 [n, 128, 9] (time, channel), 6 activities.
+
+    Natural clients are the subjects; the official test subjects are all different from the training ones.
+    """
+    keys = ("x_train", "y_train", "subject_train", "x_test", "y_test", "subject_test", "activities")
+    path = data_dir / "har" / "har_inertial.npz"
+    arrays = read_npz(path, keys)
+    for part in ("train", "test"):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if x.ndim != 3 or y.dtype.kind not in "iu":
+            raise FedraxError(f"{path}: x_{part} must be [n, 9, 128] and y_{part} integers 1 .. 6.")
+        arrays[f"x_{part}"] = np.ascontiguousarray(x.transpose(0, 2, 1))
+        arrays[f"y_{part}"] = y.astype(np.int64) - 1  # UCI counts from 1
+    names = tuple(str(name) for name in arrays.pop("activities"))
+    return _from_npz(arrays, "har_inertial", path, client="subject", class_names=names)
+
+
+def load_npz(path: str | Path, name: str | None = None) -> Dataset:
+    """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
+
+    Integer labels are classes 0, 1, ...; floating ones make a regression. Clients are integers or strings.
+    """
+    path = Path(path)
+    arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
+    return _from_npz(arrays, name or path.stem, path)
+
+
+def load_csv(
+    path: str | Path,
+    label: str = "label",
+    client: str | None = None,
+    test_path: str | Path | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """A table with a header: the column ``label``, optionally a column ``client``, else features (float32).
+
+    Integer or text labels are classes, in sorted order; floating labels make a regression. The test part is
+    ``test_path`` if given, else ``test_fraction`` of each client's (or else each class's) rows.
+    """
+    table = _read_csv(Path(path), label, client)
+    train_rows = len(table)
+    if test_path is not None:
+        test_table = _read_csv(Path(test_path), label, client)
+        if table.schema != test_table.schema:
+            raise FedraxError(f"{path} and {test_path} differ in their columns or types.")
+        table = pl.concat([table, test_table])
+    x = table.drop([label, *([client] if client else [])]).cast(pl.Float32).to_numpy(order="c")
+    y, names = _classes_or_targets(table[label].to_numpy())
+    clients = None if client is None else np.unique(table[client].to_numpy(), return_inverse=True)[1]
+    if not np.isfinite(x).all() or not np.isfinite(y).all():
+        raise FedraxError(f"{path} holds numbers that are not finite.")
+    if test_path is not None:
+        train, test = np.arange(train_rows), np.arange(train_rows, len(table))
+    else:
+        train, test = _split(y, clients, test_fraction, seed)
+    return _from_rows(Path(path).stem, as_samples(x, y), clients, train, test, names)
+
+
+def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+    """A data set of openml.org by its name there, features as float32 [n, features]; cached once fetched.
+
+    A nominal target gives classes, a numeric one a regression. The test part is drawn from each class.
+    """
+    from sklearn.datasets import fetch_openml
+
+    cache = cache_directory() / "openml"
+    try:
+        x, y = fetch_openml(
+            dataset,
+            version=version,
+            data_home=str(cache),
+            return_X_y=True,
+            as_frame=False,
+            parser="liac-arff",
+            n_retries=1,
+        )
+    except (OSError, ValueError) as error:
+        raise FedraxError(
+            f"OpenML data set {dataset!r}, version {version}, could not be fetched ({error}); "
+            f"its first use needs the network, later ones the cache {cache}."
+        ) from error
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "buif" or not np.isfinite(x).all():
+        raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
+    y, names = _classes_or_targets(np.asarray(y))
+    train, test = _split(y, None, test_fraction, seed)
+    return _from_rows(dataset, as_samples(x.astype(np.float32), y), None, train, test, names)
+
+
+def _idx_images(part: str) -> str:
+    return f"{part}-images-idx3-ubyte"
+
+
+def _idx_labels(part: str) -> str:
+    return f"{part}-labels-idx1-ubyte"
+
+
+def _load_images(
+    folder: Path,
+    test: str,
+    label: str,
+    size: tuple[int, int],
+    classes: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Dataset:
+    x, y, names = read_image_table(folder / "train.parquet", label, size)
+    x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
+    names = names if len(names) == classes else ()
+    return Dataset(
+        folder.name, as_samples(x, y), as_samples(x_test, y_test), classes, mean, std, class_names=names
+    )
+
+
+def _from_npz(
+    arrays: dict[str, np.ndarray],
+    name: str,
+    path: Path,
+    client: str = "client",
+    class_names: tuple[str, ...] = (),
+) -> Dataset:
+    train = as_samples(arrays["x_train"], arrays["y_train"])
+    test = as_samples(arrays["x_test"], arrays["y_test"])
+    for samples in (train, test):
+        if samples.x.dtype.kind == "f" and not np.isfinite(samples.x).all():
+            raise FedraxError(f"{path} holds numbers that are not finite.")
+    classes = None
+    if train.y.dtype.kind == "i":
+        classes = len(class_names) or int(max(train.y.max(initial=0), test.y.max(initial=0))) + 1
+    ids = [arrays[key] for key in (f"{client}_train", f"{client}_test") if key in arrays]
+    codes: list[np.ndarray | None] = [None, None]
+    if len(ids) == 2 and all(i.ndim == 1 and i.dtype.kind in "iuU" for i in ids):
+        inverse = np.unique(np.concatenate(ids), return_inverse=True)[1]
+        codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
+    elif ids:
+        raise FedraxError(
+            f"{path}: {client}_train and {client}_test must both be integers or strings, one a row."
+        )
+    return Dataset(
+        name, train, test, classes, train_clients=codes[0], test_clients=codes[1], class_names=class_names
+    )
+
+
+def _read_csv(path: Path, label: str, client: str | None) -> pl.DataFrame:
+    """The table, with its columns checked: no missing values, label and client there, features numeric."""
+    if not path.is_file():
+        raise FedraxError(f"there is no file {path}.")
+    try:
+        table = pl.read_csv(path, infer_schema_length=None)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
+    for column in [label, *([client] if client else [])]:
+        if column not in table.columns:
+            raise unknown(f"column of {path}", column, table.columns)
+    for column in table.columns:
+        if table[column].null_count():
+            raise FedraxError(f"{path}: column {column!r} has missing values.")
+        if column not in (label, client) and not table[column].dtype.is_numeric():
+            raise FedraxError(f"{path}: feature column {column!r} is not numeric.")
+    return table
+
+
+def _classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
+    if y.dtype.kind == "f":
+        return y.astype(np.float32), ()
+    labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
+    return codes.astype(np.int32), tuple(str(label) for label in labels)
+
+
+def _split(
+    y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
+    groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
+    return split_test(groups, fraction, generator(seed, "test split"))
+
+
+def _rows(samples: Samples, rows: np.ndarray) -> Samples:
+    return Samples(samples.x[rows], samples.y[rows])
+
+
+def _from_rows(
+    name: str,
+    samples: Samples,
+    clients: np.ndarray | None,
+    train: np.ndarray,
+    test: np.ndarray,
+    class_names: tuple[str, ...],
+) -> Dataset:
+    return Dataset(
+        name,
+        _rows(samples, train),
+        _rows(samples, test),
+        len(class_names) or None,
+        train_clients=None if clients is None else clients[train],
+        test_clients=None if clients is None else clients[test],
+        class_names=class_names,
+    )
+
+
+def _idx_files(folder: str) -> tuple[str, ...]:
+    return tuple(
+        f"{folder}/{name(part)}" for part in ("train", "t10k") for name in (_idx_images, _idx_labels)
+    )
+
+
+DATASETS: dict[str, DatasetEntry] = {
+    entry.name: entry
+    for entry in (
+        DatasetEntry("digits", "1,797 8x8 digits bundled with scikit-learn; needs no files", load_digits),
+        DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, made on the spot", load_synthetic),
+        DatasetEntry("mnist", "70,000 28x28 grey digits", load_mnist, _idx_files("mnist")),
+        DatasetEntry(
+            "fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")
+        ),
+        DatasetEntry(
+            "cifar10",
+            "60,000 32x32 colour images, 10 classes",
+            load_cifar10,
+            ("cifar10/train.parquet", "cifar10/test.parquet"),
+        ),
+        DatasetEntry(
+            "cifar100",
+            "60,000 32x32 colour images, 100 classes",
+            load_cifar100,
+            ("cifar100/train.parquet", "cifar100/test.parquet"),
+        ),
+        DatasetEntry(
+            "tiny_imagenet",
+            "64x64 colour images, 200 classes",
+            load_tiny_imagenet,
+            ("tiny_imagenet/train.parquet", "tiny_imagenet/val.parquet"),
+        ),
+        DatasetEntry(
+            "upcycled_synthetic",
+            "the published synthetic data of Upcycled-FL, 30 clients",
+            load_upcycled_synthetic,
+            ("upcycled_synthetic/synthetic_0.5_0.5.npz", "upcycled_synthetic/synthetic_iid.npz"),
+        ),
+        DatasetEntry(
+            "har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)
+        ),
+        DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
+        DatasetEntry("csv", "your table with a label column and perhaps a client column", load_csv),
+        DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
+    )
+}
