@@ -10,37 +10,37 @@ its table and leaves those files alone. An interrupted command is taken up again
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import machine
 from benchmarks.environments import cache_directory, ensure_environment, packages
 from benchmarks.make_arrays import ensure_arrays
-from benchmarks.peers_report import disagreements, table, write_report
+from benchmarks.peers_report import disagreements, identity, table, write_report
 from benchmarks.quiet import run_quietly
+from benchmarks.sessions import RESULTS, Session
 from benchmarks.simulators import Setting, settings
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, steps_per_round
 
-RESULTS = Path(__file__).parent / "results"
 RAW = RESULTS / "peers.jsonl"
 
 
 def main() -> int:
     arguments = parse_arguments()
     if arguments.report:
-        return conclude(latest_session(), arguments.out)
+        return conclude(Session.latest(RAW), arguments.out)
     chosen = [
         setting for setting in settings() if not arguments.peers or setting.simulator in arguments.peers
     ]
     arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
     bins = {setting.environment: environment_of(setting, arguments.envs) for setting in chosen}
-    session = latest_session() if arguments.resume else start_session(arrays, bins)
-    done = {(run["workload"], run["simulator"], run["setting"], run["repeat"]) for run in session["runs"]}
+    if arguments.resume:
+        session = Session.latest(RAW)
+    else:
+        workloads = {name: facts(name, path) for name, path in arrays.items()}
+        installed = {name or "fedrax": packages(bin_directory) for name, bin_directory in bins.items()}
+        session = Session.start(RAW, workloads=workloads, packages=installed)
+    done = {identity(run) for run in session.runs if "failed" not in run}
     for repeat, workload, setting in schedule(chosen, arguments.workloads, arguments.repeats):
         if (workload, setting.simulator, setting.label, repeat) in done:
             continue
@@ -50,18 +50,14 @@ def main() -> int:
             max_wait=arguments.max_wait,
             timeout=arguments.timeout,
         )
-        run = {
-            "kind": "run",
-            "session": session["id"],
+        names = {
             "workload": workload,
             "simulator": setting.simulator,
             "setting": setting.label,
             "repeat": repeat,
-            **result,
         }
-        append(run)
-        session["runs"].append(run)
-        print(one_line(run), flush=True)
+        session.add(names | result)
+        print(one_line(session.runs[-1]), flush=True)
     complete = not arguments.peers and set(arguments.workloads) == set(WORKLOADS)
     return conclude(session, arguments.out if complete else None)
 
@@ -100,20 +96,6 @@ def environment_of(setting: Setting, directory: Path) -> Path:
     return ensure_environment(setting.environment, directory)
 
 
-def start_session(arrays: dict[str, Path], bins: dict[str | None, Path]) -> dict:
-    print("measuring the machine", flush=True)
-    header = {
-        "kind": "session",
-        "id": uuid.uuid4().hex[:8],
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine.describe() | machine.measure(),
-        "workloads": {name: facts(name, path) for name, path in arrays.items()},
-        "packages": {name or "fedrax": packages(bin_directory) for name, bin_directory in bins.items()},
-    }
-    append(header)
-    return header | {"runs": []}
-
-
 def facts(name: str, path: Path) -> dict[str, str | float]:
     """What the tables need to know of a workload."""
     arrays, workload = Arrays(path), WORKLOADS[name]
@@ -126,24 +108,6 @@ def facts(name: str, path: Path) -> dict[str, str | float]:
     }
 
 
-def append(record: dict) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    with RAW.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def latest_session() -> dict:
-    records = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
-    headers = [record for record in records if record["kind"] == "session"]
-    if not headers:
-        sys.exit(f"error: {RAW} holds no session yet")
-    last = headers[-1]
-    runs = [record for record in records if record["kind"] == "run" and record["session"] == last["id"]]
-    return last | {"runs": runs}
-
-
 def one_line(run: dict) -> str:
     name = f"{run['workload']} {run['simulator']:14s} {run['setting']:22s} {run['repeat']}"
     if "failed" in run:
@@ -154,10 +118,10 @@ def one_line(run: dict) -> str:
     )
 
 
-def conclude(session: dict, out: Path | None) -> int:
+def conclude(session: Session, out: Path | None) -> int:
     """Prints the table, writes the report under ``out``; the exit status says whether all losses agree."""
     print(table(session))
-    if out:
+    if out and session.runs:
         print("wrote", *write_report(session, out))
     problems = disagreements(session)
     for problem in problems:

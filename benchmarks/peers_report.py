@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.pages import markdown_table, save_picture, write_page
+from benchmarks.sessions import Session
 from benchmarks.workloads import WORKLOADS
 
 OURS = "fedrax"
@@ -44,10 +45,10 @@ class Row:
         return f"{OURS}, {self.setting}" if self.simulator == OURS else self.simulator
 
 
-def rows(session: dict) -> list[Row]:
+def rows(session: Session) -> list[Row]:
     """A row for each workload, simulator and setting that finished at least once, fastest first."""
     groups: dict[tuple[str, str, str], list[dict]] = {}
-    for run in session["runs"]:
+    for run in session.runs:
         groups.setdefault((run["workload"], run["simulator"], run["setting"]), []).append(run)
     found = []
     for (workload, simulator, setting), runs in groups.items():
@@ -81,17 +82,23 @@ def rows(session: dict) -> list[Row]:
     return sorted(found, key=lambda row: (row.workload, row.round))
 
 
-def disagreements(session: dict) -> list[str]:
+def identity(run: dict) -> tuple[str, str, str, int]:
+    """What a run was, whatever came of it: a failed one may have been run again later."""
+    return run["workload"], run["simulator"], run["setting"], run["repeat"]
+
+
+def disagreements(session: Session) -> list[str]:
     """A sentence for each run that failed, and for each whose test loss is not everybody's."""
     problems = []
-    for run in session["runs"]:
-        if "failed" in run:
+    succeeded = {identity(run) for run in session.runs if "failed" not in run}
+    for run in session.runs:
+        if identity(run) not in succeeded:
             what = (
                 f"{run['simulator']} ({run['setting']}) failed on {run['workload']}, repeat {run['repeat']}"
             )
             problems.append(what)
     for workload in WORKLOADS:
-        finished = [run for run in session["runs"] if run["workload"] == workload and "failed" not in run]
+        finished = [run for run in session.runs if run["workload"] == workload and "failed" not in run]
         if not finished:
             continue
         agreed = statistics.median(run["test_loss"] for run in finished)
@@ -104,7 +111,7 @@ def disagreements(session: dict) -> list[str]:
     return problems
 
 
-def table(session: dict) -> str:
+def table(session: Session) -> str:
     """Milliseconds a round of everybody's fastest setting, and how it compares with the best peer."""
     found = rows(session)
     best = best_peers(found)
@@ -126,16 +133,16 @@ def best_peers(found: Iterable[Row]) -> dict[str, float]:
     return best
 
 
-def pivot(found: list[Row], cell) -> str:
+def pivot(found: list[Row], cell: Callable[[Row], str]) -> str:
     """Simulators down, workloads across; ``cell(row)`` of each simulator's fastest setting."""
     fastest = fastest_settings(found)
     workloads = sorted({row.workload for row in found})
     names = list(dict.fromkeys(row.name for row in sorted(found, key=lambda row: row.simulator != OURS)))
-    lines = [["", *workloads], ["---"] * (len(workloads) + 1)]
+    lines = []
     for name in names:
         picked = [fastest.get((workload, name)) for workload in workloads]
         lines.append([name, *(cell(row) if row else "" for row in picked)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(["", *workloads], lines)
 
 
 def fastest_settings(found: Iterable[Row]) -> dict[tuple[str, str], Row]:
@@ -147,14 +154,9 @@ def fastest_settings(found: Iterable[Row]) -> dict[tuple[str, str], Row]:
     return fastest
 
 
-def write_report(session: dict, out: Path) -> list[Path]:
+def write_report(session: Session, out: Path) -> list[Path]:
     """Writes ``peers.md``, ``peers.png`` and ``peers.svg`` under ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    page = out / "peers.md"
-    part = page.with_suffix(".part")
-    part.write_text(markdown(session))
-    os.replace(part, page)
-    return [page, *draw(rows(session), out)]
+    return [write_page(out / "peers.md", sections(session)), *draw(rows(session), out / "peers")]
 
 
 MILLISECONDS_NOTE = (
@@ -162,18 +164,30 @@ MILLISECONDS_NOTE = (
     "`*`: only measured beside other processes' work."
 )
 SETTING_COLUMNS = (
-    "| simulator | setting | ms a round | range | × best peer | GFLOP/s | % of peak | µs a step "
-    "| first round s | with import s | peak MB | test loss | runs | foreign CPU |"
+    "simulator",
+    "setting",
+    "ms a round",
+    "range",
+    "× best peer",
+    "GFLOP/s",
+    "% of peak",
+    "µs a step",
+    "first round s",
+    "with import s",
+    "peak MB",
+    "test loss",
+    "runs",
+    "foreign CPU",
 )
 
 
-def markdown(session: dict) -> str:
+def sections(session: Session) -> list[str]:
     found = rows(session)
     problems = disagreements(session)
     agreement = (
         "All runs finished, and all test losses agree" if not problems else "**Not everything agrees**"
     )
-    sections = [
+    return [
         "# fedrax beside other simulators",
         introduction(session),
         "## Milliseconds a round",
@@ -194,43 +208,30 @@ def markdown(session: dict) -> str:
         "## Versions",
         versions(session),
     ]
-    return "\n\n".join(sections) + "\n"
 
 
-def introduction(session: dict) -> str:
-    machine = session["machine"]
-    gaussian = any(facts["source"] == "gaussian" for facts in session["workloads"].values())
+def introduction(session: Session) -> str:
+    gaussian = any(facts["source"] == "gaussian" for facts in session.header["workloads"].values())
     note = " W1 used Gaussian classes in MNIST's place: there was no MNIST at hand." if gaussian else ""
     return (
-        f"Written by `python -m benchmarks.peers` on {session['date']} from session `{session['id']}` of "
+        f"Written by `python -m benchmarks.peers` on {session.header['date']} from session `{session.header['id']}` of "
         f"`peers.jsonl`. All simulators train the same models from the same weights on the same arrays, cohorts and "
         f"batches, weighted by samples; each run is a fresh process on a quiet machine. Medians of the repeats' "
         f"medians; the first round is reported apart.{note}\n\n"
-        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {machine['system']}, "
-        f"Python {machine['python']}; no accelerator is used. Measured in the same command: float32 matrix product "
-        f"{machine['gemm_gflops_1_thread']:.0f} GFLOP/s on one thread, {machine['gemm_gflops_all_cores']:.0f} on all "
-        f"cores; copy (read and write) {machine['copy_gb_per_second_1_thread']:.0f} and "
-        f"{machine['copy_gb_per_second_all_cores']:.0f} GB/s."
+        f"{session.machine_text()} No accelerator is used."
     )
 
 
-def workload_section(name: str, session: dict, found: list[Row]) -> str:
-    workload, facts = WORKLOADS[name], session["workloads"][name]
-    peak = session["machine"]["gemm_gflops_all_cores"]
+def workload_section(name: str, session: Session, found: list[Row]) -> str:
+    workload, facts = WORKLOADS[name], session.header["workloads"][name]
+    peak = session.header["machine"]["gemm_gflops_all_cores"]
     best = best_peers(found)
     local = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)} in batches of {workload.batch}"
     text = (
         f"{workload.data}; {workload.clients} clients, {workload.cohort} a round, {local}, step size "
         f"{workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} SGD steps a round."
     )
-    lines = [
-        f"### {name}: {workload.model}",
-        "",
-        text,
-        "",
-        SETTING_COLUMNS,
-        "|---" * 14 + "|",
-    ]
+    lines = []
     for row in found:
         if row.workload != name:
             continue
@@ -251,15 +252,15 @@ def workload_section(name: str, session: dict, found: list[Row]) -> str:
             f"{row.used} of {row.finished}" + (f", {row.failed} failed" if row.failed else ""),
             f"{row.foreign_cpu:.2f}",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return f"### {name}: {workload.model}\n\n{text}\n\n{markdown_table(SETTING_COLUMNS, lines)}"
 
 
-def versions(session: dict) -> str:
+def versions(session: Session) -> str:
     lines = dict.fromkeys(
         f"- {run['simulator']}: "
         + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        for run in session["runs"]
+        for run in session.runs
         if "failed" not in run
     )
     return (
@@ -267,7 +268,7 @@ def versions(session: dict) -> str:
     )
 
 
-def draw(found: list[Row], out: Path) -> list[Path]:
+def draw(found: list[Row], path: Path) -> list[Path]:
     """A dot for each simulator's fastest setting and a line for the range of its repeats, a panel a workload."""
     import matplotlib
 
@@ -300,9 +301,5 @@ def draw(found: list[Row], out: Path) -> list[Path]:
         axis.grid(axis="x", which="both", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("milliseconds a round (log scale; smaller is better)")
-    figure.tight_layout()
-    paths = [out / "peers.png", out / "peers.svg"]
-    figure.savefig(paths[0], dpi=150)
-    figure.savefig(paths[1], metadata={"Date": None})
     plt.close(figure)
-    return paths
+    return save_picture(figure, path)

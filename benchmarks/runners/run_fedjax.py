@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 still calls what newer JAX has moved
-    jax.tree_map = jax.tree_util.tree_map
+    setattr(jax, "tree_map", jax.tree_util.tree_map)  # noqa: B010 - FedJAX looks it up there
 
 import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402

@@ -1,0 +1,34 @@
+"""Markdown tables, pages and pictures, as all benchmarks write them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def markdown_table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_page(path: Path, sections: Iterable[str]) -> Path:
+    """Writes the sections with an empty line between them; the old page stays until the new one is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text("\n\n".join(sections) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def save_picture(figure: Figure, path: Path) -> list[Path]:
+    """Saves ``path``.png and ``path``.svg."""
+    figure.tight_layout()
+    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths

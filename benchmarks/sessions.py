@@ -1,0 +1,73 @@
+"""Raw results: one JSON line a run, and one before them that says when and on what machine they were measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Session:
+    """One command's lines in ``path``: ``header`` holds ``id``, ``date`` and ``machine`` and whatever was added."""
+
+    path: Path
+    header: dict[str, Any]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, path: Path, **facts: Any) -> Session:
+        """Measures the machine and writes the header."""
+        print("measuring the machine", flush=True)
+        header = {
+            "kind": "session",
+            "id": uuid.uuid4().hex[:8],
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "machine": machine.describe() | machine.measure(),
+        }
+        session = cls(path, header | facts)
+        session._append(session.header)
+        return session
+
+    @classmethod
+    def latest(cls, path: Path) -> Session:
+        """The last session of a results file; ends the command if there is none."""
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        headers = [record for record in records if record["kind"] == "session"]
+        if not headers:
+            sys.exit(f"error: {path} holds no session yet")
+        last = headers[-1]
+        runs = [record for record in records if record["kind"] == "run" and record["session"] == last["id"]]
+        return cls(path, last, runs)
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Keeps a run's record, on disk before anything else happens."""
+        record = {"kind": "run", "session": self.header["id"], **run}
+        self._append(record)
+        self.runs.append(record)
+
+    def machine_text(self) -> str:
+        """One sentence on the machine and one on what it can do."""
+        m = self.header["machine"]
+        return (
+            f"Machine: {m['cpu']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['system']}, Python {m['python']}. "
+            f"Measured in the same command: float32 matrix product {m['gemm_gflops_1_thread']:.0f} GFLOP/s on one "
+            f"thread, {m['gemm_gflops_all_cores']:.0f} on all cores; copy (read and write) "
+            f"{m['copy_gb_per_second_1_thread']:.0f} and {m['copy_gb_per_second_all_cores']:.0f} GB/s."
+        )
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
