@@ -34,13 +34,7 @@ class Federation:
     name: str = "arrays"
 
     def __post_init__(self) -> None:
-        _check_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
-        if self.offsets[-1] != len(self.train.y):
-            raise FedraxError(
-                f"federation {self.name!r}: offsets end at {self.offsets[-1]}, not at the last row."
-            )
-        if self.sizes.min() < 1:
-            raise FedraxError(f"federation {self.name!r}: client {self.sizes.argmin()} has no training rows.")
+        _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
         if self.test_offsets is not None:
             _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
             if len(self.test_offsets) != len(self.offsets):
@@ -134,10 +128,11 @@ class Federation:
 
         rows, test_rows = None, None
         if client_ids is not None:
-            clients, rows, offsets = _group(np.asarray(client_ids), len(train.y))
+            clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))
             if test_client_ids is not None:
-                test_rows, test_offsets = _group_test(clients, np.asarray(test_client_ids))
-        offsets = _check_offsets(np.asarray(offsets), len(train.y), "offsets")
+                ids = _check_ids("test_client_ids", test_client_ids, len(tested.y))
+                test_rows, test_offsets = _group_test(clients, ids)
+        offsets = _check_train_offsets(np.asarray(offsets), len(train.y), f"federation {name!r}")
         if shuffle:
             order = _shuffled_inside(offsets, seed)
             rows = order if rows is None else rows[order]
@@ -145,9 +140,7 @@ class Federation:
             train=_aligned(train) if rows is None else _take(train, rows),
             offsets=aligned(offsets),
             test=_aligned(tested) if test_rows is None else _take(tested, test_rows),
-            test_offsets=None
-            if test_offsets is None
-            else aligned(_check_offsets(np.asarray(test_offsets), len(tested.y), "test offsets")),
+            test_offsets=None if test_offsets is None else aligned(np.asarray(test_offsets, np.int64)),
             num_classes=num_classes,
             mean=mean,
             std=std,
@@ -158,7 +151,8 @@ class Federation:
 
 def aligned(array: np.ndarray) -> np.ndarray:
     """``array`` itself if it is C-contiguous and starts at a multiple of 64 bytes, else a copy that is."""
-    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0 and type(array) is np.ndarray:
+    placed = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
+    if placed and array.flags.c_contiguous and type(array) is np.ndarray:
         return array
     copy = _aligned_empty(array.shape, array.dtype)
     copy[...] = array
@@ -193,10 +187,15 @@ def _shuffled_inside(offsets: np.ndarray, seed: int) -> np.ndarray:
     return np.argsort(owner + generator(seed, "order").random(len(owner)), kind="stable")
 
 
-def _group(client_ids: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:
+    ids = np.asarray(ids)
+    if ids.shape != (rows,) or ids.dtype.kind not in "iuUST":
+        raise FedraxError(f"{what} must be one integer or string for each of {rows} rows.")
+    return ids
+
+
+def _group(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Clients [N] in sorted order, all rows grouped by them [n], and their offsets [N + 1]."""
-    if client_ids.shape != (total,) or client_ids.dtype.kind not in "iuUST":
-        raise FedraxError(f"client_ids must be one integer or string for each of {total} rows.")
     clients, owner, sizes = np.unique(client_ids, return_inverse=True, return_counts=True)
     return clients, np.argsort(owner, kind="stable"), np.concatenate([[0], np.cumsum(sizes)])
 
@@ -212,6 +211,17 @@ def _group_test(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarr
     if not sizes.any():
         return None, None
     return np.argsort(owner, kind="stable"), aligned(np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _check_train_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
+    """``offsets`` as int64 if they give every one of ``rows`` to a client, and every client a row."""
+    offsets = _check_offsets(offsets, rows, where)
+    if offsets[-1] != rows:
+        raise FedraxError(f"{where}: offsets end at {offsets[-1]}, not at the last of {rows} rows.")
+    sizes = np.diff(offsets)
+    if sizes.min() < 1:
+        raise FedraxError(f"{where}: client {sizes.argmin()} has no training rows.")
+    return offsets
 
 
 def _check_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> 
                 figure.savefig(temporary, format=suffix, dpi=200, metadata=metadata)
             os.replace(temporary, target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise FedraxError(f"the picture {target} cannot be written: {error}.") from error
         saved.append(target)
     return saved[0], saved[1]

@@ -1,0 +1,181 @@
+"""Federations: grouping, order, alignment, size."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned
+from fedrax.errors import FedraxError
+
+
+def is_aligned(array):
+    return array.flags.c_contiguous and (array.size == 0 or array.ctypes.data % 64 == 0)
+
+
+def natural_dataset() -> Dataset:
+    clients = np.array([3, 1, 3, 7, 1, 3])
+    test_clients = np.array([9, 3, 1, 3, 9])
+    x, x_test = np.arange(12, dtype=np.uint8).reshape(6, 2), np.arange(50, 60, dtype=np.uint8).reshape(5, 2)
+    return Dataset(
+        "natural",
+        Samples(x, np.arange(6, dtype=np.int32)),
+        Samples(x_test, np.arange(5, dtype=np.int32)),
+        6,
+        (0.5,),
+        (0.2,),
+        clients,
+        test_clients,
+        tuple("abcdef"),
+    )
+
+
+def test_natural_clients_take_their_test_rows_along():
+    federation = Federation.from_dataset(natural_dataset(), Natural(), seed=0, shuffle=False)
+    assert federation.num_clients == 3 and list(federation.sizes) == [2, 3, 1]
+    assert list(federation.train.y) == [1, 4, 0, 2, 5, 3]
+    # client 1 has test row 2, client 3 rows 1 and 3, client 7 none; rows of client 9, a stranger, come last
+    assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 3, 3]
+    assert list(federation.test.y) == [2, 1, 3, 0, 4]
+    assert federation.test.x[0].tolist() == [54, 55]
+    assert (federation.name, federation.num_classes, federation.mean) == ("natural", 6, (0.5,))
+    assert federation.class_names == tuple("abcdef")
+
+
+def test_other_partitions_leave_the_test_set_whole():
+    federation = Federation.from_dataset(natural_dataset(), Iid(2), seed=0)
+    assert federation.test_offsets is None and list(federation.test.y) == [0, 1, 2, 3, 4]
+
+
+def test_test_rows_of_strangers_only_belong_to_nobody():
+    dataset = natural_dataset()
+    strangers = Dataset("s", dataset.train, dataset.test, 6, (), (), dataset.train_clients, np.full(5, 100))
+    assert Federation.from_dataset(strangers, Natural(), 0).test_offsets is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(owners=st.lists(st.integers(-5, 5), min_size=1, max_size=60), seed=st.integers(0, 1000))
+def test_from_arrays_groups_every_row_under_its_client(owners, seed):
+    ids = np.array(owners)
+    x = np.arange(len(ids), dtype=np.float32)[:, None]
+    federation = Federation.from_arrays(x, ids + 5, ids, seed=seed)
+    for client, name in enumerate(np.unique(ids)):
+        rows = slice(federation.offsets[client], federation.offsets[client + 1])
+        assert sorted(federation.train.x[rows, 0]) == list(np.flatnonzero(ids == name))
+        assert (federation.train.y[rows] == name + 5).all()
+    assert federation.train.y.dtype == np.int32 and federation.num_classes == max(owners) + 6
+
+
+def test_shuffling_is_seeded_and_stays_inside_clients():
+    x, y = np.arange(1000.0)[:, None], np.zeros(1000, int)
+    offsets = np.array([0, 400, 1000])
+    plain = Federation.from_arrays(x, y, offsets=offsets, shuffle=False)
+    one, again, other = (Federation.from_arrays(x, y, offsets=offsets, seed=s) for s in (1, 1, 2))
+    assert np.array_equal(plain.train.x, x)
+    assert np.array_equal(one.train.x, again.train.x) and not np.array_equal(one.train.x, other.train.x)
+    assert np.array_equal(np.sort(one.train.x[:400], axis=0), x[:400])
+    assert not np.array_equal(one.train.x[:400], x[:400])
+
+
+def test_named_clients_and_their_tests():
+    federation = Federation.from_arrays(
+        np.zeros((3, 2), np.float32),
+        np.array([0.5, 1.5, 2.5]),
+        np.array(["zoe", "ann", "zoe"]),
+        test=(np.ones((2, 2), np.float32), np.array([9.0, 8.0])),
+        test_client_ids=np.array(["zoe", "ann"]),
+        shuffle=False,
+    )
+    assert federation.num_classes is None
+    assert list(federation.train.y) == [1.5, 0.5, 2.5] and list(federation.test.y) == [8.0, 9.0]
+    assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 2]
+
+
+def test_all_arrays_are_aligned():
+    rng = np.random.default_rng(0)
+    x, y = rng.random((1001, 3))[1:, ::2], rng.integers(0, 4, 1001)[1:]
+    ids = np.arange(1000) % 7
+    for shuffle in (True, False):
+        for owner in ({"client_ids": ids}, {"offsets": np.array([0, 5, 1000])}):
+            federation = Federation.from_arrays(x, y, **owner, test=(x[:9], y[:9]), shuffle=shuffle)
+            arrays = (*federation.train, *federation.test, federation.offsets)
+            assert all(is_aligned(a) for a in arrays)
+    natural = Federation.from_dataset(natural_dataset(), Natural(), 0)
+    assert natural.test_offsets is not None and is_aligned(natural.test_offsets)
+
+
+@settings(max_examples=50, deadline=None)
+@given(length=st.integers(0, 40), start=st.integers(0, 8), dtype=st.sampled_from(["u1", "f4", "i8"]))
+def test_aligned_copies_only_what_it_must(length, start, dtype):
+    array = np.arange(length + start).astype(dtype)[start:]
+    result = aligned(array)
+    assert is_aligned(result) and np.array_equal(result, array) and result.dtype == array.dtype
+    assert aligned(result) is result
+
+
+def test_grouped_aligned_arrays_are_not_copied():
+    x, y = aligned(np.zeros((8, 4), np.float32)), aligned(np.zeros(8, np.int32))
+    federation = Federation.from_arrays(x, y, offsets=np.array([0, 3, 8]), shuffle=False)
+    assert federation.train.x is x and federation.train.y is y
+
+
+def test_a_million_clients_build_in_seconds():
+    n = 2_000_000
+    x = np.zeros((n, 8), np.float32)
+    y = (np.arange(n) % 10).astype(np.int32)
+    dataset = Dataset("many", Samples(x, y), Samples(x[:5], y[:5]), 10)
+    start = time.perf_counter()
+    assert (Federation.from_dataset(dataset, Iid(1_000_000), 0).sizes == 2).all()
+    assert Federation.from_arrays(x, y, np.arange(n) % 1_000_000).num_clients == 1_000_000
+    assert time.perf_counter() - start < 20  # about a second on two idle cores
+
+
+X, Y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0])
+BAD = [
+    (dict(x=X, y=Y[:3], client_ids=Y), "not n samples with n labels"),
+    (dict(x=X, y=Y), "client_ids or by offsets"),
+    (dict(x=X, y=Y, client_ids=Y, offsets=np.array([0, 4])), "client_ids or by offsets"),
+    (dict(x=X, y=Y, client_ids=Y[:2]), "for each of 4 rows"),
+    (dict(x=X, y=Y, client_ids=Y / 2), "for each of 4 rows"),
+    (dict(x=X, y=Y, offsets=np.array([0, 3])), "not at the last of 4"),
+    (dict(x=X, y=Y, offsets=np.array([0, 5])), "rise from 0"),
+    (dict(x=X, y=Y, offsets=np.array([1, 4])), "rise from 0"),
+    (dict(x=X, y=Y, offsets=np.array([0, 3, 2, 4])), "rise from 0"),
+    (dict(x=X, y=Y, offsets=np.array([0.0, 4.0])), "rise from 0"),
+    (dict(x=X, y=Y, offsets=np.array([0, 2, 2, 4])), "client 1 has no training rows"),
+    (dict(x=X, y=Y - 1, client_ids=Y), "0 or more"),
+    (dict(x=X, y=Y, client_ids=Y, num_classes=1), "0 .. 0"),
+    (dict(x=X.astype(object), y=Y, client_ids=Y), "real numbers"),
+    (dict(x=X[:0], y=Y[:0], client_ids=Y[:0]), "needs training samples"),
+    (dict(x=X, y=Y, client_ids=Y, test=(X[:, :1], Y)), "test samples"),
+    (dict(x=X, y=Y, client_ids=Y, test=(X, Y / 2)), "must be int32"),
+    (dict(x=X, y=Y, client_ids=Y, test=(X, Y), test_client_ids=Y[:2]), "test_client_ids must"),
+    (dict(x=X, y=Y, offsets=np.array([0, 4]), test=(X, Y), test_client_ids=Y), "go with client_ids"),
+    (dict(x=X, y=Y, offsets=np.array([0, 4]), test_offsets=np.array([0, 0, 0])), "another number of clients"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_arrays_end_in_a_sentence(arguments, words):
+    with pytest.raises(FedraxError, match=words):
+        Federation.from_arrays(**arguments)
+
+
+def test_bad_data_sets_end_in_a_sentence():
+    x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0], np.int32)
+    good = Samples(x, y)
+    for arguments, words in (
+        ((Samples(x[:0], y[:0]), good, 2), "no training samples"),
+        ((good, Samples(x[:, :1], y), 2), "test sample"),
+        ((good, good, 1), "0 .. 0"),
+        ((Samples(x, y.astype(np.int64)), good, 2), "int32"),
+        ((good, good, None), "floating"),
+        ((good, good, 2, (0.1,), ()), "mean and std"),
+        ((good, good, 2, (0.1,), (0.0,)), "mean and std"),
+        ((good, good, 2, (), (), y[:2]), "one integer for each"),
+        ((good, good, 2, (), (), None, None, ("a",)), "1 class names"),
+    ):
+        with pytest.raises(FedraxError, match=words):
+            Dataset("bad", *arguments)

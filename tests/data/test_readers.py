@@ -1,0 +1,464 @@
+"""Readers against files made by hand, good and broken, and against the real data where it is at hand."""
+
+import gzip
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image
+
+from fedrax.data import DATASETS, Federation, Natural, load
+from fedrax.data.files import find_file, read_idx, read_image_table, read_npz
+from fedrax.data.readers import load_idx
+from fedrax.errors import FedraxError
+
+REAL = os.environ.get("FEDRAX_DATA")
+
+
+@pytest.fixture(autouse=True)
+def _directories(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDRAX_DATA", raising=False)
+
+
+def idx(array: np.ndarray, kind: int = 8) -> bytes:
+    return bytes([0, 0, kind, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def write_idx_folder(folder: Path, compress: bool, classes: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (30, 4, 5), np.uint8)
+    labels = (np.arange(30) % classes).astype(np.uint8)
+    for part, rows in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
+        for kind, array in (("images-idx3", images[rows]), ("labels-idx1", labels[rows])):
+            path = folder / f"{part}-{kind}-ubyte"
+            if compress:
+                path.with_name(path.name + ".gz").write_bytes(gzip.compress(idx(array)))
+            else:
+                path.write_bytes(idx(array))
+    return images, labels
+
+
+def jpeg(color, size=(32, 32), kind="PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write_images(path: Path, images: list, labels: list, column: str = "label") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pl.DataFrame({"img": [{"bytes": b, "path": None} for b in images], column: labels})
+    table.write_parquet(path)
+    return path
+
+
+# Names, options, directories
+
+
+def test_unknown_names_and_options():
+    with pytest.raises(FedraxError, match="did you mean 'mnist'"):
+        load("mnits")
+    with pytest.raises(FedraxError, match="did you mean 'alpha'"):
+        load("synthetic", alhpa=1)
+    with pytest.raises(FedraxError, match="needs the option 'path'"):
+        load("csv")
+
+
+def test_missing_directory_and_files_are_named(tmp_path, monkeypatch):
+    with pytest.raises(FedraxError, match=r"mnist/train-images-idx3-ubyte.*FEDRAX_DATA"):
+        load("mnist")
+    monkeypatch.setenv("FEDRAX_DATA", str(tmp_path))
+    with pytest.raises(FedraxError, match=r"where cifar10/train.parquet is missing"):
+        load("cifar10")
+
+
+def test_entries_say_what_they_need():
+    assert {name for name, entry in DATASETS.items() if not entry.needs_files} == {
+        "digits", "synthetic", "npz", "csv", "openml",
+    }  # fmt: skip
+    assert all(entry.name == name and entry.description for name, entry in DATASETS.items())
+
+
+def test_digits_need_nothing():
+    dataset = load("digits")
+    assert dataset.train.x.shape == (1442, 8, 8, 1) and dataset.test.x.shape == (355, 8, 8, 1)
+    both = np.concatenate([dataset.train.x, dataset.test.x])
+    assert both.dtype == np.float32 and both.min() == 0 and both.max() == 1
+    assert np.array_equal(both * 16, np.round(both * 16))
+    assert (np.bincount(dataset.test.y) >= 34).all()
+
+
+# IDX
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_idx_folder(tmp_path, compress):
+    images, labels = write_idx_folder(tmp_path / "mnist", compress)
+    dataset = load("mnist", tmp_path)
+    assert np.array_equal(dataset.train.x[..., 0], images[:20]) and dataset.train.x.shape == (20, 4, 5, 1)
+    assert np.array_equal(dataset.test.y, labels[20:]) and dataset.test.y.dtype == np.int32
+    assert dataset.num_classes == 10 and dataset.mean == (0.1307,)
+    assert load_idx(tmp_path / "mnist").num_classes == 10
+
+
+def test_idx_labels_out_of_range_and_of_another_number(tmp_path):
+    write_idx_folder(tmp_path / "mnist", False, classes=11)
+    with pytest.raises(FedraxError, match=r"labels must lie in 0 .. 9, found 0 .. 10"):
+        load("mnist", tmp_path)
+    (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(19, np.uint8)))
+    with pytest.raises(FedraxError, match=r"20 images, but .* 19 labels"):
+        load("mnist", tmp_path)
+
+
+GOOD = idx(np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
+BROKEN = {
+    "magic": (b"\x01" + GOOD[1:], "not an IDX file"),
+    "type": (idx(np.zeros((2, 3, 4), np.uint8), kind=0x0D), "not an IDX file"),
+    "axes": (idx(np.zeros((2, 3), np.uint8)), "not an IDX file"),
+    "empty": (b"", "not an IDX file"),
+    "short header": (GOOD[:10], "not an IDX file"),
+    "truncated": (GOOD[:-1], "truncated: 23 of 24"),
+    "longer": (GOOD + b"!", "holds more than its header"),
+    "huge": (bytes([0, 0, 8, 3]) + b"\xff" * 12 + b"data", "more than the file can hold"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("compress", [False, True])
+def test_broken_idx(tmp_path, case, compress):
+    content, words = BROKEN[case]
+    path = tmp_path / ("file.gz" if compress else "file")
+    path.write_bytes(gzip.compress(content) if compress else content)
+    with pytest.raises(FedraxError, match=words):
+        read_idx(path, ndim=3)
+
+
+def test_broken_gzip(tmp_path):
+    whole = gzip.compress(idx(np.random.default_rng(0).integers(0, 256, (50, 9, 9), np.uint8)))
+    for content in (
+        whole[:-200],
+        whole[:4],
+        GOOD,
+        whole[:-8] + b"\0" * 8,
+        whole[:30] + b"\xff" * 50 + whole[80:],
+    ):
+        path = tmp_path / "images.gz"
+        path.write_bytes(content)
+        with pytest.raises(FedraxError, match=r"cannot be read|truncated|not an IDX"):
+            read_idx(path, ndim=3)
+
+
+def test_find_file_prefers_the_unpacked_one(tmp_path):
+    assert find_file(tmp_path / "a") is None
+    (tmp_path / "a.gz").touch()
+    assert find_file(tmp_path / "a") == tmp_path / "a.gz"
+    (tmp_path / "a").touch()
+    assert find_file(tmp_path / "a") == tmp_path / "a"
+
+
+# NPZ
+
+
+def npz_arrays():
+    return dict(
+        x_train=np.arange(8, dtype=np.float32).reshape(4, 2),
+        y_train=np.array([0, 1, 2, 1]),
+        client_train=np.array([5, 3, 5, 3], np.int16),
+        x_test=np.zeros((2, 2), np.float32),
+        y_test=np.array([0, 2]),
+        client_test=np.array([3, 8], np.int16),
+    )
+
+
+def test_npz_with_clients(tmp_path):
+    np.savez_compressed(tmp_path / "mine.npz", **npz_arrays())
+    dataset = load("npz", path=tmp_path / "mine.npz")
+    assert dataset.name == "mine" and dataset.num_classes == 3
+    federation = Federation.from_dataset(dataset, Natural(), 0, shuffle=False)
+    assert list(federation.train.y) == [1, 1, 0, 2]
+    assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
+
+
+def test_npz_regression_without_clients(tmp_path):
+    arrays = npz_arrays() | {"y_train": np.ones(4), "y_test": np.ones(2)}
+    del arrays["client_train"], arrays["client_test"]
+    np.savez(tmp_path / "mine.npz", **arrays)
+    dataset = load("npz", path=str(tmp_path / "mine.npz"))
+    assert dataset.num_classes is None and dataset.train_clients is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x_train": np.array([{}] * 4, object)}, "Python objects"),
+        ({"x_train": None}, "no array 'x_train'; it has y_train"),
+        ({"y_train": np.array([0, 1, 2])}, "not n samples"),
+        ({"y_train": np.array([0, 1, 2, -1])}, "0 or more"),
+        ({"x_test": np.zeros((2, 3), np.float32)}, "test sample"),
+        ({"x_train": np.full((4, 2), np.nan, np.float32)}, "not finite"),
+        ({"x_train": np.array([["a", "b"]] * 4)}, "real numbers"),
+        ({"client_test": None}, "must both be"),
+        ({"client_train": np.zeros(3, np.int16)}, "one integer for each"),
+        ({"client_train": np.zeros(4)}, "must both be"),
+    ],
+)
+def test_broken_npz(tmp_path, change, words):
+    arrays = {key: array for key, array in (npz_arrays() | change).items() if array is not None}
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(FedraxError, match=words):
+        load("npz", path=tmp_path / "bad.npz")
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    text = header.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (10**15,), }"), "cannot be read"),
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999999,), }"), "bytes are not"),
+        (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n"), "Python objects"),
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (2,), }", b"\0" * 24), "bytes are not"),
+        (b"\x93NUMPY\x07\x00", "version"),
+        (b"not an array", "cannot be read"),
+        (b"", "cannot be read"),
+    ],
+)
+def test_hostile_npz_members(tmp_path, member, words):
+    with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
+        archive.writestr("x.npy", member)
+    with pytest.raises(FedraxError, match=words):
+        read_npz(tmp_path / "bad.npz", ["x"])
+
+
+def test_npz_that_is_no_zip_or_damaged(tmp_path):
+    path = tmp_path / "bad.npz"
+    with pytest.raises(FedraxError, match="cannot be read"):
+        read_npz(path, ["x"])
+    path.write_bytes(b"PK nonsense")
+    with pytest.raises(FedraxError, match="cannot be read"):
+        read_npz(path, ["x"])
+    np.savez_compressed(path, x=np.random.default_rng(0).random(1000))
+    content = bytearray(path.read_bytes())
+    content[500:600] = b"\xff" * 100
+    path.write_bytes(content)
+    with pytest.raises(FedraxError, match="cannot be read"):
+        read_npz(path, ["x"])
+
+
+def test_har_subjects_and_channels_last(tmp_path):
+    (tmp_path / "har").mkdir()
+    x = np.random.default_rng(0).random((6, 9, 128), np.float32)
+    np.savez(
+        tmp_path / "har" / "har_inertial.npz",
+        x_train=x[:4],
+        y_train=np.array([1, 2, 6, 3]),
+        subject_train=np.array([1, 1, 2, 2], np.int16),
+        x_test=x[4:],
+        y_test=np.array([4, 5]),
+        subject_test=np.array([1, 9], np.int16),
+        activities=np.array(["W", "U", "D", "S", "T", "L"]),
+    )
+    dataset = load("har_inertial", tmp_path)
+    assert np.array_equal(dataset.train.x, x[:4].transpose(0, 2, 1)) and list(dataset.train.y) == [0, 1, 5, 2]
+    assert dataset.class_names == tuple("WUDSTL")
+    federation = Federation.from_dataset(dataset, Natural(), 0)
+    assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
+
+
+# Image tables
+
+
+def test_image_table_is_decoded_once(tmp_path, monkeypatch):
+    path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7)), jpeg((1, 2, 3))], [1, 0])
+    images, labels, names = read_image_table(path, "label", (32, 32))
+    assert images.shape == (2, 32, 32, 3) and (images[0] == (9, 8, 7)).all() and list(labels) == [1, 0]
+    assert names == ()
+    (cached,) = (tmp_path / "cache").iterdir()
+    monkeypatch.setattr(Image, "open", lambda *a, **k: pytest.fail("decoded again"))
+    assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
+    monkeypatch.undo()
+    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
+    cached.write_bytes(cached.read_bytes()[:100])  # a damaged cache is decoded afresh
+    assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
+    assert np.array_equal(np.load(cached), images)
+
+
+def test_another_file_of_the_same_name_has_its_own_cache(tmp_path):
+    path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7))], [0])
+    read_image_table(path, "label", (32, 32))
+    write_images(path, [jpeg((50, 60, 70))], [0])
+    assert (read_image_table(path, "label", (32, 32))[0] == (50, 60, 70)).all()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "file"))
+    path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7), kind="JPEG")], [0])
+    assert read_image_table(path, "label", (32, 32))[0].shape == (1, 32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        ([jpeg((0, 0, 0), size=(33, 32))], [0], r"\(33, 32\), not \(32, 32\)"),
+        ([b"no image"], [0], "row 0: not a readable"),
+        ([jpeg((0, 0, 0))[:60]], [0], "row 0: not a readable"),
+        ([None], [0], "row 0: not a readable"),
+        ([jpeg((0, 0, 0), kind="GIF")], [0], "row 0: not a readable"),
+        ([jpeg((0, 0, 0))], [None], "missing values|integer column"),
+        ([jpeg((0, 0, 0))] * 2, [0, None], "missing values"),
+        ([jpeg((0, 0, 0))], ["cat"], "integer column"),
+    ],
+)
+def test_broken_image_tables(tmp_path, images, labels, words):
+    path = write_images(tmp_path / "train.parquet", images, labels)
+    with pytest.raises(FedraxError, match=words):
+        read_image_table(path, "label", (32, 32))
+
+
+def test_image_table_of_other_columns_or_no_parquet(tmp_path):
+    path = write_images(tmp_path / "train.parquet", [jpeg((0, 0, 0))], [0], column="lable")
+    with pytest.raises(FedraxError, match="did you mean 'lable'"):
+        read_image_table(path, "label", (32, 32))
+    pl.DataFrame({"img": [1], "label": [0]}).write_parquet(path)
+    with pytest.raises(FedraxError, match="encoded bytes"):
+        read_image_table(path, "label", (32, 32))
+    path.write_bytes(b"PAR1 nonsense PAR1")
+    with pytest.raises(FedraxError, match="cannot be read as a parquet"):
+        read_image_table(path, "label", (32, 32))
+
+
+def test_cifar_labels_are_checked(tmp_path):
+    write_images(tmp_path / "cifar10" / "train.parquet", [jpeg((0, 0, 0))], [10])
+    write_images(tmp_path / "cifar10" / "test.parquet", [jpeg((0, 0, 0))], [9])
+    with pytest.raises(FedraxError, match=r"0 .. 9, found 10"):
+        load("cifar10", tmp_path)
+
+
+# CSV
+
+
+CSV = "age,user,height,label\n" + "".join(
+    f"{i},{'ab'[i % 2]},{i}.5,{'no' if i < 10 else 'yes'}\n" for i in range(20)
+)
+
+
+def test_csv_with_clients(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text(CSV)
+    dataset = load("csv", path=path, client="user")
+    assert dataset.class_names == ("no", "yes") and dataset.train.x.dtype == np.float32
+    assert dataset.train_clients is not None and dataset.test_clients is not None
+    assert list(np.bincount(dataset.train_clients)) == [8, 8] and list(np.bincount(dataset.test_clients)) == [
+        2,
+        2,
+    ]
+    everything = np.concatenate([dataset.train.x, dataset.test.x])
+    assert sorted(everything[:, 0]) == list(range(20)) and (everything[:, 1] == everything[:, 0] + 0.5).all()
+
+
+def test_csv_with_a_test_file_and_a_regression(tmp_path):
+    (tmp_path / "train.csv").write_text("a,b,label\n1,2,0.5\n3,4,1.5\n")
+    (tmp_path / "test.csv").write_text("a,b,label\n5,6,2.5\n")
+    dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
+    assert dataset.num_classes is None and dataset.train.x.tolist() == [[1, 2], [3, 4]]
+    assert dataset.test.y.tolist() == [2.5] and dataset.test.y.dtype == np.float32
+    (tmp_path / "test.csv").write_text("a,c,label\n5,6,2.5\n")
+    with pytest.raises(FedraxError, match="differ in their columns"):
+        load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (CSV, {"label": "lable"}, "did you mean 'label'"),
+        (CSV, {"client": "usr"}, "did you mean 'user'"),
+        (CSV, {}, "'user' is not numeric"),
+        (CSV, {"client": "user", "test_fraction": 1.0}, "test fraction"),
+        ("a,label\n1,0\n,1\n", {}, "'a' has missing values"),
+        ("a,label\n1,0\n1,2,3,4\n", {}, "cannot be read as a CSV"),
+        ("a,label\nNaN,0\n2,1\n", {}, "not finite"),
+        ("", {}, "cannot be read as a CSV"),
+        ("a,label\n", {}, "not numeric"),
+    ],
+)
+def test_broken_csv(tmp_path, text, options, words):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(FedraxError, match=words):
+        load("csv", path=path, **options)
+
+
+def test_csv_that_is_not_there(tmp_path):
+    with pytest.raises(FedraxError, match="there is no file"):
+        load("csv", path=tmp_path / "none.csv")
+
+
+# OpenML
+
+
+def test_openml_arrays_become_a_data_set(monkeypatch):
+    x = np.arange(40.0).reshape(20, 2)
+    y = np.array(["b", "a"] * 10, object)
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: (x, y))
+    dataset = load("openml", dataset="letters")
+    assert dataset.class_names == ("a", "b") and dataset.train.x.dtype == np.float32
+    assert len(dataset.train.y) == 16 and list(np.bincount(dataset.test.y)) == [2, 2]
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: (x * np.nan, y))
+    with pytest.raises(FedraxError, match="missing, sparse or non-numeric"):
+        load("openml", dataset="letters")
+
+
+def test_openml_without_network(monkeypatch):
+    def offline(*arguments, **options):
+        raise OSError("name resolution failed")
+
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", offline)
+    with pytest.raises(FedraxError, match=r"'iris'.*name resolution failed.*needs the network"):
+        load("openml", dataset="iris")
+
+
+# The real thing
+
+
+@pytest.mark.skipif(REAL is None, reason="FEDRAX_DATA is not set")
+class TestRealData:
+    def test_mnist(self):
+        dataset = load("mnist", REAL)
+        assert dataset.train.x.shape == (60_000, 28, 28, 1) and dataset.test.x.shape == (10_000, 28, 28, 1)
+        expected = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+        assert list(np.bincount(dataset.train.y)) == expected
+        assert dataset.train.x.mean(dtype=float) / 255 == pytest.approx(dataset.mean[0], abs=1e-4)
+        assert dataset.train.x.std(dtype=float) / 255 == pytest.approx(dataset.std[0], abs=1e-4)
+
+    def test_cifar10(self):
+        dataset = load("cifar10", REAL)
+        assert dataset.train.x.shape == (50_000, 32, 32, 3) and dataset.class_names[3] == "cat"
+        assert (np.bincount(dataset.train.y) == 5000).all() and (np.bincount(dataset.test.y) == 1000).all()
+        pixels = dataset.train.x[::10].reshape(-1, 3) / 255
+        assert pixels.mean(axis=0) == pytest.approx(dataset.mean, abs=0.01)
+        assert pixels.std(axis=0) == pytest.approx(dataset.std, abs=0.01)
+
+    def test_upcycled_synthetic(self):
+        sizes = {}
+        for variant in ("iid", "0.5_0.5"):
+            dataset = load("upcycled_synthetic", REAL, variant=variant)
+            federation = Federation.from_dataset(dataset, Natural(), 0)
+            assert federation.num_clients == 30 and federation.num_classes == 2
+            sizes[variant] = (len(dataset.train.y) + len(dataset.test.y), len(dataset.test.y))
+        assert sizes == {"iid": (6726, 683), "0.5_0.5": (8036, 818)}
+
+    def test_har(self):
+        dataset = load("har_inertial", REAL)
+        assert dataset.train.x.shape == (7352, 128, 9) and dataset.class_names[5] == "LAYING"
+        assert list(np.bincount(dataset.train.y)) == [1226, 1073, 986, 1286, 1374, 1407]
+        federation = Federation.from_dataset(dataset, Natural(), 0)
+        assert federation.num_clients == 21 and federation.test_offsets is None

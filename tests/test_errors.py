@@ -1,0 +1,14 @@
+"""The sentence for a name that is not known."""
+
+from fedrax.errors import FedraxError, unknown
+
+
+def test_the_nearest_name_is_suggested():
+    error = unknown("partition", "Dirichlet_client", ["dirichlet_clients", "iid"])
+    assert isinstance(error, FedraxError)
+    assert str(error) == "unknown partition 'Dirichlet_client'; did you mean 'dirichlet_clients'?"
+
+
+def test_all_names_are_listed_when_none_is_near():
+    assert str(unknown("plan", "qqq", ["vmap", "scan"])) == "unknown plan 'qqq'; known are: scan, vmap."
+    assert str(unknown("plan", "x", [])) == "unknown plan 'x'; known are: none."
