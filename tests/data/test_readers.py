@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from fedrax.data import DATASETS, Federation, Natural, load
-from fedrax.data.files import find_file, read_idx, read_image_table, read_npz
+from fedrax.data.files import find_file, read_idx, read_npz
+from fedrax.data.images import read_image_table
 from fedrax.data.readers import load_idx
 from fedrax.errors import FedraxError
 

@@ -1,25 +1,18 @@
-"""Files from outside, hostile until parsed: IDX and NPZ arrays, Hugging Face image tables, directories.
+"""Where data lies, and arrays from outside: IDX and NPZ files, hostile until parsed.
 
 Nothing here unpickles, and nothing is decompressed beyond the size that the checked header announces.
 """
 
-import contextlib
 import gzip
-import hashlib
-import io
-import json
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import polars as pl
-from PIL import Image, UnidentifiedImageError
 
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError
 
 MAX_BYTES = 16 << 30  # the largest array taken from a file
 MAX_INFLATION = 1032  # deflate cannot expand by more than this
@@ -116,87 +109,3 @@ def _check_npy_header(file, size: int, what: str) -> None:
         raise FedraxError(f"{what} holds Python objects, which are not read from files.")
     if file.tell() + int(np.prod(shape, dtype=object)) * dtype.itemsize != size:
         raise FedraxError(f"{what} has shape {shape} and dtype {dtype}, which its {size} bytes are not.")
-
-
-def read_image_table(
-    path: Path, label: str, size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Images uint8 [n, height, width, 3], labels int64 [n] and class names of a Hugging Face image parquet.
-
-    The table has a column ``img``, a struct with the encoded ``bytes``, and an integer column ``label``.
-    Decoded images are kept in the cache directory under the checksum of the file, so that a second load is
-    a memory map. Raises FedraxError if a column is missing or an image is not a JPEG or PNG of ``size``.
-    """
-    try:
-        schema = pl.read_parquet_schema(path)
-        for column in ("img", label):
-            if column not in schema:
-                raise unknown(f"column of {path}", column, schema)
-        if not schema[label].is_integer() or "bytes" not in getattr(schema["img"], "to_schema", dict)():
-            raise FedraxError(
-                f"{path} needs a column 'img' with encoded bytes and an integer column {label!r}."
-            )
-        labels = pl.read_parquet(path, columns=[label])[label]
-        with path.open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        shape = (len(labels), size[1], size[0], 3)
-        cached = cache_directory() / f"{path.parent.name}-{path.stem}-{checksum[:16]}.npy"
-        images = _read_cached(cached, shape)
-        if images is None:
-            encoded = pl.read_parquet(path, columns=["img"])["img"].struct.field("bytes")
-            images = _decode_images(encoded, shape, path)
-            _write_cached(cached, images)
-        names = _class_names(pl.read_parquet_metadata(path), label)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"{path} cannot be read as a parquet table: {error}.") from error
-    if labels.null_count():
-        raise FedraxError(f"{path}: column {label!r} has missing values.")
-    return images, labels.to_numpy(), names
-
-
-def _decode_images(encoded: pl.Series, shape: tuple[int, int, int, int], path: Path) -> np.ndarray:
-    if int(np.prod(shape, dtype=object)) > MAX_BYTES:
-        raise FedraxError(f"{path} holds more than {MAX_BYTES >> 30} GiB of images.")
-    images = np.empty(shape, np.uint8)
-    size = (shape[2], shape[1])
-    for row, data in enumerate(encoded):
-        try:
-            with Image.open(io.BytesIO(data or b""), formats=("JPEG", "PNG")) as image:
-                if image.size != size:  # known before any pixel is decompressed
-                    raise FedraxError(f"{path}, row {row}: the image is {image.size}, not {size} pixels.")
-                images[row] = np.asarray(image.convert("RGB"))
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-            raise FedraxError(f"{path}, row {row}: not a readable JPEG or PNG image ({error}).") from error
-    return images
-
-
-def _class_names(metadata: dict[str, str], label: str) -> tuple[str, ...]:
-    """Names from the ``huggingface`` entry of a parquet's metadata; none if it is absent or malformed."""
-    try:
-        names = json.loads(metadata["huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, TypeError, ValueError):
-        return ()
-    return tuple(names) if isinstance(names, list) and all(isinstance(n, str) for n in names) else ()
-
-
-def _read_cached(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return array if array.shape == shape and array.dtype == np.uint8 else None
-
-
-def _write_cached(path: Path, array: np.ndarray) -> None:
-    """Write whole or not at all; a cache that cannot be written (full, read-only) is no error."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            temporary = file.name
-            np.save(file, array, allow_pickle=False)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

@@ -1,24 +1,23 @@
-"""Data sets by name: ``load("mnist", data_dir)``, ``load("synthetic", alpha=0.5, beta=0.5)``."""
+"""Data sets by name: ``load("mnist", data_dir)``, ``load("synthetic", alpha=0.5, beta=0.5)``.
+
+Libraries that take long to import are imported by the readers that need them.
+"""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
-from fedrax.data.files import (
-    cache_directory,
-    data_directory,
-    find_file,
-    read_idx,
-    read_image_table,
-    read_npz,
-)
+from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.synthetic import load_synthetic
 from fedrax.errors import FedraxError, unknown
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass(frozen=True)
@@ -178,6 +177,8 @@ def load_csv(
     Integer or text labels are classes, in sorted order; floating labels make a regression. The test part is
     ``test_path`` if given, else ``test_fraction`` of each client's (or else each class's) rows.
     """
+    import polars as pl
+
     table = _read_csv(Path(path), label, client)
     train_rows = len(table)
     if test_path is not None:
@@ -244,6 +245,8 @@ def _load_images(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Dataset:
+    from fedrax.data.images import read_image_table
+
     x, y, names = read_image_table(folder / "train.parquet", label, size)
     x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
     names = names if len(names) == classes else ()
@@ -281,8 +284,10 @@ def _from_npz(
     )
 
 
-def _read_csv(path: Path, label: str, client: str | None) -> pl.DataFrame:
+def _read_csv(path: Path, label: str, client: str | None) -> "pl.DataFrame":
     """The table, with its columns checked: no missing values, label and client there, features numeric."""
+    import polars as pl
+
     if not path.is_file():
         raise FedraxError(f"there is no file {path}.")
     try:
