@@ -1,7 +1,7 @@
 """Makes the workloads' arrays from a fixed seed, once, into a cache directory.
 
 W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) and Gaussian classes of the
-same shapes where that is absent; the file's name and its ``source`` entry say which. The rest is synthetic.
+same shapes where that is absent; the folder's name and its ``source.txt`` say which. The rest is synthetic.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ class Samples(NamedTuple):
 
 
 def ensure_arrays(name: str, directory: Path) -> Path:
-    """The path of workload ``name``'s arrays under ``directory``, made now if they are not there yet."""
+    """The folder of workload ``name``'s arrays under ``directory``, made now if it is not there yet."""
     source = "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
-    path = directory / f"{name}-{source}-{SEED}.npz"
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part.npz")
-        np.savez(part, allow_pickle=False, source=np.array(source), **make_arrays(WORKLOADS[name]))
-        os.replace(part, path)
-    return path
+    home = directory / f"{name}-{source}-{SEED}"
+    if not home.exists():
+        part = home.with_suffix(f".{os.getpid()}")
+        (part / "initial").mkdir(parents=True)
+        for array_name, array in make_arrays(WORKLOADS[name]).items():
+            np.save(part / f"{array_name}.npy", array, allow_pickle=False)
+        (part / "source.txt").write_text(source)
+        os.replace(part, home)
+    return home
 
 
 def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
@@ -50,14 +52,22 @@ def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
     )
     weights = WEIGHTS[workload.name](rng)
     return {
-        "x": np.ascontiguousarray(samples.x),
+        **inputs("x", samples.x),
         "y": samples.y.astype(np.int64),
         "offsets": samples.offsets.astype(np.int64),
-        "x_test": np.ascontiguousarray(samples.x_test),
+        **inputs("x_test", samples.x_test),
         "y_test": samples.y_test.astype(np.int64),
         "cohorts": cohorts,
-        **{f"initial:{name}": value for name, value in weights.items()},
+        **{f"initial/{name}": value for name, value in weights.items()},
     }
+
+
+def inputs(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
+    """The samples under ``name``; images also with channels last, as some simulators want them."""
+    stored = {name: np.ascontiguousarray(x)}
+    if x.ndim == 4:
+        stored[f"{name}_channels_last"] = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+    return stored
 
 
 # --- samples -----------------------------------------------------------------------------------------------

@@ -49,15 +49,17 @@ class RoundClock:
         }
 
 
-def runner_arguments(description: str, **integers: int) -> tuple[argparse.Namespace, Workload, Arrays]:
+def runner_arguments(
+    description: str, channels_last: bool = False, **integers: int
+) -> tuple[argparse.Namespace, Workload, Arrays]:
     """Parses a runner's command line: ``--workload``, ``--arrays``, and integer options with their defaults."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", required=True, choices=WORKLOADS)
-    parser.add_argument("--arrays", required=True, help="the workload's .npz file")
+    parser.add_argument("--arrays", required=True, help="the folder of the workload's arrays")
     for name, default in integers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
-    return arguments, WORKLOADS[arguments.workload], Arrays(arguments.arrays)
+    return arguments, WORKLOADS[arguments.workload], Arrays(arguments.arrays, channels_last)
 
 
 def report(clock: RoundClock, versions: dict[str, str], loss: float, accuracy: float) -> None:

@@ -101,26 +101,46 @@ WORKLOADS = {
 class Arrays:
     """A workload's arrays: all clients' samples back to back; client ``k`` owns rows ``offsets[k]:offsets[k+1]``.
 
-    ``x``: float32, one row a sample (W3: channels first); ``y``: int64 labels; ``cohorts``: int64
-    [total rounds, cohort], the clients of each round; ``initial``: the starting weights by PyTorch's names and
-    in PyTorch's layout; ``source``: where the samples come from.
+    ``x``: float32, one row a sample (W3: [channels, height, width], or channels last where asked for); ``y``:
+    int64 labels; ``cohorts``: int64 [total rounds, cohort], the clients of each round; ``initial``: the starting
+    weights by PyTorch's names and in PyTorch's layout; ``source``: where the samples come from.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        with np.load(path, allow_pickle=False) as stored:
-            self.x, self.y, self.offsets = stored["x"], stored["y"], stored["offsets"]
-            self.x_test, self.y_test = stored["x_test"], stored["y_test"]
-            self.cohorts, self.source = stored["cohorts"], str(stored["source"])
-            prefix = "initial:"
-            self.initial = {
-                name.removeprefix(prefix): stored[name] for name in stored.files if name.startswith(prefix)
-            }
+    def __init__(self, directory: Path | str, channels_last: bool = False) -> None:
+        directory = Path(directory)
+        images = "_channels_last" if channels_last and (directory / "x_channels_last.npy").exists() else ""
+        self.x, self.x_test = (
+            read_array(directory / f"x{images}.npy"),
+            read_array(directory / f"x_test{images}.npy"),
+        )
+        self.y, self.y_test = read_array(directory / "y.npy"), read_array(directory / "y_test.npy")
+        self.offsets, self.cohorts = (
+            read_array(directory / "offsets.npy"),
+            read_array(directory / "cohorts.npy"),
+        )
+        self.initial = {path.stem: read_array(path) for path in sorted(directory.glob("initial/*.npy"))}
+        self.source = (directory / "source.txt").read_text()
 
     def size(self, client: int) -> int:
         return int(self.offsets[client + 1] - self.offsets[client])
 
     def rows(self, client: int) -> slice:
         return slice(int(self.offsets[client]), int(self.offsets[client + 1]))
+
+
+def read_array(path: Path) -> np.ndarray:
+    """An array from a ``.npy`` file, read once, straight into memory at a multiple of 64 bytes: frameworks that
+    ask for such alignment then need no copy of their own."""
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        size = int(np.prod(shape)) * dtype.itemsize
+        memory = np.empty(size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        data = memory[start : start + size]
+        if file.readinto(data.data) != size:
+            raise ValueError(f"{path} ends early")
+    return data.view(dtype).reshape(shape)
 
 
 def flop_per_round(workload: Workload, offsets: np.ndarray, cohorts: np.ndarray) -> float:

@@ -14,14 +14,14 @@ import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402
 from fedjax.version import __version__ as fedjax_version  # noqa: E402
 
-from benchmarks.runners.jax_models import MODELS, cross_entropy, evaluate, inputs, parameters  # noqa: E402
+from benchmarks.runners.jax_models import MODELS, cross_entropy, evaluate, parameters  # noqa: E402
 from benchmarks.timing import RoundClock, report, runner_arguments  # noqa: E402
 
 
 def main() -> None:
-    _, workload, arrays = runner_arguments("FedJAX.")
+    _, workload, arrays = runner_arguments("FedJAX.", channels_last=True)
     predict = MODELS[workload.name]
-    x, y = inputs(workload, arrays.x), arrays.y.astype(np.int32)
+    x, y = arrays.x, arrays.y.astype(np.int32)
     clients = [
         fedjax.ClientDataset({"x": x[arrays.rows(k)], "y": y[arrays.rows(k)]})
         for k in range(workload.clients)
