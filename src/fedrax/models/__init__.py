@@ -1,8 +1,20 @@
 """Models: the zoo, and what wraps models users bring."""
 
-from fedrax.models.model import Model as Model
-from fedrax.models.zoo import MLP as MLP
-from fedrax.models.zoo import MODELS as MODELS
-from fedrax.models.zoo import Linear as Linear
-from fedrax.models.zoo import Logistic as Logistic
-from fedrax.models.zoo import TwoNN as TwoNN
+from fedrax.models.adapters import from_equinox, from_linen, from_nnx
+from fedrax.models.model import Model
+from fedrax.models.zoo import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, TwoNN
+
+__all__ = [
+    "CNN",
+    "LSTM",
+    "MLP",
+    "MODELS",
+    "LeNet",
+    "Linear",
+    "Logistic",
+    "Model",
+    "TwoNN",
+    "from_equinox",
+    "from_linen",
+    "from_nnx",
+]

@@ -6,21 +6,35 @@ Every model is a body that computes features and a dense layer "output" on top o
 nested dictionaries of arrays and start as PyTorch's layers do, uniform in ±1/sqrt(fan_in).
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.errors import FedraxError
-from fedrax.models.layers import ACTIVATIONS, dense, flatten, init_layer
+from fedrax.errors import FedraxError, unknown
+from fedrax.models.layers import (
+    ACTIVATIONS,
+    bias_relu,
+    bias_relu_pool,
+    conv2d,
+    dense,
+    dropout,
+    flatten,
+    init_layer,
+    to_features,
+    to_images,
+)
 from fedrax.models.model import Model, Params
+from fedrax.models.recurrent import init_lstm, lstm
 
 Shape = tuple[int, ...]
+InitBody = Callable[[Array], Params]
+Body = Callable[[Params, Array, Array | None], Array]
 
 
 @dataclass(frozen=True)
@@ -28,78 +42,185 @@ class Linear:
     """One dense layer on the flattened input."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        return _model(
-            "linear", math.prod(input_shape), num_outputs, lambda key: {}, lambda params, x, key: flatten(x)
-        )
+        return _model("linear", math.prod(input_shape), num_outputs, lambda key: {}, _flattened)
 
 
 @dataclass(frozen=True)
 class Logistic:
-    """Softmax regression, started at zero."""
+    """Softmax regression: one dense layer on the flattened input, started at zero."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         linear = Linear().build(input_shape, num_outputs)
-        return Model(
-            lambda key: jax.tree.map(jnp.zeros_like, linear.init(key)),
-            linear.apply,
-            linear.features,
-            "logistic",
-        )
+
+        def init(key: Array) -> Params:
+            return jax.tree.map(jnp.zeros_like, linear.init(key))
+
+        return Model(init, linear.apply, linear.features, "logistic")
 
 
 @dataclass(frozen=True)
 class MLP:
-    """Dense layers with an activation between them, on the flattened input."""
+    """Dense layers with an activation after each, on the flattened input."""
 
     hidden: tuple[int, ...] = (200, 200)
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), *self.hidden]
-        return _model("mlp", sizes[-1], num_outputs, *_dense_stack(sizes, self.activation))
+        return _model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation))
 
 
 @dataclass(frozen=True)
 class TwoNN:
-    """ "2NN" of McMahan et al. (2017): two hidden layers of 200 units with ReLU."""
+    """The "2NN" of McMahan et al. (2017), section 3: two hidden layers of 200 units with ReLU."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        return MLP(hidden=(200, 200)).build(input_shape, num_outputs)
+        sizes = [math.prod(input_shape), 200, 200]
+        return _model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu"))
 
 
-def _dense_stack(sizes: list[int], activation: str):
-    """init(key) and body(params, x, key) of dense layers "dense1", "dense2", ... of these sizes."""
-    if activation not in ACTIVATIONS:
-        raise FedraxError(f"There is no activation {activation!r}; there are {', '.join(ACTIVATIONS)}.")
-    names = [f"dense{i}" for i in range(1, len(sizes))]
+@dataclass(frozen=True)
+class LeNet:
+    """5x5 convolutions with ReLU, each pooled 2x2, then dense layers with ReLU, on [H, W] or [H, W, C]."""
 
-    def init(key: Array) -> Params:
-        keys = jax.random.split(key, len(names)) if names else []
-        return {n: init_layer(k, s) for n, k, s in zip(names, keys, itertools.pairwise(sizes))}
+    channels: tuple[int, int] = (32, 64)
+    hidden: tuple[int, ...] = (512, 128)
 
-    def body(params: Params, x: Array, key: Array | None) -> Array:
-        x = flatten(x)
-        for name in names:
-            x = ACTIVATIONS[activation](dense(params[name], x))
-        return x
+    def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        height, width, channels_in = _image_shape("lenet", input_shape, smallest=16)
+        first, second = self.channels
+        rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
+        sizes = [second * rows * columns, *self.hidden]
+        init_dense, dense_body = _dense_layers(sizes, "relu")
 
-    return init, body
+        def init(key: Array) -> Params:
+            keys = jax.random.split(key, 3)
+            conv1 = init_layer(keys[0], (5, 5, channels_in, first))
+            conv2 = init_layer(keys[1], (5, 5, first, second))
+            return {"conv1": conv1, "conv2": conv2} | init_dense(keys[2])
+
+        def body(params: Params, x: Array, key: Array | None) -> Array:
+            x = to_images(x)
+            for name in ("conv1", "conv2"):
+                x = bias_relu_pool(conv2d(x, params[name]["weight"]), params[name]["bias"])
+            return dense_body(params, to_features(x), key)
+
+        return _model("lenet", sizes[-1], num_outputs, init, body)
 
 
-def _model(name: str, num_features: int, num_outputs: int, init_body: Callable, body: Callable) -> Model:
-    """A body with a dense layer on top."""
+@dataclass(frozen=True)
+class CNN:
+    """Two 3x3 convolutions with ReLU, one 2x2 pooling, one dense layer with ReLU, on [H, W] or [H, W, C].
+
+    The architecture of pfl-research's CIFAR-10 benchmark, with dropout after the pooling and after the
+    dense layer; dropout acts only where the loss is given a key.
+    """
+
+    channels: tuple[int, int] = (32, 64)
+    hidden: int = 128
+    dropout: tuple[float, float] = (0.25, 0.5)
+
+    def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        height, width, channels_in = _image_shape("cnn", input_shape, smallest=6)
+        if not all(0 <= rate < 1 for rate in self.dropout):
+            raise FedraxError(f"dropout rates must lie in [0, 1), not {self.dropout}.")
+        first, second = self.channels
+        num_pooled = second * ((height - 4) // 2) * ((width - 4) // 2)
+
+        def init(key: Array) -> Params:
+            shapes = [(3, 3, channels_in, first), (3, 3, first, second), (num_pooled, self.hidden)]
+            keys = jax.random.split(key, 3)
+            names = ("conv1", "conv2", "dense1")
+            return {name: init_layer(k, shape) for name, k, shape in zip(names, keys, shapes)}
+
+        def body(params: Params, x: Array, key: Array | None) -> Array:
+            keys = (None, None) if key is None else jax.random.split(key)
+            x = bias_relu(conv2d(to_images(x), params["conv1"]["weight"]), params["conv1"]["bias"])
+            x = bias_relu_pool(conv2d(x, params["conv2"]["weight"]), params["conv2"]["bias"])
+            x = dropout(to_features(x), self.dropout[0], keys[0])
+            return dropout(jax.nn.relu(dense(params["dense1"], x)), self.dropout[1], keys[1])
+
+        return _model("cnn", self.hidden, num_outputs, init, body)
+
+
+@dataclass(frozen=True)
+class LSTM:
+    """One LSTM layer over a sequence [T, F]; its last hidden state feeds the output layer."""
+
+    hidden: int = 128
+
+    def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        if len(input_shape) != 2:
+            raise FedraxError(f"lstm reads sequences of shape (steps, features), not {tuple(input_shape)}.")
+        return _model(
+            "lstm",
+            self.hidden,
+            num_outputs,
+            lambda key: {"lstm": init_lstm(key, input_shape[1], self.hidden)},
+            lambda params, x, key: lstm(params["lstm"], x),
+        )
+
+
+MODELS: dict[str, type] = {
+    "linear": Linear,
+    "logistic": Logistic,
+    "2nn": TwoNN,
+    "mlp": MLP,
+    "lenet": LeNet,
+    "cnn": CNN,
+    "lstm": LSTM,
+}
+
+
+def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, body: Body) -> Model:
+    """A body with a dense layer "output" on top."""
+    if num_features < 1 or num_outputs < 1:
+        raise FedraxError(f"{name} needs positive sizes, not {num_features} features, {num_outputs} outputs.")
 
     def init(key: Array) -> Params:
         body_key, output_key = jax.random.split(key)
         return init_body(body_key) | {"output": init_layer(output_key, (num_features, num_outputs))}
 
-    def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        return dense(params["output"], body(params, x, key))
-
     def features(params: Params, x: Array, key: Array | None = None) -> Array:
         return body(params, x, key)
+
+    def apply(params: Params, x: Array, key: Array | None = None) -> Array:
+        return dense(params["output"], body(params, x, key))
 
     return Model(init, apply, features, name)
 
 
-MODELS: dict[str, type] = {"linear": Linear, "logistic": Logistic, "2nn": TwoNN, "mlp": MLP}
+def _flattened(params: Params, x: Array, key: Array | None) -> Array:
+    return flatten(x)
+
+
+def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, Body]:
+    """Dense layers "dense1", "dense2", ... of these sizes, an activation after each."""
+    if activation not in ACTIVATIONS:
+        raise unknown("activation", activation, ACTIVATIONS)
+    if min(sizes) < 1:
+        raise FedraxError(f"layer sizes must be positive, not {sizes}.")
+    activate = ACTIVATIONS[activation]
+    shapes = {f"dense{i}": shape for i, shape in enumerate(pairwise(sizes), 1)}
+
+    def init(key: Array) -> Params:
+        keys = jax.random.split(key, len(sizes))
+        return {name: init_layer(k, shape) for k, (name, shape) in zip(keys, shapes.items())}
+
+    def body(params: Params, x: Array, key: Array | None) -> Array:
+        x = flatten(x)
+        for name in shapes:
+            x = activate(dense(params[name], x))
+        return x
+
+    return init, body
+
+
+def _image_shape(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
+    """(height, width, channels) of images [H, W] or [H, W, C]."""
+    if len(shape) not in (2, 3) or min(shape[:2]) < smallest:
+        raise FedraxError(
+            f"{name} reads images (height, width) or (height, width, channels) "
+            f"of at least {smallest}x{smallest} pixels, not inputs of shape {tuple(shape)}."
+        )
+    return shape[0], shape[1], shape[2] if len(shape) == 3 else 1

@@ -1,0 +1,65 @@
+"""An LSTM layer whose weight gradient is one matrix product after the backward scan, not one a step."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax.models.layers import uniform_fan_in
+
+
+def init_lstm(key: Array, num_inputs: int, hidden: int) -> dict[str, Array]:
+    """PyTorch's parameters, its two biases included; gates in its order: input, forget, cell, output."""
+    shapes = {
+        "input_weight": (num_inputs, 4 * hidden),
+        "hidden_weight": (hidden, 4 * hidden),
+        "input_bias": (4 * hidden,),
+        "hidden_bias": (4 * hidden,),
+    }
+    keys = jax.random.split(key, len(shapes))
+    return {name: uniform_fan_in(k, shape, hidden) for k, (name, shape) in zip(keys, shapes.items())}
+
+
+def lstm(layer: dict[str, Array], x: Array) -> Array:
+    """The last hidden state [B, hidden] of an LSTM over x [B, T, F], from a zero state."""
+    inputs = x.swapaxes(0, 1) @ layer["input_weight"] + (layer["input_bias"] + layer["hidden_bias"])
+    return _recurrence(inputs, layer["hidden_weight"])
+
+
+@jax.custom_vjp
+def _recurrence(inputs: Array, weight: Array) -> Array:
+    """inputs [T, B, 4 * hidden] (what x adds to the gates), weight [hidden, 4 * hidden] -> [B, hidden]."""
+    return _forward(inputs, weight)[0]
+
+
+def _forward(inputs: Array, weight: Array):
+    def step(state, inputs_t):
+        h, c = state
+        i, f, g, o = jnp.split(inputs_t + h @ weight, 4, axis=-1)
+        i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+        new_c = f * c + i * g
+        tanh_c = jnp.tanh(new_c)
+        return (o * tanh_c, new_c), (h, c, i, f, g, o, tanh_c)
+
+    zeros = jnp.zeros_like(inputs[0, :, : weight.shape[0]])
+    (h, _), saved = lax.scan(step, (zeros, zeros), inputs)
+    return h, (saved, weight)
+
+
+def _backward(residuals, h_grad: Array) -> tuple[Array, Array]:
+    saved, weight = residuals
+
+    def step(grads, saved_t):
+        dh, dc = grads
+        _, c, i, f, g, o, tanh_c = saved_t
+        dc = dc + dh * o * (1 - tanh_c * tanh_c)
+        di, df, dg, do = dc * g, dc * c, dc * i, dh * tanh_c
+        gates = [di * i * (1 - i), df * f * (1 - f), dg * (1 - g * g), do * o * (1 - o)]
+        gates = jnp.concatenate(gates, axis=-1)
+        return (gates @ weight.T, dc * f), gates
+
+    _, gates = lax.scan(step, (h_grad, jnp.zeros_like(h_grad)), saved, reverse=True)
+    hidden = saved[0].reshape(-1, weight.shape[0])
+    return gates, hidden.T @ gates.reshape(-1, weight.shape[1])
+
+
+_recurrence.defvjp(_forward, _backward)
