@@ -1,0 +1,139 @@
+"""EPISODE (Crawshaw et al. 2023): episodic gradient clipping with periodic resampled corrections.
+
+The paper's other methods are options elsewhere: CELGC is FedAvg with ``local.clip``; SCAFFOLD with clipping is
+Scaffold with ``local.clip``; EPISODE without clipping is :class:`Episode` with no ``gamma``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.client_data import ClientData
+from fedrax.errors import FedraxError
+from fedrax.hyperparameters import Positive, hyperparameters
+from fedrax.local import LocalSGD, Step
+from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters, G = mean of the cohort's G_i, and the server optimizer's state."""
+
+    params: Tree
+    gradient: Tree
+    optimizer: Tree
+
+
+class Message(NamedTuple):
+    """x and G."""
+
+    params: Tree
+    gradient: Tree
+
+
+def _resample(local: LocalSGD, message: Tree, data: ClientData) -> tuple[Tree, Info]:
+    """The gradient at x on one fresh batch, and its info."""
+    step = Step(local, data.fresh(), 0)
+    loss, gradient = step.gradient(message)
+    return gradient, {"loss": loss, "gradients": jnp.asarray(step.evaluations, jnp.float32)}
+
+
+@hyperparameters
+class Episode(Algorithm):
+    """d = g_i - G_i + G; all steps of all clients are clipped in a round where |G| > gamma / eta, none otherwise.
+
+    A clipped step is -gamma d / |d|. gamma and eta decay together (``local.schedule``). Source: Algorithm 1.
+    """
+
+    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
+    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    gamma: Positive | None = None
+    """Length of a clipped step; leave out for EPISODE without clipping."""
+
+    def check(self) -> None:
+        """Clipping is decided by G, not step by step."""
+        if self.local.clip is not None:
+            raise FedraxError("Episode clips by its gamma: leave local.clip out")
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """First the resampled gradients G_i, then the local steps."""
+        return (
+            Phase(lambda server: server.params, self.resample, self.center),
+            Phase(self.broadcast, self.client, self.server),
+        )
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
+
+    def resample(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Phase 1: G_i, kept for phase 2 as the client's state within the round."""
+        gradient, info = _resample(self.local, message, data)
+        return ClientOutput(upload=gradient, state=gradient, info=info)
+
+    def center(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """Phase 1: G."""
+        return server._replace(gradient=cohort.mean), {}
+
+    def broadcast(self, server: Server) -> Message:
+        """Phase 2: x and G."""
+        return Message(server.params, server.gradient)
+
+    def client(self, message: Message, state: Tree, data: ClientData) -> ClientOutput:
+        """Phase 2: corrected local steps, clipped or not as |G| says."""
+        shift = tree.sub(message.gradient, state)
+        # gamma / eta, which the schedule leaves constant; equality counts as not clipped
+        threshold = jnp.inf if self.gamma is None else self.gamma / self.local.lr
+        clipped = tree.norm(message.gradient) > threshold
+
+        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+            d = tree.add(gradient, shift)
+            if self.gamma is None:
+                return d, memory
+            length = tree.norm(d)
+            shrink = jnp.where(clipped & (length > 0), threshold / jnp.where(length > 0, length, 1), 1)
+            return tree.scale(shrink, d), memory
+
+        result = self.local.run(data, message.params, direction)
+        info = {**result.info, "clipped": clipped.astype(jnp.float32)}
+        return ClientOutput(upload=tree.sub(result.params, message.params), info=info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step of the server optimizer on the mean update."""
+        params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
+        return server._replace(params=params, optimizer=state), {}
+
+
+class ParallelServer(NamedTuple):
+    """Global parameters."""
+
+    params: Tree
+
+
+@hyperparameters
+class NaiveParallelClip(Algorithm):
+    """One step a round on the cohort's mean minibatch gradient G: x <- x - min(eta, gamma / |G|) G.
+
+    eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule.
+    """
+
+    local: LocalSGD = LocalSGD(steps=1)  # noqa: RUF009 - immutable
+
+    def init(self, params: Tree, num_clients: int) -> ParallelServer:
+        """Server state before the first round."""
+        return ParallelServer(params)
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """The gradient on one batch."""
+        gradient, info = _resample(self.local, message, data)
+        return ClientOutput(upload=self.local.decayed(gradient, message), info=info)
+
+    def server(self, server: ParallelServer, cohort: Cohort) -> tuple[ParallelServer, Info]:
+        """The clipped step."""
+        lr = self.local.step_size(cohort.round)
+        return ParallelServer(self.local.move(server.params, cohort.mean, lr, cohort.round)), {}

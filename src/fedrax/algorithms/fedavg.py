@@ -1,0 +1,99 @@
+"""FedSGD, FedAvg (McMahan et al. 2017) and FedProx (Li et al. 2020).
+
+FedAvgM, FedAdagrad, FedAdam and FedYogi are FedAvg with another ``server_optimizer``; CELGC (communication
+efficient local gradient clipping, Liu et al. 2022) is FedAvg with ``local.clip``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.client_data import ClientData
+from fedrax.hyperparameters import NonNegative, hyperparameters
+from fedrax.local import LocalSGD, Step
+from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters and the server optimizer's state."""
+
+    params: Tree
+    optimizer: Tree
+
+
+@hyperparameters
+class FedAvg(Algorithm):
+    """Local SGD, averaged: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x."""
+
+    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
+    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params, self.server_optimizer.init(params))
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Local SGD from the global parameters."""
+        result = self.local.run(data, message)
+        return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step of the server optimizer on the mean update."""
+        params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
+        return Server(params, state), {}
+
+
+@hyperparameters
+class FedProx(FedAvg):
+    """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss: d = g_i + mu (x_i - x)."""
+
+    mu: NonNegative = 0.1
+    """Strength of the pull towards the global parameters."""
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Local SGD on the loss with the proximal term."""
+
+        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+            pulled = jax.tree.map(lambda g, a, b: (g + self.mu * (a - b)).astype(g.dtype), gradient, x, message)
+            return pulled, memory
+
+        result = self.local.run(data, message, direction)
+        return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
+
+
+@hyperparameters
+class FedSGD(Algorithm):
+    """One gradient a round over each client's whole data, averaged: x <- x - lr sum_i p_i grad f_i(x).
+
+    Also known as DSGD. The step is the server optimizer's; ``local`` gives reduction and weight decay.
+    """
+
+    local: LocalSGD = LocalSGD(batch_size="full", steps=1)  # noqa: RUF009 - immutable
+    server_optimizer: ServerOptimizer = SGD(lr=0.1)  # noqa: RUF009 - immutable
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params, self.server_optimizer.init(params))
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """The client's full gradient."""
+        loss, gradient = data.full_gradient(message, self.local.reduction)
+        gradient = self.local.decayed(gradient, message)
+        return ClientOutput(upload=gradient, info={"loss": loss, "gradients": as_float(data.size)})
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step of the server optimizer against the mean gradient."""
+        descent = tree.scale(-1, cohort.mean)
+        params, state = self.server_optimizer.step(server.params, server.optimizer, descent, cohort.round)
+        return Server(params, state), {}
+
+
+def as_float(count: Array) -> Array:
+    """A count as float32, as infos hold them."""
+    return count.astype("float32")

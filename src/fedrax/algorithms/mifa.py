@@ -1,0 +1,76 @@
+"""MIFA (Gu et al. 2021): memory-augmented averaging for arbitrary unavailability of clients."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.client_data import ClientData
+from fedrax.hyperparameters import hyperparameters
+from fedrax.local import LocalSGD
+from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters, the memory's mean over all N clients, the memory itself and the optimizer's state.
+
+    memory: leaves [N, ...] where the server keeps it, an empty tuple where the clients do.
+    """
+
+    params: Tree
+    mean: Tree
+    memory: Tree
+    optimizer: Tree
+
+
+@hyperparameters
+class MIFA(Algorithm):
+    """The server steps on the mean of all N clients' last updates, absent ones included (zero at first)."""
+
+    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
+    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    memory: Literal["clients", "server"] = "clients"
+    """Who keeps Delta_i: each client its own, sending the change, or the server all N, clients sending Delta_i."""
+
+    @property
+    def uniform_weights(self) -> bool:
+        """The memory's mean is plain."""
+        return True
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round; the memory is zero."""
+        zeros = tree.zeros_like(params)
+        memory: Tree = ()
+        if self.memory == "server":
+            memory = jax.tree.map(lambda x: jnp.zeros((num_clients, *x.shape), x.dtype), params)
+        return Server(params, zeros, memory, self.server_optimizer.init(params))
+
+    def init_client(self, params: Tree) -> Tree:
+        """Delta_i = 0."""
+        return tree.zeros_like(params) if self.memory == "clients" else ()
+
+    def client(self, message: Tree, state: Tree, data: ClientData) -> ClientOutput:
+        """Local SGD; the update, or its change since the client's last one."""
+        result = self.local.run(data, message)
+        delta = tree.sub(result.params, message)
+        if self.memory == "server":
+            return ClientOutput(upload=(), each=delta, info=result.info)
+        return ClientOutput(upload=tree.sub(delta, state), state=delta, info=result.info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """Renew the cohort's entries of the memory and step on its mean."""
+        if self.memory == "clients":
+            mean = tree.add_scaled(server.mean, cohort.size / cohort.num_clients, cohort.mean)
+            memory = server.memory
+        else:
+            memory = jax.tree.map(
+                lambda m, new: m.at[cohort.clients].set(new, mode="drop"), server.memory, cohort.each
+            )
+            mean = jax.tree.map(lambda m: m.mean(0), memory)
+        params, optimizer = self.server_optimizer.step(server.params, server.optimizer, mean, cohort.round)
+        return Server(params, mean, memory, optimizer), {}

@@ -1,0 +1,108 @@
+"""SCAFFOLD: stochastic controlled averaging (Karimireddy et al. 2020)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.client_data import ClientData
+from fedrax.hyperparameters import hyperparameters
+from fedrax.local import LocalSGD, Step
+from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters, the control variate c, and the server optimizer's state."""
+
+    params: Tree
+    control: Tree
+    optimizer: Tree
+
+
+class Client(NamedTuple):
+    """The client's control variate c_i."""
+
+    control: Tree
+
+
+class Message(NamedTuple):
+    """x and c."""
+
+    params: Tree
+    control: Tree
+
+
+class Upload(NamedTuple):
+    """Delta_i and Delta c_i."""
+
+    params: Tree
+    control: Tree
+
+
+@hyperparameters
+class Scaffold(Algorithm):
+    """d = g_i - c_i + c; after every round c = mean of c_i over all clients.
+
+    With ``local.clip`` the corrected gradient is clipped at every step; with ``local.prox`` it is SCAFFOLD-Prox.
+    """
+
+    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
+    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    option: Literal["I", "II"] = "II"
+    """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps."""
+
+    @property
+    def uniform_weights(self) -> bool:
+        """c is the plain mean of the c_i."""
+        return True
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """The control variates."""
+        return ("control",)
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round; c = 0."""
+        return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
+
+    def init_client(self, params: Tree) -> Client:
+        """c_i = 0."""
+        return Client(tree.zeros_like(params))
+
+    def broadcast(self, server: Server) -> Message:
+        """x and c."""
+        return Message(server.params, server.control)
+
+    def client(self, message: Message, state: Client, data: ClientData) -> ClientOutput:
+        """Corrected local steps, then the new c_i."""
+        shift = tree.sub(message.control, state.control)
+
+        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+            return tree.add(gradient, shift), memory
+
+        along_the_way = self.option == "II" and not self.local.steps_are_gradients
+        result = self.local.run(data, message.params, direction, mean_gradient=along_the_way)
+        info = result.info
+        delta = tree.sub(result.params, message.params)
+        if self.option == "I":
+            _, control = data.full_gradient(message.params, self.local.reduction)
+            info = {**info, "gradients": info["gradients"] + data.size}
+        elif along_the_way:
+            control = result.mean_gradient
+        else:  # Option II: the mean direction, -Delta_i / (T eta), is the mean gradient - c_i + c.
+            total_lr = self.local.step_size(data.round) * result.steps
+            control = jax.tree.map(lambda d, s: (-d / total_lr - s).astype(d.dtype), delta, shift)
+        upload = Upload(delta, tree.sub(control, state.control))
+        return ClientOutput(upload=upload, state=Client(control), info=info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """x by the server optimizer, c <- c + S/N mean Delta c_i."""
+        params, optimizer = self.server_optimizer.step(
+            server.params, server.optimizer, cohort.mean.params, cohort.round
+        )
+        control = tree.add_scaled(server.control, cohort.size / cohort.num_clients, cohort.mean.control)
+        return Server(params, control, optimizer), {}

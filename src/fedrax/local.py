@@ -1,0 +1,201 @@
+"""Local work: the steps a client takes between two messages.
+
+Every method here is a *direction* inside one loop: at each of T steps (or of E epochs) a gradient g is taken,
+the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.client_data import ClientData, Order, Reduction
+from fedrax.errors import FedraxError
+from fedrax.hyperparameters import Count, Decay, NonNegative, Positive, hyperparameters
+from fedrax.proximal import Prox
+from fedrax.schedules import Constant, Schedule
+from fedrax.tree import Tree
+
+
+class Step:
+    """One local step: its number, and gradients on its batch at any parameters."""
+
+    def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
+        self.index = index
+        self.key = jax.random.fold_in(data.key, index)
+        self._local, self._data, self._evaluations = local, data, 0
+        self.block: Array | None = None
+        """The block this step works on (M fixed blocks only)."""
+        if local.blocks is not None:
+            self.block = data.block_index(index, local.blocks)
+            self.rows = data.block_rows(self.block, local.blocks)[1]
+        elif local.batch_size == "full":
+            self.rows = data.size
+        else:
+            self._samples, self._weights = data.batch(index, local.batch_size, local.order)
+            self.rows = len(jax.tree.leaves(self._samples)[0]) if self._weights is None else self._weights.sum()
+
+    def gradient(self, params: Tree) -> tuple[Array, Tree]:
+        """Loss and raw gradient of this step's batch at ``params``."""
+        self._evaluations += 1
+        local, data = self._local, self._data
+        if local.blocks is not None and self.block is not None:
+            return data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
+        if local.batch_size == "full":
+            return data.full_gradient(params, local.reduction)
+        return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
+
+    @property
+    def evaluations(self) -> Array | int:
+        """Evaluations of one sample's gradient so far."""
+        return self._evaluations * self.rows
+
+
+Direction = Callable[[Tree, Tree, Any, Step], tuple[Tree, Any]]
+"""(gradient, x_i, memory, step) -> (direction, memory): what a method makes of the local gradient."""
+
+
+def plain(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+    """The gradient itself: local SGD."""
+    return gradient, memory
+
+
+class LocalResult(NamedTuple):
+    """What the local steps led to."""
+
+    params: Tree
+    """x_i after the last step."""
+    steps: Array
+    """T_i, the steps taken (float)."""
+    memory: Any
+    """The direction's memory after the last step."""
+    mean_gradient: Tree
+    """The mean of the gradients along the way; None unless asked for."""
+    info: dict[str, Array]
+    """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient."""
+
+
+@hyperparameters
+class LocalSGD:
+    """Local stochastic gradient descent and its options. Give ``steps`` or ``epochs``, not both."""
+
+    lr: Positive = 0.1
+    """Step size eta."""
+    steps: Count | None = None
+    """T, local steps a round."""
+    epochs: Count | None = None
+    """E, passes over the client's data a round (1 where neither steps nor epochs are given)."""
+    batch_size: Count | Literal["full"] = 10
+    """B, samples a step, or "full" for all of the client's data in every step."""
+    blocks: Count | None = None
+    """M: cut the client's data once into M blocks and draw one in each step, instead of batches."""
+    order: Order = "shuffle"
+    """How batches walk the data: reshuffled in every epoch, as stored, or drawn with replacement."""
+    reduction: Reduction = "mean"
+    """Whether a batch's loss is the mean or the sum over its samples."""
+    momentum: Decay | None = None
+    """Heavy-ball momentum on the gradient; the buffer is zero at the start of each round."""
+    weight_decay: NonNegative | None = None
+    """Added to the gradient times the parameters."""
+    clip: Positive | None = None
+    """gamma: the longest step. A direction d is scaled by min(1, gamma / (eta |d|)) (CELGC's rule)."""
+    prox: Prox | None = None
+    """Regulariser Psi, applied as prox_{eta Psi} after every step."""
+    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    """Factor on ``lr`` and ``clip`` by round."""
+
+    def check(self) -> None:
+        """Refuse combinations that contradict each other."""
+        if self.steps is not None and self.epochs is not None:
+            raise FedraxError("give local steps or local epochs, not both")
+        if self.epochs is not None and self.blocks is not None:
+            raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
+
+
+    def step_size(self, round: Array) -> Array:
+        """eta in this round."""
+        return self.lr * self.schedule(round)
+
+    def num_steps(self, data: ClientData) -> Array | int:
+        """T_i: a Python int where every client takes the same number of steps."""
+        if self.steps is not None:
+            return self.steps if data.work is None else jnp.ceil(data.work * self.steps).astype(jnp.int32)
+        epochs: Array | int = self.epochs or 1
+        if data.work is not None:
+            epochs = jnp.ceil(data.work * epochs).astype(jnp.int32)
+        per_epoch = 1 if self.batch_size == "full" else data.batches(self.batch_size)
+        return epochs * per_epoch
+
+    @property
+    def steps_are_gradients(self) -> bool:
+        """Whether (x - x_i) / (T eta) is the mean direction: no momentum, decay, clipping or prox between."""
+        return self.momentum is None and self.weight_decay is None and self.clip is None and self.prox is None
+
+    def decayed(self, gradient: Tree, params: Tree) -> Tree:
+        """The gradient with weight decay added."""
+        return gradient if self.weight_decay is None else tree.add_scaled(gradient, self.weight_decay, params)
+
+    def move(self, x: Tree, direction: Tree, lr: Array, round: Array) -> Tree:
+        """prox_{eta Psi}(x - eta d), the step shortened to ``clip`` where asked for."""
+        if self.clip is not None:
+            limit = self.clip * self.schedule(round)
+            length = lr * tree.norm(direction)
+            lr = lr * jnp.where(length > limit, limit / jnp.where(length > 0, length, 1), 1)
+        x = tree.add_scaled(x, -lr, direction)
+        return x if self.prox is None else self.prox(x, lr)
+
+    def run(
+        self,
+        data: ClientData,
+        params: Tree,
+        direction: Direction = plain,
+        memory: Any = (),
+        mean_gradient: bool = False,
+    ) -> LocalResult:
+        """Take the local steps from ``params``.
+
+        direction: see :data:`Direction`; it receives the gradient after decay and momentum. memory: a pytree
+        the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
+        """
+        lr, steps = self.step_size(data.round), self.num_steps(data)
+
+        def body(index: Array | int, carry: tuple) -> tuple:
+            x, memory, velocity, total, loss, evaluations = carry
+            step = Step(self, data, index)
+            step_loss, gradient = step.gradient(x)
+            total = tree.add(total, gradient) if mean_gradient else None
+            gradient = self.decayed(gradient, x)
+            if self.momentum is not None:
+                gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
+            d, memory = direction(gradient, x, memory, step)
+            x = self.move(x, d, lr, data.round)
+            return x, memory, velocity, total, loss + step_loss, evaluations + step.evaluations
+
+        zeros = tree.zeros_like(params)
+        carry = (
+            params,
+            memory,
+            zeros if self.momentum is not None else None,
+            zeros if mean_gradient else None,
+            jnp.zeros((), jax.tree.leaves(params)[0].dtype),
+            jnp.zeros(()),
+        )
+        if data.unroll and isinstance(steps, int):
+            for index in range(steps):
+                carry = body(index, carry)
+        else:
+            carry = jax.lax.fori_loop(0, steps, body, carry)
+        x, memory, _, total, loss, evaluations = carry
+        count = jnp.asarray(steps, jnp.float32)
+        return LocalResult(
+            params=x,
+            steps=count,
+            memory=memory,
+            mean_gradient=tree.scale(1 / count, total) if mean_gradient else None,
+            info={"loss": loss / count, "gradients": evaluations},
+        )

@@ -1,0 +1,289 @@
+"""A block of rounds as one compiled call: the plans ``scan`` and ``vmap`` over a mesh of devices.
+
+The cohort of each round is spread over the ``clients`` axis of a device mesh. Each device walks its own clients,
+one after another (``scan``) or a chunk at a time (``vmap``), adding weighted uploads to a running sum; one
+all-reduce a phase makes the cohort's mean, and every device takes the same server step. Client state lies in a
+store of rows on the device of the client's home and is updated in place. Trip counts are data, so clients of
+any size, and blocks of any number of rounds, run in the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Phase
+from fedrax.client_data import ClientData, Layout
+from fedrax.simulate.cohorts import Block
+from fedrax.tree import Tree
+
+AXIS = "clients"
+BY_DEVICE = ("count", "client", "slot", "offset", "size", "weight", "work", "blocks")
+"""The fields of a Block that have a device axis."""
+
+
+class Program(NamedTuple):
+    """What is fixed when the block is compiled, besides the algorithm's static fields."""
+
+    task: Any
+    layout: Layout
+    num_clients: int
+    chunk: int
+    """Clients side by side; 0: one after another (plan scan)."""
+    unroll: bool = False
+
+
+class Carry(NamedTuple):
+    """What goes from round to round."""
+
+    server: Any
+    store: Tree
+
+
+class Places(NamedTuple):
+    """One device's clients of one round; fields as in :class:`fedrax.simulate.cohorts.Block`."""
+
+    count: Array
+    client: Array
+    slot: Array
+    offset: Array
+    size: Array
+    weight: Array
+    work: Array | None
+    blocks: Array | None
+    keys: Array
+
+
+class Sums(NamedTuple):
+    """Running sums over a device's clients."""
+
+    upload: Tree
+    info: dict[str, Array]
+    bad: Array
+    """The first client whose loss was not finite, num_clients if none."""
+
+
+def client_data(program: Program, samples: Tree, places: Any, k: Any, round: Array, cohort_size: Array) -> ClientData:
+    """The client in place ``k`` as algorithms see it."""
+    pick: Callable[[Array | None], Array | None] = lambda a: None if a is None else a[k]  # noqa: E731
+    return ClientData(
+        program.task,
+        program.layout,
+        samples,
+        offset=places.offset[k],
+        size=places.size[k],
+        key=places.keys[k],
+        round=round,
+        num_clients=program.num_clients,
+        cohort_size=cohort_size,
+        work=pick(places.work),
+        blocks=pick(places.blocks),
+        unroll=program.unroll,
+    )
+
+
+def add_info(total: dict[str, Array], info: dict[str, Array], weight: Array, real: Array) -> dict[str, Array]:
+    """Infos are averaged with the clients' weights, ``gradients`` is summed."""
+    return {
+        name: total[name] + jnp.sum((real if name == "gradients" else weight) * value).astype(total[name].dtype)
+        for name, value in info.items()
+    }
+
+
+def first_bad(bad: Array, info: dict[str, Array], clients: Array, num_clients: int) -> Array:
+    """The smaller of ``bad`` and the clients whose loss is not finite."""
+    if "loss" not in info:
+        return bad
+    return jnp.minimum(bad, jnp.min(jnp.where(jnp.isfinite(info["loss"]), num_clients, clients)))
+
+
+class PhaseRunner:
+    """One phase of one round on one device."""
+
+    def __init__(self, program: Program, phase: Phase, message: Tree, samples: Tree, places: Places, when: tuple):
+        self.program, self.phase, self.message = program, phase, message
+        self.samples, self.places, self.when = samples, places, when
+
+    def one(self, state: Tree, k: Array) -> ClientOutput:
+        """The client in place k."""
+        return self.phase.client(self.message, state, client_data(self.program, self.samples, self.places, k, *self.when))
+
+    def run(self, states: Tree, store: Tree, first: bool, last: bool) -> tuple[Sums, Tree, Tree, Tree]:
+        """(sums, each, states, store) after all clients of this device.
+
+        Client state comes from the store in the first phase and from ``states`` (by place) in later ones; it
+        goes to the store in the last phase and to ``states`` before.
+        """
+        n, places = self.places.client.shape[0], self.places
+        state0 = jax.eval_shape(lambda s: tree.row(s, 0), store if first else states)
+        shape = jax.eval_shape(self.one, state0, jax.ShapeDtypeStruct((), jnp.int32))
+        by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
+        carry = (
+            Sums(
+                tree.zeros_like(shape.upload),
+                {name: jnp.zeros((), jnp.float32) for name in shape.info},
+                jnp.int32(self.program.num_clients),
+            ),
+            by_place(shape.each),
+            () if last else by_place(shape.state),
+            store,
+        )
+        chunk = self.program.chunk
+
+        def body(i: Array, carry: tuple) -> tuple:
+            sums, each, kept, store = carry
+            at: Any = i if not chunk else i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            source, rows = (store, places.slot[at]) if first else (states, at)
+            if chunk:
+                state = jax.tree.map(lambda a: a.at[rows].get(mode="clip"), source)
+                out: ClientOutput = jax.vmap(self.one)(state, at)
+            else:
+                out = self.one(tree.row(source, rows), at)
+            sums = self._add(sums, out, at)
+            put = self._put_chunk if chunk else tree.set_row
+            each = put(each, at, out.each)
+            if last:
+                put_store = self._put_chunk if chunk else tree.set_row
+                store = put_store(store, places.slot[at], out.state)
+            else:
+                kept = put(kept, at, out.state)
+            return sums, each, kept, store
+
+        trips = (places.count + chunk - 1) // chunk if chunk else places.count
+        return jax.lax.fori_loop(0, trips, body, carry)
+
+    def _add(self, sums: Sums, out: ClientOutput, at: Array) -> Sums:
+        weight, clients = self.places.weight[at], self.places.client[at]
+        real = (clients < self.program.num_clients).astype(jnp.float32)
+        if self.program.chunk:
+            add = lambda a, u: a + jnp.tensordot(weight.astype(u.dtype), u, 1)  # noqa: E731
+        else:
+            add = lambda a, u: a + weight.astype(u.dtype) * u  # noqa: E731
+        return Sums(
+            jax.tree.map(add, sums.upload, out.upload),
+            add_info(sums.info, out.info, weight, real),
+            first_bad(sums.bad, out.info, clients, self.program.num_clients),
+        )
+
+    @staticmethod
+    def _put_chunk(table: Tree, rows: Array, values: Tree) -> Tree:
+        return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype), mode="drop"), table, values)
+
+
+def run_round(
+    program: Program, algorithm: Algorithm, carry: Carry, samples: Tree, key: Array, xs: Block, axis: str | None
+) -> tuple[Carry, dict[str, Array]]:
+    """One round on one device of the mesh; collectives over ``axis`` join the devices."""
+    round_key = jax.random.fold_in(key, xs.round)
+    keys = jax.vmap(lambda client: jax.random.fold_in(round_key, client))(xs.client)
+    places = Places(xs.count, xs.client, xs.slot, xs.offset, xs.size, xs.weight, xs.work, xs.blocks, keys)  # type: ignore[arg-type]
+    join = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
+    gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
+    record: dict[str, Array] = {}
+    bad = jnp.int32(program.num_clients)
+    server, store, states = carry.server, carry.store, ()
+    phases = algorithm.phases
+    for p, phase in enumerate(phases):
+        runner = PhaseRunner(program, phase, phase.broadcast(server), samples, places, (xs.round, xs.cohort_size))
+        sums, each, states, store = runner.run(states, store, first=p == 0, last=p == len(phases) - 1)
+        sums = Sums(join(sums.upload), join(sums.info), jax.lax.pmin(sums.bad, axis) if axis else sums.bad)
+        cohort = Cohort(
+            mean=sums.upload,
+            each=gather(each),
+            clients=gather(xs.client),
+            weights=gather(xs.weight),
+            size=jnp.asarray(xs.cohort_size),
+            num_clients=program.num_clients,
+            round=jnp.asarray(xs.round),
+        )
+        server, info = phase.server(server, cohort)
+        bad = jnp.minimum(bad, sums.bad)
+        gradients = record.get("gradients", 0.0) + sums.info.get("gradients", 0.0)
+        record |= {**sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
+    sound = tree.all_finite(server) & (bad == program.num_clients)
+    # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
+    server = jax.lax.cond(sound, lambda: server, lambda: carry.server)
+    return Carry(server, store), record | {"sound": sound, "bad": bad}
+
+
+def run_block(
+    program: Program,
+    axis: str | None,
+    algorithm: Algorithm,
+    carry: Carry,
+    samples: Tree,
+    key: Array,
+    xs: Block,
+    rounds: Array,
+) -> tuple[Carry, dict[str, Array]]:
+    """Up to len(xs.round) rounds, stopping after an unsound one: (carry, records [B] by name)."""
+    xs = jax.tree.map(jnp.asarray, xs)
+    mine = {f: None if getattr(xs, f) is None else getattr(xs, f)[:, 0] for f in BY_DEVICE}
+    xs = xs._replace(**mine)
+    at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
+    step = partial(run_round, program, algorithm, samples=samples, key=key, axis=axis)
+    shapes = jax.eval_shape(lambda c: step(c, xs=at(0))[1], carry)
+    records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
+
+    def unfinished(loop: tuple) -> Array:
+        r, sound, _, _ = loop
+        return (r < rounds) & sound
+
+    def body(loop: tuple) -> tuple:
+        r, _, carry, records = loop
+        carry, record = step(carry, xs=at(r))
+        return r + 1, record["sound"], carry, tree.set_row(records, r, record)
+
+    _, _, carry, records = jax.lax.while_loop(unfinished, body, (jnp.int32(0), jnp.bool_(True), carry, records))
+    return carry, records
+
+
+class Engine:
+    """Compiles and runs blocks of rounds on a mesh."""
+
+    def __init__(self, program: Program, mesh: Mesh, samples: Tree):
+        self.program, self.mesh = program, mesh
+        self.devices = mesh.devices.size
+        self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
+        self._block = self._compile()
+
+    def _compile(self) -> Callable:
+        function = partial(run_block, self.program, AXIS)
+        by_device = {f: P(None, AXIS) for f in BY_DEVICE}
+        specs = Block(round=P(), cohort_size=P(), **by_device)  # type: ignore[arg-type]
+        sharded = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(P(), Carry(P(), P(AXIS)), P(), P(), specs, P()),
+            out_specs=(Carry(P(), P(AXIS)), P()),
+            check_vma=False,
+        )
+        return jax.jit(sharded, donate_argnums=(1,))
+
+    def put(self, server: Any, store: Tree) -> Carry:
+        """Server and store on the mesh; the arrays are given away to the next block."""
+        return Carry(
+            jax.device_put(server, NamedSharding(self.mesh, P()), may_alias=False),
+            jax.device_put(store, NamedSharding(self.mesh, P(AXIS)), may_alias=False),
+        )
+
+    def new_store(self, client: Tree, capacity: int) -> Tree:
+        """A store of ``capacity`` rows a device, each the state ``client`` of a client that has not taken part."""
+        sharding = NamedSharding(self.mesh, P(AXIS))
+        rows = capacity * self.devices
+        make = jax.jit(lambda c: jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), c), out_shardings=sharding)
+        return make(client)
+
+    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Block, rounds: int) -> tuple[Carry, dict]:
+        """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds]."""
+        carry, records = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+        return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}

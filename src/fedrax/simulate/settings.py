@@ -1,0 +1,89 @@
+"""How a simulation is run: everything that is neither the algorithm, the task nor the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+
+from fedrax.hyperparameters import Bound, Count, Fraction
+
+Seed = Annotated[int, Bound(ge=0, lt=2**32)]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Draw the cohort uniformly without replacement."""
+
+
+@dataclass(frozen=True)
+class WeightedBySamples:
+    """Draw the cohort without replacement with chances in proportion to the clients' sample counts."""
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Draw the cohort uniformly from the clients that a trace says are available in the round.
+
+    The trace is a CSV file with columns ``round`` (from 0) and ``client``; it repeats after its last round.
+    """
+
+    trace: Path
+    """The CSV file."""
+
+
+Participation = Uniform | WeightedBySamples | Availability
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of :func:`fedrax.simulate`; the ``[run]`` table of an experiment file."""
+
+    rounds: Count = 100
+    """R, communication rounds."""
+    cohort_size: Count = 10
+    """S, clients a round (at most, under an availability trace)."""
+    seed: Seed = 0
+    """Decides starting parameters, cohorts, stragglers and batches; the same for every algorithm."""
+    weights: Literal["uniform", "samples"] = "uniform"
+    """Aggregation weights p_i: equal, or in proportion to the clients' sample counts."""
+    participation: Participation = Uniform()
+    """Who takes part."""
+    stragglers: Fraction = 0.0
+    """Share of each cohort that does only part of its local work: each a share drawn uniformly from (0, 1]."""
+    eval_every: Count = 10
+    """Rounds between evaluations; the last round is always evaluated."""
+    eval_train: bool = False
+    """Also evaluate on all clients' training data."""
+    per_client: bool = False
+    """Also report metrics per client: the worst, the mean and the standard deviation over clients."""
+    target: float | None = None
+    """Stop once the test accuracy reaches this."""
+    plan: Literal["auto", "scan", "vmap", "loop", "debug"] = "auto"
+    """How a round is executed; the numbers are the same."""
+    devices: Count | None = None
+    """Devices to spread the clients over; all by default."""
+    chunk: Count | None = None
+    """Clients side by side in one vmap (plan vmap); chosen from the memory at hand by default."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Precision of parameters and arithmetic."""
+    precision: Literal["highest", "tensorfloat32", "bfloat16"] = "highest"
+    """Arithmetic of float32 matrix products on accelerators that have a faster one."""
+    checkpoint_every: Count | None = None
+    """Rounds between checkpoints; by default about every 30 seconds and at the end."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Given sequences in place of random draws, to compare a run number by number with another implementation.
+
+    cohorts: the clients of each round, in order. blocks: int [R, S, T], the block of each local step of each
+    client of the cohort (methods with M fixed blocks). Batches follow the stored order with
+    ``LocalSGD(order="stored")`` and unshuffled federations; starting parameters are an argument of ``simulate``.
+    """
+
+    cohorts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | None = None
+    blocks: np.ndarray | None = None

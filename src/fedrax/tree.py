@@ -1,0 +1,80 @@
+"""Vector algebra on pytrees: every function treats a whole pytree of arrays as one vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+"""A pytree of arrays; trees in one expression have the same structure and shapes."""
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    """a + b."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+def sub(a: Tree, b: Tree) -> Tree:
+    """a - b."""
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def scale(factor: Any, a: Tree) -> Tree:
+    """factor * a, in the dtype of each leaf of ``a``."""
+    return jax.tree.map(lambda leaf: (factor * leaf).astype(leaf.dtype), a)
+
+
+def add_scaled(a: Tree, factor: Any, b: Tree) -> Tree:
+    """a + factor * b, in the dtype of each leaf of ``a``."""
+    return jax.tree.map(lambda x, y: (x + factor * y).astype(x.dtype), a, b)
+
+
+def zeros_like(a: Tree) -> Tree:
+    """The zero vector of a's structure (leaves may be arrays or ``jax.ShapeDtypeStruct``)."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), a)
+
+
+def dot(a: Tree, b: Tree) -> jax.Array:
+    """The inner product <a, b> over the whole tree."""
+    return sum((jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.zeros(()))
+
+
+def norm(a: Tree) -> jax.Array:
+    """The Euclidean norm over the whole tree."""
+    return jnp.sqrt(dot(a, a))
+
+
+def where(condition: Any, a: Tree, b: Tree) -> Tree:
+    """a where the (scalar) condition holds, b elsewhere."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def row(a: Tree, index: Any) -> Tree:
+    """Row ``index`` of every leaf's leading axis."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), a)
+
+
+def set_row(a: Tree, index: Any, value: Tree) -> Tree:
+    """``a`` with row ``index`` of every leaf's leading axis replaced by ``value``."""
+    return jax.tree.map(
+        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), index, 0), a, value
+    )
+
+
+def num_bytes(a: Tree) -> int:
+    """Bytes of all leaves (arrays or ``jax.ShapeDtypeStruct``)."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(a))
+
+
+def all_finite(a: Tree) -> jax.Array:
+    """Whether every entry of every floating leaf is finite."""
+    flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(a) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.bool_(True)
+
+
+def leaf_names(a: Tree) -> list[str]:
+    """A readable path for each leaf, in leaf order: ``dense1/kernel``."""
+    paths = jax.tree_util.tree_flatten_with_path(a)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]

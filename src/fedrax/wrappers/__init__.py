@@ -1,0 +1,1 @@
+"""Wrappers: an algorithm in, an algorithm out."""
