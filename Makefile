@@ -1,0 +1,51 @@
+# Every target makes what it needs: a virtual environment in .venv and the packages in it.
+#   make demo   the first comparison, offline, on the bundled digits
+#   make test   the whole test suite
+#   make lint   ruff and pyright
+#   make docs   the documentation, into docs/_build/html
+# PYTHON=/path/to/python3.12 chooses the interpreter; any from 3.11 on will do.
+
+SHELL := /bin/bash
+PYTHON ?= python3 python3.13 python3.12 python3.11
+BIN := .venv/bin
+
+.PHONY: demo test lint docs clean
+
+demo: .venv/.user
+	$(BIN)/fedrax compare examples/digits.toml
+
+test: .venv/.dev
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: .venv/.dev
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+clean:
+	rm -rf .venv docs/_build
+
+# The stamps are newer than pyproject.toml once everything it asks for is installed.
+.venv/.user: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/.dev: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ .venv/.user
+
+.venv/bin/python:
+	@for python in $(PYTHON); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "making .venv with $$($$python --version)"; \
+	        $$python -m venv .venv && exec .venv/bin/python -m pip --version >/dev/null; \
+	        rm -rf .venv; \
+	        echo "$$python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	        exit 1; \
+	    fi; \
+	done; \
+	echo "fedrax needs Python 3.11 or newer and found none of: $(PYTHON). Say where it is: make PYTHON=/path/to/python3" >&2; \
+	exit 1
