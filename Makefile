@@ -28,24 +28,23 @@ docs: .venv/.dev
 clean:
 	rm -rf .venv docs/_build
 
-# The stamps are newer than pyproject.toml once everything it asks for is installed.
-.venv/.user: .venv/bin/python pyproject.toml
+# A stamp is newer than pyproject.toml once everything it asks for is installed.
+.venv/.user: .venv/.made pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-.venv/.dev: .venv/bin/python pyproject.toml
+.venv/.dev: .venv/.made pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ .venv/.user
 
-.venv/bin/python:
+.venv/.made:
 	@for python in $(PYTHON); do \
-	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	        echo "making .venv with $$($$python --version)"; \
-	        $$python -m venv .venv && exec .venv/bin/python -m pip --version >/dev/null; \
-	        rm -rf .venv; \
-	        echo "$$python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
-	        exit 1; \
-	    fi; \
+	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	    echo "making .venv with $$($$python --version)"; \
+	    $$python -m venv --clear .venv && touch $@ && exit 0; \
+	    echo "$$python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; \
+	    exit 1; \
 	done; \
-	echo "fedrax needs Python 3.11 or newer and found none of: $(PYTHON). Say where it is: make PYTHON=/path/to/python3" >&2; \
+	echo "fedrax needs Python 3.11 or newer, and none of these is: $(PYTHON)." >&2; \
+	echo "Say where one is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	exit 1
