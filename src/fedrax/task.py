@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedrax.errors import FedraxError
@@ -50,9 +51,9 @@ def scale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.
     mean and std are one number, or one for each channel (the last axis of x). It is meant to run inside
     the compiled step, so that the data set can stay in bytes on the device.
     """
-    mean, std = tuple(jnp.ravel(jnp.asarray(v)).tolist() for v in (mean, std))
+    mean, std = tuple(np.ravel(v).tolist() for v in (mean, std))
     if not all(s > 0 for s in std):
-        raise FedraxError(f"The standard deviations of `scale` must be positive, not {std}.")
+        raise FedraxError(f"the standard deviations of `scale` must be positive, not {std}.")
 
     def preprocess(x: Array) -> Array:
         if x.dtype != jnp.uint8:
@@ -117,11 +118,14 @@ def _supervised(model: Model, preprocess: Preprocess | None, loss, metrics: Mapp
     def of_outputs(value):
         return lambda params, batch: value(model.apply(params, inputs(params, batch.x)), batch.y)
 
+    def features_of(features):
+        return lambda params, x: features(params, inputs(params, x))
+
     return Task(
         init=model.init,
         loss=lambda params, batch, key: loss(model.apply(params, inputs(params, batch.x), key), batch.y),
         metrics={name: of_outputs(value) for name, value in metrics.items()},
-        features=model.features and (lambda params, x: model.features(params, inputs(params, x))),
+        features=None if model.features is None else features_of(model.features),
         name=f"{kind}/{model.name}",
     )
 
@@ -136,6 +140,6 @@ def _one_a_sample(output: Array) -> Array:
         return output[:, 0]
     if output.ndim != 1:
         raise FedraxError(
-            f"This task needs a model with one output a sample, not outputs of shape {output.shape}."
+            f"this task needs a model with one output a sample, not outputs of shape {output.shape}."
         )
     return output

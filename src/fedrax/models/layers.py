@@ -82,8 +82,10 @@ def to_features(x: Array) -> Array:
 
 def conv2d(x: Array, weight: Array) -> Array:
     """Convolution without padding, stride 1: [C, H, W, B], [h, w, C, D] -> [D, H - h + 1, W - w + 1, B]."""
-    if jax.default_backend() == "cpu":
-        return _conv_by_columns(x, weight)
+    return _conv_by_columns(x, weight) if jax.default_backend() == "cpu" else _conv_native(x, weight)
+
+
+def _conv_native(x: Array, weight: Array) -> Array:
     return lax.conv_general_dilated(x, weight, (1, 1), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
 
 

@@ -131,7 +131,7 @@ class CNN:
             shapes = [(3, 3, channels_in, first), (3, 3, first, second), (num_pooled, self.hidden)]
             keys = jax.random.split(key, 3)
             names = ("conv1", "conv2", "dense1")
-            return {name: init_layer(k, shape) for name, k, shape in zip(names, keys, shapes)}
+            return {name: init_layer(k, shape) for name, k, shape in zip(names, keys, shapes, strict=True)}
 
         def body(params: Params, x: Array, key: Array | None) -> Array:
             keys = (None, None) if key is None else jax.random.split(key)
@@ -205,7 +205,7 @@ def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, Body]:
 
     def init(key: Array) -> Params:
         keys = jax.random.split(key, len(sizes))
-        return {name: init_layer(k, shape) for k, (name, shape) in zip(keys, shapes.items())}
+        return {name: init_layer(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=False)}
 
     def body(params: Params, x: Array, key: Array | None) -> Array:
         x = flatten(x)

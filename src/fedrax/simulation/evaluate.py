@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax.simulate.engine import AXIS
+from fedrax.simulation.engine import AXIS
 from fedrax.tree import Tree
 
 _ROWS = 500

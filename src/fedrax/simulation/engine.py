@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Phase
 from fedrax.client_data import ClientData, Layout
-from fedrax.simulate.cohorts import Block
+from fedrax.simulation.cohorts import Block
 from fedrax.tree import Tree
 
 AXIS = "clients"
@@ -50,8 +50,10 @@ class Carry(NamedTuple):
 
 
 class Places(NamedTuple):
-    """One device's clients of one round; fields as in :class:`fedrax.simulate.cohorts.Block`."""
+    """One device's clients of one round; fields as in :class:`fedrax.simulation.cohorts.Block`."""
 
+    round: Array
+    cohort_size: Array
     count: Array
     client: Array
     slot: Array
@@ -72,7 +74,7 @@ class Sums(NamedTuple):
     """The first client whose loss was not finite, num_clients if none."""
 
 
-def client_data(program: Program, samples: Tree, places: Any, k: Any, round: Array, cohort_size: Array) -> ClientData:
+def client_data(program: Program, samples: Tree, places: Places, k: Any) -> ClientData:
     """The client in place ``k`` as algorithms see it."""
     pick: Callable[[Array | None], Array | None] = lambda a: None if a is None else a[k]  # noqa: E731
     return ClientData(
@@ -82,9 +84,9 @@ def client_data(program: Program, samples: Tree, places: Any, k: Any, round: Arr
         offset=places.offset[k],
         size=places.size[k],
         key=places.keys[k],
-        round=round,
+        round=places.round,
         num_clients=program.num_clients,
-        cohort_size=cohort_size,
+        cohort_size=places.cohort_size,
         work=pick(places.work),
         blocks=pick(places.blocks),
         unroll=program.unroll,
@@ -106,60 +108,71 @@ def first_bad(bad: Array, info: dict[str, Array], clients: Array, num_clients: i
     return jnp.minimum(bad, jnp.min(jnp.where(jnp.isfinite(info["loss"]), num_clients, clients)))
 
 
-class PhaseRunner:
-    """One phase of one round on one device."""
+class Progress(NamedTuple):
+    """Where a device stands in a phase: sums, ``each`` and states by place, and the store."""
 
-    def __init__(self, program: Program, phase: Phase, message: Tree, samples: Tree, places: Places, when: tuple):
-        self.program, self.phase, self.message = program, phase, message
-        self.samples, self.places, self.when = samples, places, when
+    sums: Sums
+    each: Tree
+    states: Tree
+    store: Tree
+
+
+class PhaseRunner:
+    """One phase (number ``p`` of the algorithm's) of one round on one device."""
+
+    def __init__(
+        self, program: Program, phases: tuple[Phase, ...], p: int, message: Tree, samples: Tree, places: Places
+    ):
+        self.program, self.phase, self.message = program, phases[p], message
+        self.samples, self.places = samples, places
+        self.first, self.last = p == 0, p == len(phases) - 1
 
     def one(self, state: Tree, k: Array) -> ClientOutput:
         """The client in place k."""
-        return self.phase.client(self.message, state, client_data(self.program, self.samples, self.places, k, *self.when))
+        return self.phase.client(self.message, state, client_data(self.program, self.samples, self.places, k))
 
-    def run(self, states: Tree, store: Tree, first: bool, last: bool) -> tuple[Sums, Tree, Tree, Tree]:
-        """(sums, each, states, store) after all clients of this device.
+    def start(self, states: Tree, store: Tree) -> Progress:
+        """Before the first client: zero sums and room for what is kept one per place."""
+        n = self.places.client.shape[0]
+        state = jax.eval_shape(lambda s: tree.row(s, 0), store if self.first else states)
+        shape = jax.eval_shape(self.one, state, jax.ShapeDtypeStruct((), jnp.int32))
+        by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
+        sums = Sums(
+            tree.zeros_like(shape.upload),
+            {name: jnp.zeros((), jnp.float32) for name in shape.info},
+            jnp.int32(self.program.num_clients),
+        )
+        return Progress(sums, by_place(shape.each), () if self.last else by_place(shape.state), store)
+
+    def step(self, i: Array, states: Tree, progress: Progress) -> Progress:
+        """Client i (or chunk i of clients) of this device.
 
         Client state comes from the store in the first phase and from ``states`` (by place) in later ones; it
-        goes to the store in the last phase and to ``states`` before.
+        goes to the store in the last phase and to ``Progress.states`` before.
         """
-        n, places = self.places.client.shape[0], self.places
-        state0 = jax.eval_shape(lambda s: tree.row(s, 0), store if first else states)
-        shape = jax.eval_shape(self.one, state0, jax.ShapeDtypeStruct((), jnp.int32))
-        by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
-        carry = (
-            Sums(
-                tree.zeros_like(shape.upload),
-                {name: jnp.zeros((), jnp.float32) for name in shape.info},
-                jnp.int32(self.program.num_clients),
-            ),
-            by_place(shape.each),
-            () if last else by_place(shape.state),
-            store,
-        )
+        chunk, (sums, each, kept, store) = self.program.chunk, progress
+        at: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
+        slots = self.places.slot[at]
+        source, rows = (store, slots) if self.first else (states, at)
+        if chunk:
+            state = jax.tree.map(lambda a: a.at[rows].get(mode="clip"), source)
+            out: ClientOutput = jax.vmap(self.one)(state, at)
+            put = _put_rows
+        else:
+            out = self.one(tree.row(source, rows), at)
+            put = tree.set_row
+        each = put(each, at, out.each)
+        if self.last:
+            store = put(store, slots, out.state)
+        else:
+            kept = put(kept, at, out.state)
+        return Progress(self._add(sums, out, at), each, kept, store)
+
+    def run(self, states: Tree, store: Tree) -> Progress:
+        """All clients of this device."""
         chunk = self.program.chunk
-
-        def body(i: Array, carry: tuple) -> tuple:
-            sums, each, kept, store = carry
-            at: Any = i if not chunk else i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-            source, rows = (store, places.slot[at]) if first else (states, at)
-            if chunk:
-                state = jax.tree.map(lambda a: a.at[rows].get(mode="clip"), source)
-                out: ClientOutput = jax.vmap(self.one)(state, at)
-            else:
-                out = self.one(tree.row(source, rows), at)
-            sums = self._add(sums, out, at)
-            put = self._put_chunk if chunk else tree.set_row
-            each = put(each, at, out.each)
-            if last:
-                put_store = self._put_chunk if chunk else tree.set_row
-                store = put_store(store, places.slot[at], out.state)
-            else:
-                kept = put(kept, at, out.state)
-            return sums, each, kept, store
-
-        trips = (places.count + chunk - 1) // chunk if chunk else places.count
-        return jax.lax.fori_loop(0, trips, body, carry)
+        trips = (self.places.count + chunk - 1) // chunk if chunk else self.places.count
+        return jax.lax.fori_loop(0, trips, lambda i, p: self.step(i, states, p), self.start(states, store))
 
     def _add(self, sums: Sums, out: ClientOutput, at: Array) -> Sums:
         weight, clients = self.places.weight[at], self.places.client[at]
@@ -174,18 +187,29 @@ class PhaseRunner:
             first_bad(sums.bad, out.info, clients, self.program.num_clients),
         )
 
-    @staticmethod
-    def _put_chunk(table: Tree, rows: Array, values: Tree) -> Tree:
-        return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype), mode="drop"), table, values)
+
+def _put_rows(table: Tree, rows: Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype), mode="drop"), table, values)
+
+
+def places_of(xs: Block, key: Array) -> Places:
+    """One device's share of a round (fields of ``xs`` without round and device axes), with the clients' keys."""
+    round_key = jax.random.fold_in(key, xs.round)
+    keys = jax.vmap(lambda client: jax.random.fold_in(round_key, client))(xs.client)
+    return Places(**xs._asdict(), keys=keys)
+
+
+def merge_info(record: dict, clients: dict, server: dict) -> dict:
+    """A round's record: later phases' entries replace earlier ones', ``gradients`` adds up."""
+    gradients = record.get("gradients", 0.0) + clients.get("gradients", 0.0)
+    return {**record, **clients, **server, "gradients": jnp.asarray(gradients, jnp.float32)}
 
 
 def run_round(
     program: Program, algorithm: Algorithm, carry: Carry, samples: Tree, key: Array, xs: Block, axis: str | None
 ) -> tuple[Carry, dict[str, Array]]:
     """One round on one device of the mesh; collectives over ``axis`` join the devices."""
-    round_key = jax.random.fold_in(key, xs.round)
-    keys = jax.vmap(lambda client: jax.random.fold_in(round_key, client))(xs.client)
-    places = Places(xs.count, xs.client, xs.slot, xs.offset, xs.size, xs.weight, xs.work, xs.blocks, keys)  # type: ignore[arg-type]
+    places = places_of(xs, key)
     join = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
     gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
     record: dict[str, Array] = {}
@@ -193,8 +217,8 @@ def run_round(
     server, store, states = carry.server, carry.store, ()
     phases = algorithm.phases
     for p, phase in enumerate(phases):
-        runner = PhaseRunner(program, phase, phase.broadcast(server), samples, places, (xs.round, xs.cohort_size))
-        sums, each, states, store = runner.run(states, store, first=p == 0, last=p == len(phases) - 1)
+        runner = PhaseRunner(program, phases, p, phase.broadcast(server), samples, places)
+        sums, each, states, store = runner.run(states, store)
         sums = Sums(join(sums.upload), join(sums.info), jax.lax.pmin(sums.bad, axis) if axis else sums.bad)
         cohort = Cohort(
             mean=sums.upload,
@@ -207,8 +231,7 @@ def run_round(
         )
         server, info = phase.server(server, cohort)
         bad = jnp.minimum(bad, sums.bad)
-        gradients = record.get("gradients", 0.0) + sums.info.get("gradients", 0.0)
-        record |= {**sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
+        record = merge_info(record, sums.info, info)
     sound = tree.all_finite(server) & (bad == program.num_clients)
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     server = jax.lax.cond(sound, lambda: server, lambda: carry.server)
@@ -254,6 +277,7 @@ class Engine:
         self.program, self.mesh = program, mesh
         self.devices = mesh.devices.size
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
+        self.store_sharding = NamedSharding(mesh, P(AXIS))
         self._block = self._compile()
 
     def _compile(self) -> Callable:
@@ -273,15 +297,14 @@ class Engine:
         """Server and store on the mesh; the arrays are given away to the next block."""
         return Carry(
             jax.device_put(server, NamedSharding(self.mesh, P()), may_alias=False),
-            jax.device_put(store, NamedSharding(self.mesh, P(AXIS)), may_alias=False),
+            jax.device_put(store, self.store_sharding, may_alias=False),
         )
 
     def new_store(self, client: Tree, capacity: int) -> Tree:
         """A store of ``capacity`` rows a device, each the state ``client`` of a client that has not taken part."""
-        sharding = NamedSharding(self.mesh, P(AXIS))
         rows = capacity * self.devices
-        make = jax.jit(lambda c: jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), c), out_shardings=sharding)
-        return make(client)
+        repeat = lambda c: jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), c)  # noqa: E731
+        return jax.jit(repeat, out_shardings=self.store_sharding)(client)
 
     def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Block, rounds: int) -> tuple[Carry, dict]:
         """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds]."""

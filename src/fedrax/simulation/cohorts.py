@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.simulate.settings import Availability, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import Availability, Script, Settings, WeightedBySamples
 
 _COHORT, _STRAGGLER = 1, 2
 

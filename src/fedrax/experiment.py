@@ -1,0 +1,224 @@
+"""An experiment: data, partition, model, algorithm and settings, as an object and as a TOML file.
+
+    name = "digits"
+
+    [data]
+    name = "digits"
+
+    [partition]
+    name = "shards"
+    clients = 20
+    per_client = 1
+
+    [algorithm]
+    name = "scaffold"
+    local = { lr = 0.1, epochs = 1 }
+    server_optimizer = { name = "adam", lr = 0.01 }
+
+    [run]
+    rounds = 50
+
+``fedrax list`` shows the names. Data, model, partition and algorithm can be the user's own: ``name =
+"file.py:thing"`` (relative to the TOML file) or ``"module:thing"``, where thing is a subclass of Algorithm, a
+function that returns a Dataset, a class with the method ``assign`` of a partition, or a function (of
+``input_shape`` and ``num_outputs``, if it likes) that returns a Model or a Task. Their further parameters are keys
+of the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomlkit
+
+from fedrax import config
+from fedrax.algorithm import Algorithm, check_settings
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.config import ALGORITHM, Choice, Reader, Table
+from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
+from fedrax.errors import FedraxError
+from fedrax.hyperparameters import check
+from fedrax.models import MODELS, Model
+from fedrax.simulation.settings import Seed, Settings
+from fedrax.task import Task, classification, regression, scale
+
+MAX_FILE = 1 << 20  # bytes of an experiment file
+
+
+@cache
+def _data_classes() -> dict[str, type]:
+    """For each data set a class of its reader's options."""
+    made = {}
+    for name, entry in DATASETS.items():
+        made[name] = config.options_class(entry.read, ("data_dir",), "read")
+        made[name].__doc__ = entry.description
+    return made
+
+
+def _own_data(found: Any) -> type:
+    if not inspect.isfunction(found):
+        raise FedraxError(f"{found!r} is not a function that returns a fedrax.data.Dataset.")
+    return _options(found, ("data_dir",), "read")
+
+
+@cache
+def _options(function: Any, given: tuple[str, ...], method: str) -> type:
+    return config.options_class(function, given, method)
+
+
+@cache
+def _partition_class(cls: type) -> type:
+    """A rule of fedrax.data.partition with a seed of its own."""
+    seed = ("seed", Seed, dataclasses.field(default=0))
+    made = dataclasses.make_dataclass(cls.__name__, [seed], bases=(cls,), frozen=True)
+    made.__doc__, made.__module__ = cls.__doc__, cls.__module__
+    return made
+
+
+def _partition_classes() -> dict[str, type]:
+    return {name: _partition_class(cls) for name, cls in PARTITIONS.items()}
+
+
+def _own_partition(found: Any) -> type:
+    if not (dataclasses.is_dataclass(found) and hasattr(found, "assign")):
+        raise FedraxError(f"{found!r} is not a dataclass with the method assign(dataset, seed).")
+    return _partition_class(found)  # type: ignore[arg-type]
+
+
+def _own_model(found: Any) -> type:
+    if isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "build"):
+        return found
+    if not inspect.isfunction(found):
+        raise FedraxError(f"{found!r} is not a function that returns a Model or a Task.")
+    return _options(found, ("input_shape", "num_outputs"), "build")
+
+
+DATA = Choice("data set", _data_classes, _own_data)
+PARTITION = Choice("partition", _partition_classes, _own_partition, keep=True)
+MODEL = Choice("model", lambda: MODELS, _own_model)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that decides the numbers of a run. The defaults make a small experiment on bundled data."""
+
+    name: str = "experiment"
+    """What to call it."""
+    data: Annotated[Any, DATA] = dataclasses.field(default_factory=lambda: _data_classes()["digits"]())
+    partition: Annotated[Any, PARTITION] = dataclasses.field(default_factory=lambda: _partition_classes()["shards"]())
+    model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
+    algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
+    run: Settings = Settings()
+
+    @property
+    def algorithm_name(self) -> str:
+        """The algorithm's name in files."""
+        return ALGORITHM.name_of(self.algorithm)
+
+    def check(self) -> None:
+        """Refuse numbers out of their bounds and contradictions; raises FedraxError naming the key."""
+        for part in ("model", "algorithm", "run", "partition"):
+            check(getattr(self, part), part)
+        check_settings(self.algorithm, self.run.weights, varying_cohort=False)
+
+
+def read_table(path: Path) -> Table:
+    """The table in a TOML file; FedraxError if it is not one."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise FedraxError(f"{path} is too large for an experiment file (limit: 1 MiB).")
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise FedraxError(f"there is no file {path}.") from error
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise FedraxError(f"{path} cannot be read as TOML: {error}.") from error
+
+
+def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> Experiment:
+    """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
+    if "compare" in table:
+        raise FedraxError(f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it.")
+    experiment = Reader(source, folder).fields(Experiment, table, "", Experiment())
+    try:
+        experiment.check()
+    except FedraxError as error:
+        raise FedraxError(f"{source}: {error}.") from error
+    return experiment
+
+
+def read(path: str | Path) -> Experiment:
+    """The experiment of a TOML file, checked."""
+    path = Path(path)
+    return from_table(read_table(path), str(path), path.parent)
+
+
+def to_table(experiment: Experiment) -> Table:
+    """Every setting of the experiment, defaults included."""
+    return config.table_of(experiment, Experiment())
+
+
+def write(experiment: Experiment, path: str | Path) -> None:
+    """Write the complete TOML file, whole or not at all."""
+    write_text(Path(path), tomlkit.dumps(to_table(experiment)))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As ``write_text``, for bytes."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise FedraxError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def load_federation(experiment: Experiment, data_dir: str | Path | None = None) -> Federation:
+    """Read the data and divide it among the clients."""
+    name = DATA.name_of(experiment.data)
+    options = {f.name: getattr(experiment.data, f.name) for f in dataclasses.fields(experiment.data)}
+    if name in DATASETS:
+        dataset = load(name, data_dir, **options)
+    else:
+        dataset = experiment.data.read(data_dir=data_dir)
+        if not isinstance(dataset, Dataset):
+            raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
+    return Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed)
+
+
+def make_task(experiment: Experiment, federation: Federation) -> Task:
+    """The model on the federation's inputs, with cross entropy or, for a regression, squared error."""
+    outputs = federation.num_classes or 1
+    made = experiment.model.build(input_shape=federation.train.x.shape[1:], num_outputs=outputs)
+    if isinstance(made, Task):
+        return made
+    if not isinstance(made, Model):
+        name = MODEL.name_of(experiment.model)
+        raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
+    preprocess = scale(federation.mean, federation.std) if federation.mean else None
+    return (regression if federation.num_classes is None else classification)(made, preprocess)
+
+
+def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:
+    """What ``fedrax.simulate`` takes besides ``experiment.run``."""
+    federation = load_federation(experiment, data_dir)
+    return experiment.algorithm, make_task(experiment, federation), federation

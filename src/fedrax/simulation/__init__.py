@@ -1,0 +1,26 @@
+"""The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
+
+from fedrax.simulation.backend import use_all_cores
+from fedrax.simulation.events import Event, RunInfo, Sink, read_events
+from fedrax.simulation.interpreters import NonFiniteError
+from fedrax.simulation.result import Result, to_target
+from fedrax.simulation.run import Interrupted, simulate
+from fedrax.simulation.settings import Availability, Script, Settings, Uniform, WeightedBySamples
+
+__all__ = [
+    "Availability",
+    "Event",
+    "Interrupted",
+    "NonFiniteError",
+    "Result",
+    "RunInfo",
+    "Script",
+    "Settings",
+    "Sink",
+    "Uniform",
+    "WeightedBySamples",
+    "read_events",
+    "simulate",
+    "to_target",
+    "use_all_cores",
+]

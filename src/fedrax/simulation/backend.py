@@ -1,0 +1,60 @@
+"""Setting up JAX for simulation: every CPU core a device, compiled programs kept between processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from fedrax.errors import FedraxError
+from fedrax.simulation.engine import AXIS
+
+
+def cache_directory() -> Path:
+    """Where fedrax keeps what it can make again: $FEDRAX_CACHE, else ~/.cache/fedrax."""
+    return Path(os.environ.get("FEDRAX_CACHE") or Path.home() / ".cache" / "fedrax")
+
+
+def use_all_cores() -> None:
+    """Make each CPU core a JAX device of one thread, and keep compiled programs in the cache directory.
+
+    ``simulate`` calls this; it has an effect only before JAX first touches a device, so a program that uses JAX
+    before its first simulation calls it at its start. Settings of the user's own (``XLA_FLAGS``,
+    ``jax_num_cpu_devices``, ``jax_compilation_cache_dir``) are left alone.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_multi_thread_eigen" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if jax.config.jax_num_cpu_devices < 1 and "host_platform_device_count" not in flags:
+        try:
+            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+        except RuntimeError:  # JAX has started; its devices stay as they are
+            os.environ["XLA_FLAGS"] = flags
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def make_mesh(devices: int | None) -> Mesh:
+    """A mesh of the first ``devices`` devices (all of them by default) along the clients axis."""
+    found = jax.devices()
+    if devices is not None and devices > len(found):
+        raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
+    return Mesh(np.array(found[:devices]), (AXIS,))
+
+
+def describe(mesh: Mesh, plan: str, chunk: int) -> str:
+    """The plan in words: 'scan: one client after another on each of 2 CPU cores'."""
+    devices = list(mesh.devices.flat)
+    kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
+    where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
+    how = {
+        "scan": "one client after another",
+        "vmap": f"{chunk} clients side by side",
+        "loop": "one compiled call a client",
+        "debug": "step by step without compilation",
+    }[plan]
+    return f"{plan}: {how} on {where}"

@@ -1,0 +1,102 @@
+"""What a run reports: one event a round, as a line of JSON in ``events.jsonl`` and to any sink.
+
+Keys that hold times begin with ``seconds``; all others are the same in every run of one experiment and seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedrax.errors import FedraxError
+
+Event = dict[str, Any]
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known of a run before its first round."""
+
+    algorithm: str
+    plan: str
+    """The execution plan in words."""
+    rounds: int
+    first_round: int
+    """Rounds already done, when resumed."""
+    cohort_size: int
+    num_clients: int
+    bytes_down: int
+    """Bytes to each client of the cohort in a round."""
+    bytes_up: int
+    """Bytes from each client of the cohort in a round."""
+    parameters: int
+    """Numbers in the model."""
+    directory: Path | None = None
+
+
+class Sink(Protocol):
+    """Anything that wants to see a run: a progress bar, TensorBoard, a file."""
+
+    def start(self, run: RunInfo) -> None:
+        """Before the first round."""
+
+    def event(self, event: Event) -> None:
+        """After each round, in order."""
+
+    def finish(self, result: Any | None) -> None:
+        """At the end, with the result, or None when interrupted or failed."""
+
+
+class EventFile:
+    """Appends events to ``events.jsonl``, flushed line by line."""
+
+    def __init__(self, directory: Path, keep: list[Event]):
+        """Start the file with the events ``keep``; what a killed run wrote after its checkpoint is dropped."""
+        self.path = directory / FILE
+        part = directory / f".{FILE}.part"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            part.write_text("".join(line(event) for event in keep))
+            os.replace(part, self.path)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+        except OSError as error:
+            raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def append(self, events: list[Event]) -> None:
+        """Write events and hand them to the operating system."""
+        try:
+            self._file.write("".join(line(event) for event in events))
+            self._file.flush()
+        except OSError as error:
+            raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def line(event: Event) -> str:
+    """An event as a line of JSON."""
+    return json.dumps(event) + "\n"
+
+
+def read_events(directory: Path) -> list[Event]:
+    """The events of a run directory; an unfinished last line, as a crash leaves it, is passed over."""
+    path, events = directory / FILE, []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FedraxError(f"cannot read the events of {directory}: {error}") from error
+    for number, text in enumerate(lines[:-1], 1):
+        try:
+            event = json.loads(text)
+            if not isinstance(event, dict) or event.get("round") != number:
+                raise ValueError("not the event of the round that belongs here")
+        except ValueError as error:
+            raise FedraxError(f"{path}, line {number}, is not an event: {error}") from error
+        events.append(event)
+    return events

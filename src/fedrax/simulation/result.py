@@ -1,0 +1,61 @@
+"""What a simulation returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedrax.simulation.events import Event
+from fedrax.tree import Tree
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run."""
+
+    params: Tree
+    """The global parameters after the last round."""
+    server: Any
+    """The algorithm's server state."""
+    events: list[Event]
+    """One a round; see :mod:`fedrax.simulation.events`."""
+    plan: str
+    """How rounds were executed, in words."""
+    stopped: str
+    """"rounds", or "target" where the target accuracy ended the run early."""
+    directory: Path | None = None
+    store: Tree = ()
+    homes: dict[int, int] = field(default_factory=dict)
+    initial_client: Tree = ()
+
+    def client_state(self, client: int) -> Tree:
+        """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part)."""
+        if client not in self.homes:
+            return self.initial_client
+        return jax.tree.map(lambda a: a[self.homes[client]], self.store)
+
+    def metric(self, name: str) -> list[tuple[int, float]]:
+        """(round, value) wherever events hold ``name``."""
+        return [(event["round"], event[name]) for event in self.events if name in event]
+
+    def to_target(self, metric: str, value: float) -> dict[str, float] | None:
+        """Rounds, bytes (both ways, all clients) and seconds until ``metric`` first reaches ``value``, or None.
+
+        Losses reach a value from above, every other metric from below.
+        """
+        return to_target(self.events, metric, value)
+
+
+def to_target(events: list[Event], metric: str, value: float) -> dict[str, float] | None:
+    """As :meth:`Result.to_target`, from events."""
+    for event in events:
+        if metric in event and (event[metric] <= value if "loss" in metric else event[metric] >= value):
+            return {
+                "rounds": event["round"],
+                "bytes": event["bytes_down"] + event["bytes_up"],
+                "seconds": event["seconds"],
+            }
+    return None

@@ -1,0 +1,396 @@
+"""``simulate``: the loop on the host around compiled blocks of rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, Cohort, check_settings
+from fedrax.client_data import ClientData, Layout
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.hyperparameters import check
+from fedrax.simulation import backend, checkpoint
+from fedrax.simulation.cohorts import Planner, Sampler
+from fedrax.simulation.engine import BY_DEVICE, Carry, Engine, Program
+from fedrax.simulation.evaluate import Evaluator
+from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, read_events
+from fedrax.simulation.interpreters import DebugEngine, LoopEngine, NonFiniteError
+from fedrax.simulation.result import Result
+from fedrax.simulation.settings import Script, Settings
+from fedrax.task import Batch, Task
+from fedrax.tree import Tree
+
+_LONGEST_BLOCK = 64
+_BLOCK_SECONDS = 1.0
+_CHECKPOINT_SECONDS = 30.0
+_HIDDEN = ("sound", "bad")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C: the run was checkpointed (where it has a directory) and can be resumed."""
+
+
+def simulate(
+    algorithm: Algorithm,
+    task: Task,
+    federation: Federation,
+    settings: Settings | None = None,
+    *,
+    params: Tree | None = None,
+    script: Script | None = None,
+    directory: Path | str | None = None,
+    resume: bool = False,
+    sinks: Sequence[Sink] = (),
+    **changes: Any,
+) -> Result:
+    """Run ``algorithm`` on ``task`` over ``federation``.
+
+    settings: see :class:`Settings`; ``changes`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
+    params: starting parameters, instead of ``task.init``. script: given cohorts and blocks, instead of draws.
+    directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default.
+    resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events.
+
+    Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
+    after Ctrl-C.
+    """
+    settings = dataclasses.replace(settings or Settings(), **changes)
+    backend.use_all_cores()
+    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
+        path = None if directory is None else Path(directory)
+        return Simulation(algorithm, task, federation, settings, params, script, path).run(resume, sinks)
+
+
+class Simulation:
+    """A run in the making: compiled functions, state and bookkeeping."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        task: Task,
+        federation: Federation,
+        settings: Settings,
+        params: Tree | None,
+        script: Script | None,
+        directory: Path | None,
+    ):
+        check(algorithm)
+        check(settings, "run")
+        self.algorithm, self.task, self.settings, self.directory = algorithm, task, settings, directory
+        key = jax.random.key(settings.seed)
+        self.key = jax.random.fold_in(key, 1)
+        start = task.init(jax.random.fold_in(key, 0)) if params is None else params
+        self.start = jax.tree.map(lambda x: jnp.asarray(x, settings.dtype), start)
+        self.initial_client = algorithm.init_client(self.start)
+        sampler = Sampler(settings, federation.sizes, script)
+        check_settings(algorithm, settings.weights, sampler.varying)
+        mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)
+        self.plan, chunk = choose_plan(settings, mesh, self.start, sampler.largest)
+        local = getattr(algorithm, "local", None)
+        self.planner = Planner(
+            sampler,
+            federation.offsets,
+            devices=mesh.devices.size,
+            stateful=bool(jax.tree.leaves(self.initial_client)),
+            by_samples=federation.sizes.min() != federation.sizes.max() and getattr(local, "steps", None) is None,
+            chunk=max(chunk, 1),
+            script=script,
+        )
+        program = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk)
+        engines = {"loop": LoopEngine, "debug": DebugEngine}
+        samples = Batch(*federation.train)
+        self.engine = engines.get(self.plan, Engine)(program, mesh, samples)  # type: ignore[arg-type]
+        self.evaluators = {"test": Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)}
+        if settings.eval_train or (settings.per_client and federation.test_offsets is None):
+            self.evaluators["train"] = Evaluator(task, mesh, samples, federation.offsets)
+        down, up = message_bytes(program, algorithm, self.start, self.initial_client, samples)
+        self.info = RunInfo(
+            algorithm=type(algorithm).__name__,
+            plan=backend.describe(mesh, self.plan, chunk),
+            rounds=settings.rounds,
+            first_round=0,
+            cohort_size=sampler.largest,
+            num_clients=federation.num_clients,
+            bytes_down=down,
+            bytes_up=up,
+            parameters=sum(x.size for x in jax.tree.leaves(self.start)),
+            directory=directory,
+        )
+        self.identity = hashlib.sha256(
+            repr((algorithm, dataclasses.replace(settings, rounds=0), federation.sizes.tobytes())).encode()
+        ).hexdigest()
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def _fresh(self) -> Carry:
+        server = self.algorithm.init(self.start, self.info.num_clients)
+        store = self.engine.new_store(self.initial_client, self.planner.capacity) if self.planner.stateful else ()
+        return self.engine.put(server, store)
+
+    def _restore(self) -> tuple[Carry, list[Event]]:
+        """State and events at the last checkpoint, or at the start if there is none."""
+        assert self.directory is not None
+        where = self.directory / "checkpoint"
+        if not checkpoint.exists(where):
+            return self._fresh(), []
+        state, meta = checkpoint.load(where, jax.eval_shape(self._fresh_shapes))
+        if meta.get("identity") != self.identity:
+            raise FedraxError(f"the checkpoint in {self.directory} belongs to another experiment")
+        events = read_events(self.directory)
+        if len(events) < meta["round"]:
+            raise FedraxError(f"{self.directory} has {len(events)} events, fewer than its checkpoint's {meta['round']}")
+        return self.engine.put(*state), events[: meta["round"]]
+
+    def _fresh_shapes(self) -> Carry:
+        server = self.algorithm.init(self.start, self.info.num_clients)
+        rows = self.planner.capacity * self.planner.devices
+        repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
+        return Carry(server, jax.tree.map(repeat, self.initial_client) if self.planner.stateful else ())
+
+    def _checkpoint(self, carry: Carry, events: list[Event]) -> None:
+        if self.directory is not None:
+            meta = {"round": len(events), "identity": self.identity, "algorithm": self.info.algorithm}
+            checkpoint.save(self.directory / "checkpoint", carry, meta)
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self, resume: bool, sinks: Sequence[Sink]) -> Result:
+        """All rounds, from the start or from the directory's checkpoint."""
+        carry, events = self._restore() if resume and self.directory is not None else (self._fresh(), [])
+        log = EventFile(self.directory, events) if self.directory is not None else None
+        if self.directory is not None:
+            write_environment(self.directory)
+        for sink in sinks:
+            sink.start(dataclasses.replace(self.info, first_round=len(events)))
+        result = None
+        try:
+            with interrupt_flag() as interrupted:
+                carry, stopped = self._rounds(carry, events, log, sinks, interrupted)
+            result = self._result(carry, events, stopped)
+            return result
+        finally:
+            if log is not None:
+                log.close()
+            for sink in sinks:
+                sink.finish(result)
+
+    def _rounds(
+        self,
+        carry: Carry,
+        events: list[Event],
+        log: EventFile | None,
+        sinks: Sequence[Sink],
+        interrupted: threading.Event,
+    ) -> tuple[Carry, str]:
+        pace, saved = 1, time.monotonic()
+        stopped = "target" if self._reached(events) else "rounds"
+        while len(events) < self.settings.rounds and stopped == "rounds":
+            began = time.monotonic()
+            rounds = min(pace, self._until_stop(len(events)))
+            xs = self.planner.block(len(events), rounds, _LONGEST_BLOCK)
+            carry, records = self.engine.run(self.algorithm, carry, self.key, xs, rounds)
+            if not records["sound"].all():
+                self._fail(carry, xs, records, events, log)
+            new = self._events(records, xs, events, time.monotonic() - began)
+            evaluate = (len(events) + rounds) % self.settings.eval_every == 0
+            if evaluate or len(events) + rounds == self.settings.rounds:
+                for name, evaluator in self.evaluators.items():
+                    new[-1] |= evaluator(carry.server.params, name, self.settings.per_client)
+                new[-1]["seconds"] = round_seconds(events, time.monotonic() - began)
+            pace = max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
+            events.extend(new)
+            if log is not None:
+                log.append(new)
+            for event in new:
+                for sink in sinks:
+                    sink.event(event)
+            stopped = "target" if self._reached(new) else "rounds"
+            over = stopped == "target" or len(events) == self.settings.rounds or interrupted.is_set()
+            if over or self._checkpoint_due(len(events), saved):
+                self._checkpoint(carry, events)
+                saved = time.monotonic()
+            if interrupted.is_set() and not (stopped == "target" or len(events) == self.settings.rounds):
+                raise Interrupted
+        return carry, stopped
+
+    def _until_stop(self, done: int) -> int:
+        """Rounds until the host has something to do: evaluate, write a checkpoint, end."""
+        every = [self.settings.eval_every] + [self.settings.checkpoint_every] * (self.settings.checkpoint_every is not None)
+        return min(self.settings.rounds - done, *(n - done % n for n in every if n), _LONGEST_BLOCK)
+
+    def _checkpoint_due(self, done: int, saved: float) -> bool:
+        if self.settings.checkpoint_every is not None:
+            return done % self.settings.checkpoint_every == 0
+        return time.monotonic() - saved > _CHECKPOINT_SECONDS
+
+    def _reached(self, events: list[Event]) -> bool:
+        target = self.settings.target
+        return target is not None and any(event.get("test_accuracy", -1.0) >= target for event in events)
+
+    def _events(self, records: dict, xs: Any, events: list[Event], seconds: float) -> list[Event]:
+        """The events of a block; counts and seconds are cumulative."""
+        rounds = len(records["sound"])
+        last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
+        down, up, gradients = last["bytes_down"], last["bytes_up"], last["gradients"]
+        new = []
+        for r in range(rounds):
+            clients = int(xs.count[r].sum())
+            down, up = down + clients * self.info.bytes_down, up + clients * self.info.bytes_up
+            gradients += round(float(records["gradients"][r]))
+            event: Event = {"round": len(events) + r + 1, "train_loss": float(records["loss"][r])} if "loss" in records else {"round": len(events) + r + 1}
+            event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
+            event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
+            event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
+            new.append(event)
+        return new
+
+    def _result(self, carry: Carry, events: list[Event], stopped: str) -> Result:
+        capacity = self.planner.capacity
+        homes = {client: device * capacity + row for client, (device, row) in self.planner.home.items()}
+        return Result(
+            params=carry.server.params,
+            server=carry.server,
+            events=events,
+            plan=self.info.plan,
+            stopped=stopped,
+            directory=self.directory,
+            store=carry.store,
+            homes=homes,
+            initial_client=self.initial_client,
+        )
+
+    def _fail(self, carry: Carry, xs: Any, records: dict, events: list[Event], log: EventFile | None) -> None:
+        """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
+        r = len(records["sound"]) - 1 if records["sound"].all() else int(np.argmin(records["sound"]))
+        sound = {name: values[:r] for name, values in records.items()}
+        if r and log is not None:
+            log.append(self._events(sound, xs, events, 0.0))
+        where = f"{self.info.algorithm}, round {len(events) + r + 1}"
+        message = self._culprit(carry, xs, r) or f"{where}: the server state is not finite"
+        if self.directory is not None:
+            checkpoint.save(self.directory / "failure", carry, {"round": len(events) + r, "error": message})
+            message += f"; the state it starts from is in {self.directory / 'failure'}"
+        raise NonFiniteError(message)
+
+    def _culprit(self, carry: Carry, xs: Any, r: int) -> str | None:
+        """Repeat the round client by client from its starting state; the first non-finite tensor, in words."""
+        debug = DebugEngine(self.engine.program._replace(chunk=0), backend.make_mesh(1), self.engine.samples)
+        for d in range(self.planner.devices):
+            pick = {n: None if (v := getattr(xs, n)) is None else v[r, d] if n in BY_DEVICE else v[r] for n in xs._fields}
+            capacity = self.planner.capacity
+            store = jax.tree.map(lambda a, d=d: np.asarray(a)[d * capacity : (d + 1) * capacity], carry.store)
+            server = jax.tree.map(np.asarray, carry.server)
+            try:
+                debug.round(self.algorithm, Carry(jax.tree.map(jnp.asarray, server), store), self.key, xs._replace(**pick))
+            except NonFiniteError as error:
+                return str(error)
+        return None
+
+
+def round_seconds(events: list[Event], more: float) -> float:
+    """Cumulative seconds, to the microsecond."""
+    return round((events[-1]["seconds"] if events else 0.0) + more, 6)
+
+
+def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tuple[str, int]:
+    """(plan, clients side by side): one after another on CPU cores, side by side on accelerators."""
+    device = mesh.devices.flat[0]
+    plan = settings.plan if settings.plan != "auto" else "scan" if device.platform == "cpu" else "vmap"
+    if plan != "vmap":
+        return plan, 0
+    share = -(-cohort // mesh.devices.size)
+    if settings.chunk is not None:
+        return plan, min(settings.chunk, share)
+    # A client at work holds about a dozen copies of the parameters, activations included.
+    stats = device.memory_stats() or {}
+    budget = 0.5 * stats.get("bytes_limit", 4 * 2**30)
+    return plan, max(1, min(share, int(budget / (12 * max(tree.num_bytes(params), 1)))))
+
+
+def message_bytes(program: Program, algorithm: Algorithm, params: Tree, state: Tree, samples: Tree) -> tuple[int, int]:
+    """Bytes (down, up) of one client in one round, from the shapes of the algorithm's messages and uploads."""
+
+    def one_round(params: Tree, state: Tree, samples: Tree) -> tuple[list[Tree], list[Tree]]:
+        server, received, sent = algorithm.init(params, program.num_clients), [], []
+        zero, one = jnp.int32(0), jnp.ones(1)
+        blocks = getattr(getattr(algorithm, "local", None), "blocks", None)
+        data = ClientData(
+            program.task,
+            program.layout,
+            samples,
+            offset=zero,
+            size=jnp.int32(program.layout.largest),
+            key=jax.random.key(0),
+            round=zero,
+            num_clients=program.num_clients,
+            cohort_size=one[0],
+            blocks=None if blocks is None else jnp.zeros((1,), jnp.int32),
+        )
+        for phase in algorithm.phases:
+            message = phase.broadcast(server)
+            out = phase.client(message, state, data)
+            each = jax.tree.map(lambda a: a[None], out.each)
+            cohort = Cohort(out.upload, each, zero[None], one, one[0], program.num_clients, zero)
+            server, state = phase.server(server, cohort)[0], out.state
+            received.append(message)
+            sent.append((out.upload, out.each))
+        return received, sent
+
+    received, sent = jax.eval_shape(one_round, params, state, samples)
+    return tree.num_bytes(received), tree.num_bytes(sent)
+
+
+@contextmanager
+def interrupt_flag() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; a second one interrupts at once."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handler(number: int, frame: Any) -> None:
+        flag.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write_environment(directory: Path) -> None:
+    """What the run ran on, as ``environment.json``."""
+    import fedrax
+
+    devices = jax.devices()
+    facts = {
+        "fedrax": fedrax.__version__,
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [str(device) for device in devices],
+        "device_kind": devices[0].device_kind,
+    }
+    part = directory / ".environment.json.part"
+    try:
+        part.write_text(json.dumps(facts, indent=1) + "\n")
+        part.replace(directory / "environment.json")
+    except OSError as error:
+        raise FedraxError(f"cannot write {directory / 'environment.json'}: {error.strerror}") from error
