@@ -1,0 +1,210 @@
+"""Adapters give the outputs and gradients of the modules they wrap."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax.errors import FedraxError
+from fedrax.models import from_equinox, from_linen, from_nnx
+from fedrax.task import Batch, classification
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
+KEY = jax.random.key(3)
+
+
+def assert_same_trees(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def gradient(apply, params):
+    return jax.grad(lambda p: (apply(p, X) ** 2).sum())(params)
+
+
+def check_dropout(model):
+    """With a key outputs are random and repeatable, also in jit; without one they are neither."""
+    params = model.init(KEY)
+    first, second = jax.random.split(KEY)
+    noisy = model.apply(params, X, first)
+    assert not jnp.allclose(noisy, model.apply(params, X, second))
+    assert not jnp.allclose(noisy, model.apply(params, X))
+    np.testing.assert_allclose(noisy, jax.jit(model.apply)(params, X, first), rtol=1e-6)
+    np.testing.assert_array_equal(model.apply(params, X), model.apply(params, X))
+
+
+def check_learns(model):
+    task = classification(model)
+    params, batch = task.init(KEY), Batch(X, jnp.array([0, 1, 2, 0, 1]))
+    step = jax.jit(jax.value_and_grad(lambda p: task.loss(p, batch, KEY).mean()))
+    start = step(params)[0]
+    for _ in range(30):
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, step(params)[1])
+    assert step(params)[0] < 0.8 * start
+
+
+def linen_module(rate=0.0):
+    nn = pytest.importorskip("flax.linen")
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool = False):
+            x = nn.Dropout(rate, deterministic=not train)(nn.tanh(nn.Dense(8)(x)))
+            return nn.Dense(3)(x)
+
+    return Network()
+
+
+def test_linen():
+    module = linen_module()
+    model = from_linen(module, X)
+    variables = module.init(KEY, X)
+    params = model.init(KEY)
+    assert_same_trees(params, variables["params"])
+    np.testing.assert_allclose(model.apply(params, X), module.apply(variables, X), rtol=1e-6)
+    assert_same_trees(
+        gradient(model.apply, params), gradient(lambda v, x: module.apply(v, x), variables)["params"]
+    )
+    check_dropout(from_linen(linen_module(0.5), X))
+    check_learns(model)
+
+
+@pytest.mark.parametrize("argument", ["training", "deterministic"])
+def test_linen_modes_by_other_names(argument):
+    nn = pytest.importorskip("flax.linen")
+
+    class Training(nn.Module):
+        @nn.compact
+        def __call__(self, x, training):
+            return nn.Dropout(0.5, deterministic=not training)(x)
+
+    class Deterministic(nn.Module):
+        @nn.compact
+        def __call__(self, x, deterministic):
+            return nn.Dropout(0.5)(x, deterministic=deterministic)
+
+    check_dropout(from_linen({"training": Training, "deterministic": Deterministic}[argument](), X))
+
+
+def nnx_network(rate=0.0):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.Linear(4, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(rate, rngs=rngs)
+            self.out = nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.dropout(nnx.tanh(self.hidden(x))))
+
+    return nnx, Network
+
+
+def test_nnx():
+    nnx, network = nnx_network()
+    module = network(nnx.Rngs(0))
+    model = from_nnx(module)
+    params = model.init(KEY)
+    np.testing.assert_array_equal(params["hidden"]["kernel"], module.hidden.kernel[...])
+    np.testing.assert_allclose(model.apply(params, X), module(X), rtol=1e-6)
+    theirs = nnx.grad(lambda m: (m(X) ** 2).sum())(module)
+    assert_same_trees(gradient(model.apply, params), nnx.to_pure_dict(theirs))
+    _, noisy = nnx_network(0.5)
+    check_dropout(from_nnx(noisy))
+    check_learns(model)
+
+
+def test_applying_other_parameters_leaves_an_nnx_module_alone():
+    nnx, network = nnx_network()
+    module = network(nnx.Rngs(0))
+    before = module(X)
+    model = from_nnx(module)
+    params = model.init(KEY)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    assert not model.apply(zeros, X).any()
+    np.testing.assert_array_equal(module(X), before)
+    np.testing.assert_allclose(model.apply(params, X), before, rtol=1e-6)
+
+
+def equinox_network(rate=0.0):
+    eqx = pytest.importorskip("equinox")
+
+    class Network(eqx.Module):
+        hidden: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+        out: eqx.nn.Linear
+
+        def __init__(self, key):
+            hidden_key, out_key = jax.random.split(key)
+            self.hidden = eqx.nn.Linear(4, 8, key=hidden_key)
+            self.dropout = eqx.nn.Dropout(rate)
+            self.out = eqx.nn.Linear(8, 3, key=out_key)
+
+        def __call__(self, x, key=None):
+            return self.out(self.dropout(jnp.tanh(self.hidden(x)), key=key))
+
+    return eqx, Network
+
+
+def test_equinox():
+    eqx, network = equinox_network()
+    module = network(KEY)
+    model = from_equinox(module)
+    params = model.init(jax.random.key(0))
+    np.testing.assert_allclose(model.apply(params, X), jax.vmap(module)(X), rtol=1e-6)
+    theirs = eqx.filter_grad(lambda m: (jax.vmap(m)(X) ** 2).sum())(module)
+    assert_same_trees(gradient(model.apply, params), eqx.filter(theirs, eqx.is_inexact_array))
+    check_dropout(from_equinox(equinox_network(0.5)[1]))
+    check_learns(model)
+
+
+def test_equinox_samples_get_different_masks():
+    _, network = equinox_network(0.5)
+    model = from_equinox(network)
+    same = jnp.tile(X[:1], (5, 1))
+    outputs = model.apply(model.init(KEY), same, KEY)
+    assert len(np.unique(np.asarray(outputs), axis=0)) > 1
+
+
+@pytest.mark.parametrize(("network", "adapt"), [(nnx_network, from_nnx), (equinox_network, from_equinox)])
+def test_functions_start_anew_for_each_key_and_modules_do_not(network, adapt):
+    library, create = network()
+    first, second = (adapt(create).init(jax.random.key(seed)) for seed in (0, 1))
+    different = jax.tree.map(lambda a, b: bool((a != b).any()), first, second)
+    assert any(jax.tree.leaves(different))
+    module = create(library.Rngs(0)) if adapt is from_nnx else create(KEY)
+    assert_same_trees(*(adapt(module).init(jax.random.key(seed)) for seed in (0, 1)))
+
+
+def test_running_statistics_are_refused():
+    nn, nnx, eqx = (pytest.importorskip(m) for m in ("flax.linen", "flax.nnx", "equinox"))
+
+    class Normalised(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.BatchNorm(use_running_average=not train)(x)
+
+    for adapt in (
+        lambda: from_linen(Normalised(), X).init(KEY),
+        lambda: from_nnx(nnx.BatchNorm(4, rngs=nnx.Rngs(0))),
+        lambda: from_equinox(eqx.nn.BatchNorm(4, axis_name="batch", mode="batch")),
+    ):
+        with pytest.raises(FedraxError, match="group norm"):
+            adapt()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "adapt", "package"),
+    [
+        ("flax.linen", lambda: from_linen(object(), X), "flax"),
+        ("flax.nnx", lambda: from_nnx(object()), "flax"),
+        ("equinox", lambda: from_equinox(object()), "equinox"),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, hidden, adapt, package):
+    monkeypatch.setitem(sys.modules, hidden, None)
+    with pytest.raises(FedraxError, match=rf"needs {package}"):
+        adapt()
