@@ -1,7 +1,8 @@
 """What this machine can do: float32 matrix products and copies, on one thread and on every core.
 
 ``python -m benchmarks.machine`` measures for about half a minute, prints one JSON object and keeps it in
-``benchmarks/results/machine.json``. The other benchmarks measure anew, and store the figures beside their own.
+``benchmarks/results/machine.json``. The other benchmarks measure anew, and store the figures beside their
+own.
 """
 
 from __future__ import annotations

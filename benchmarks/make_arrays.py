@@ -1,7 +1,8 @@
 """Makes the workloads' arrays from a fixed seed, once, into a cache directory.
 
-W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) and Gaussian classes of the
-same shapes where that is absent; the folder's name and its ``source.txt`` say which. The rest is synthetic.
+W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) and Gaussian classes of
+the same shapes where that is absent; the folder's name and its ``source.txt`` say which. The rest is
+synthetic.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def inputs(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def shards_by_label(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W1: McMahan et al.'s pathological split. Sort by label, cut into shards of 30, deal two to each client."""
+    """W1: McMahan et al.'s pathological split. Sort by label, cut into shards of 30, deal two to each
+    client.
+    """
     directory = mnist_directory()
     x, y, x_test, y_test = read_mnist(directory) if directory else gaussian_classes(rng)
     n = workload.clients

@@ -1,10 +1,11 @@
 """fedrax beside other simulators, on the same four workloads.
 
-``python -m benchmarks.peers`` makes an environment for each simulator and the workloads' arrays, measures the
-machine, runs every simulator on every workload in turn (a fresh process each, on a quiet machine), checks that
-all of them end at the same test loss, appends every run to ``results/peers.jsonl`` and writes the tables and
-pictures ``results/peers.md``, ``peers.png`` and ``peers.svg``. A command limited to some workloads or peers prints
-its table and leaves those files alone. An interrupted command is taken up again with ``--resume``.
+``python -m benchmarks.peers`` makes an environment for each simulator and the workloads' arrays, measures
+the machine, runs every simulator on every workload in turn (a fresh process each, on a quiet machine),
+checks that all of them end at the same test loss, appends every run to ``results/peers.jsonl`` and writes
+the tables and pictures ``results/peers.md``, ``peers.png`` and ``peers.svg``. A command limited to some
+workloads or peers prints its table and leaves those files alone. An interrupted command is taken up again
+with ``--resume``.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ def one_line(run: dict) -> str:
     if "failed" in run:
         return f"{name}  FAILED: {run['failed'][-300:]}"
     return (
-        f"{name}  {run['round_median'] * 1e3:8.1f} ms a round, first {run['first_round_with_import']:5.2f} s, "
-        f"{run['peak_pss_mb']:6.0f} MB, loss {run['test_loss']:.4f}, foreign CPU {run['foreign_cpu']:.2f}"
+        f"{name}  {run['round_median'] * 1e3:8.1f} ms a round, "
+        f"first {run['first_round_with_import']:5.2f} s, {run['peak_pss_mb']:6.0f} MB, "
+        f"loss {run['test_loss']:.4f}, foreign CPU {run['foreign_cpu']:.2f}"
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.pages import markdown_table, save_picture, write_page
 from benchmarks.sessions import Session
+from benchmarks.simulators import OURS
 from benchmarks.workloads import WORKLOADS
 
-OURS = "fedrax"
 LOSS_TOLERANCE = (
     1e-3  # relative, to the median of all: float32 sums in other orders differ by a third of this
 )
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """How pivot tables call it: a simulator's fastest setting stands for it, but fedrax shows them all."""
+        """How pivot tables call it: its fastest setting stands for a peer, but fedrax shows all."""
         return f"{OURS}, {self.setting}" if self.simulator == OURS else self.simulator
 
 
@@ -105,8 +105,8 @@ def disagreements(session: Session) -> list[str]:
         for run in finished:
             if not abs(run["test_loss"] - agreed) <= LOSS_TOLERANCE * abs(agreed):
                 problems.append(
-                    f"{run['simulator']} ({run['setting']}) ends {workload} at test loss {run['test_loss']:.4f}, "
-                    f"the median is {agreed:.4f}: it did not do the same work"
+                    f"{run['simulator']} ({run['setting']}) ends {workload} at test loss "
+                    f"{run['test_loss']:.4f}, the median is {agreed:.4f}: it did not do the same work"
                 )
     return problems
 
@@ -160,8 +160,8 @@ def write_report(session: Session, out: Path) -> list[Path]:
 
 
 MILLISECONDS_NOTE = (
-    "Each simulator in its fastest setting; in brackets, how many times faster than the best peer on that workload. "
-    "`*`: only measured beside other processes' work."
+    "Each simulator in its fastest setting; in brackets, how many times faster than the best peer on that "
+    "workload. `*`: only measured beside other processes' work."
 )
 SETTING_COLUMNS = (
     "simulator",
@@ -214,10 +214,11 @@ def introduction(session: Session) -> str:
     gaussian = any(facts["source"] == "gaussian" for facts in session.header["workloads"].values())
     note = " W1 used Gaussian classes in MNIST's place: there was no MNIST at hand." if gaussian else ""
     return (
-        f"Written by `python -m benchmarks.peers` on {session.header['date']} from session `{session.header['id']}` of "
-        f"`peers.jsonl`. All simulators train the same models from the same weights on the same arrays, cohorts and "
-        f"batches, weighted by samples; each run is a fresh process on a quiet machine. Medians of the repeats' "
-        f"medians; the first round is reported apart.{note}\n\n"
+        f"Written by `python -m benchmarks.peers` on {session.header['date']} from session "
+        f"`{session.header['id']}` of `peers.jsonl`. All simulators train the same models from the same "
+        "weights on the same arrays, cohorts and batches, weighted by samples; each run is a fresh process on "
+        "a quiet machine. Medians of the repeats' medians; the first round is reported apart."
+        f"{note}\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
 
@@ -228,8 +229,9 @@ def workload_section(name: str, session: Session, found: list[Row]) -> str:
     best = best_peers(found)
     local = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)} in batches of {workload.batch}"
     text = (
-        f"{workload.data}; {workload.clients} clients, {workload.cohort} a round, {local}, step size "
-        f"{workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} SGD steps a round."
+        f"{workload.data}; {workload.clients} clients, {workload.cohort} a round, {local}, "
+        f"step size {workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} "
+        "SGD steps a round."
     )
     lines = []
     for row in found:
@@ -269,7 +271,9 @@ def versions(session: Session) -> str:
 
 
 def draw(found: list[Row], path: Path) -> list[Path]:
-    """A dot for each simulator's fastest setting and a line for the range of its repeats, a panel a workload."""
+    """A dot for each simulator's fastest setting and a line for the range of its repeats, a panel a
+    workload.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,10 @@
-"""Runs a command on a quiet machine and watches what it and everybody else use. Linux only (it reads /proc)."""
+"""Runs a command on a quiet machine and watches what it and everybody else use. Linux only (it reads
+/proc).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -25,8 +28,8 @@ def run_quietly(
     """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``, with:
 
     ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
-    ``cpu_seconds`` of the tree; ``foreign_cpu``: CPUs' worth of other processes' work meanwhile (processes that
-    leave no trace count as foreign, so about 0.1 means quiet); ``waited_seconds`` for quiet.
+    ``cpu_seconds`` of the tree; ``foreign_cpu``: CPUs' worth of other processes' work meanwhile (processes
+    that leave no trace count as foreign, so about 0.1 means quiet); ``waited_seconds`` for quiet.
     """
     waited = wait_for_quiet(max_wait)
     tag = uuid.uuid4().hex
@@ -70,7 +73,9 @@ def printed_result(output: str) -> dict[str, object] | None:
 
 
 def wait_for_quiet(max_wait: float) -> float:
-    """Waits until the machine does nothing for two seconds, at most ``max_wait``; returns the seconds waited."""
+    """Waits until the machine does nothing for two seconds, at most ``max_wait``; returns the seconds
+    waited.
+    """
     start = time.monotonic()
     while True:
         before, since = busy_cpu_seconds(), time.monotonic()
@@ -148,10 +153,8 @@ class ProcessTree(threading.Thread):
 
     def terminate(self) -> None:
         for pid in self.members():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 def parent(pid: str) -> str:

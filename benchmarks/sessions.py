@@ -1,4 +1,6 @@
-"""Raw results: one JSON line a run, and one before them that says when and on what machine they were measured."""
+"""Raw results: one JSON line a run, and one before them that says when and on what machine they were
+measured.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Session:
-    """One command's lines in ``path``: ``header`` holds ``id``, ``date`` and ``machine`` and whatever was added."""
+    """One command's lines in ``path``: ``header`` holds ``id``, ``date`` and ``machine`` and whatever was
+    added.
+    """
 
     path: Path
     header: dict[str, Any]
@@ -59,10 +63,11 @@ class Session:
         """One sentence on the machine and one on what it can do."""
         m = self.header["machine"]
         return (
-            f"Machine: {m['cpu']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['system']}, Python {m['python']}. "
-            f"Measured in the same command: float32 matrix product {m['gemm_gflops_1_thread']:.0f} GFLOP/s on one "
-            f"thread, {m['gemm_gflops_all_cores']:.0f} on all cores; copy (read and write) "
-            f"{m['copy_gb_per_second_1_thread']:.0f} and {m['copy_gb_per_second_all_cores']:.0f} GB/s."
+            f"Machine: {m['cpu']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['system']}, "
+            f"Python {m['python']}. Measured in the same command: float32 matrix product "
+            f"{m['gemm_gflops_1_thread']:.0f} GFLOP/s on one thread, {m['gemm_gflops_all_cores']:.0f} on all "
+            f"cores; copy (read and write) {m['copy_gb_per_second_1_thread']:.0f} and "
+            f"{m['copy_gb_per_second_all_cores']:.0f} GB/s."
         )
 
     def _append(self, record: dict[str, Any]) -> None:

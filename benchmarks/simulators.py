@@ -7,8 +7,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.environments import cache_directory
 from benchmarks.machine import cores
 
+OURS = "fedrax"
 REPOSITORY = Path(__file__).parents[1]
 ALL = ("W1", "W2", "W3", "W4")
 LARGE = ("W3", "W4")  # the workloads whose matrix products are large enough for a second thread to help
@@ -51,7 +53,10 @@ def settings() -> list[Setting]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+    ours = jax_on_cpu | {"FEDRAX_CACHE": str(cache_directory() / "fedrax")}
     found = [
+        Setting(OURS, "nothing compiled before", "run_fedrax", None, ("--forget", "1"), variables=ours),
+        Setting(OURS, "compiled before", "run_fedrax", None, variables=ours),
         Setting("PyTorch loop", "1 thread", "run_torch", "torch"),
         Setting("PyTorch loop", f"{n} threads", "run_torch", "torch", threads, workloads=LARGE),
         Setting("pfl-research", "1 process", "run_pfl", "pfl"),

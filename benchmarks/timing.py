@@ -52,7 +52,9 @@ class RoundClock:
 def runner_arguments(
     description: str, channels_last: bool = False, **integers: int
 ) -> tuple[argparse.Namespace, Workload, Arrays]:
-    """Parses a runner's command line: ``--workload``, ``--arrays``, and integer options with their defaults."""
+    """Parses a runner's command line: ``--workload``, ``--arrays``, and integer options with their
+    defaults.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", required=True, choices=WORKLOADS)
     parser.add_argument("--arrays", required=True, help="the folder of the workload's arrays")

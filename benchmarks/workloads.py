@@ -99,11 +99,13 @@ WORKLOADS = {
 
 
 class Arrays:
-    """A workload's arrays: all clients' samples back to back; client ``k`` owns rows ``offsets[k]:offsets[k+1]``.
+    """A workload's arrays: all clients' samples back to back; client ``k`` owns rows
+    ``offsets[k]:offsets[k+1]``.
 
-    ``x``: float32, one row a sample (W3: [channels, height, width], or channels last where asked for); ``y``:
-    int64 labels; ``cohorts``: int64 [total rounds, cohort], the clients of each round; ``initial``: the starting
-    weights by PyTorch's names and in PyTorch's layout; ``source``: where the samples come from.
+    ``x``: float32, one row a sample (W3: [channels, height, width], or channels last where asked for);
+    ``y``: int64 labels; ``cohorts``: int64 [total rounds, cohort], the clients of each round; ``initial``:
+    the starting weights by PyTorch's names and in PyTorch's layout; ``source``: where the samples come
+    from.
     """
 
     def __init__(self, directory: Path | str, channels_last: bool = False) -> None:
@@ -129,8 +131,9 @@ class Arrays:
 
 
 def read_array(path: Path) -> np.ndarray:
-    """An array from a ``.npy`` file, read once, straight into memory at a multiple of 64 bytes: frameworks that
-    ask for such alignment then need no copy of their own."""
+    """An array from a ``.npy`` file, read once, straight into memory at a multiple of 64 bytes: frameworks
+    that ask for such alignment then need no copy of their own.
+    """
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)

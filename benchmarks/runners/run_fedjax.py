@@ -10,12 +10,12 @@ import numpy as np
 if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 still calls what newer JAX has moved
     setattr(jax, "tree_map", jax.tree_util.tree_map)  # noqa: B010 - FedJAX looks it up there
 
-import fedjax  # noqa: E402
-from fedjax.algorithms import fed_avg  # noqa: E402
-from fedjax.version import __version__ as fedjax_version  # noqa: E402
+import fedjax
+from fedjax.algorithms import fed_avg
+from fedjax.version import __version__ as fedjax_version
 
-from benchmarks.runners.jax_models import MODELS, cross_entropy, evaluate, parameters  # noqa: E402
-from benchmarks.timing import RoundClock, report, runner_arguments  # noqa: E402
+from benchmarks.runners.jax_models import MODELS, cross_entropy, evaluate, parameters
+from benchmarks.timing import RoundClock, report, runner_arguments
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""A plain PyTorch loop: one module, weights copied in for each client, tensor slices as batches, a running mean."""
+"""A plain PyTorch loop: one module, weights copied in for each client, tensor slices as batches, a running
+mean.
+"""
 
 # pyright: reportMissingImports=false
 

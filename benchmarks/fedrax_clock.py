@@ -1,0 +1,55 @@
+"""Timing fedrax's own rounds."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from benchmarks.timing import STARTED, RoundClock
+from fedrax import Algorithm, Federation, Result, Task, simulate
+from fedrax.simulation import Event, RunInfo
+
+
+class Times:
+    """A sink that notes when it saw each round's event, and the run's own clock at its end."""
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.own: list[float] = []
+
+    def start(self, run: RunInfo) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        self.wall.append(time.monotonic())
+        self.own.append(event["seconds"])
+
+    def finish(self, result: Result | None) -> None:
+        pass
+
+    def clock(self) -> RoundClock:
+        """The rounds' lengths, without the last one, which ends in an evaluation.
+
+        Rounds run in compiled blocks; the run's clock gives each its share of the block's time. What
+        happens on the host between blocks is not on that clock: it is added to all rounds alike.
+        """
+        own = [later - earlier for earlier, later in zip(self.own, self.own[1:], strict=False)]
+        between = (self.wall[-1] - self.wall[0]) - (self.own[-1] - self.own[0])
+        rounds = [self.own[0], *(seconds + between / len(own) for seconds in own[:-1])]
+        started = os.environ.get(STARTED)
+        return RoundClock(rounds, self.wall[0] - float(started) if started else None)
+
+
+def time_rounds(
+    algorithm: Algorithm, task: Task, federation: Federation, rounds: int, **settings: Any
+) -> tuple[RoundClock, Result]:
+    """Simulates ``rounds`` rounds, of which the first is warm-up and the last ends in the only evaluation.
+
+    ``settings`` are those of ``fedrax.simulate``.
+    """
+    times = Times()
+    result = simulate(
+        algorithm, task, federation, rounds=rounds, eval_every=rounds, sinks=[times], **settings
+    )
+    return times.clock(), result

@@ -1,0 +1,67 @@
+"""The benchmarks' problems as fedrax sees them: federations, models, starting parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.workloads import Arrays, Workload
+from fedrax.data import Federation
+from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN
+
+# PyTorch's names of the layers -> the zoo's
+LAYERS = {
+    "W1": {"fc1": "dense1", "fc2": "dense2", "fc3": "output"},
+    "W2": {"fc": "output"},
+    "W3": {"c1": "conv1", "c2": "conv2", "fc1": "dense1", "fc2": "dense2", "fc3": "output"},
+    "W4": {"fc": "output"},
+}
+LSTM_ARRAYS = {
+    "weight_ih_l0": "input_weight",
+    "weight_hh_l0": "hidden_weight",
+    "bias_ih_l0": "input_bias",
+    "bias_hh_l0": "hidden_bias",
+}
+
+
+def model_of(workload: Workload) -> Model:
+    """The workload's model from fedrax's zoo."""
+    return {
+        "W1": TwoNN().build((784,), 10),
+        "W2": Logistic().build((60,), 10),
+        "W3": LeNet(channels=(32, 64), hidden=(512, 128)).build((32, 32, 3), 10),
+        "W4": LSTM(hidden=128).build((25, 50), 2),
+    }[workload.name]
+
+
+def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """PyTorch's weights as the zoo's parameters: inputs before outputs (both flatten channels first)."""
+    params: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in initial.items():
+        layer, array = name.split(".")
+        if layer == "lstm":
+            array = LSTM_ARRAYS[array]
+        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
+        params.setdefault(LAYERS[workload.name].get(layer, layer), {})[array] = np.ascontiguousarray(turned)
+    return params
+
+
+def federation_of(arrays: Arrays) -> Federation:
+    """The workload's arrays (images with channels last) as they are, in stored order."""
+    return Federation.from_arrays(
+        arrays.x,
+        arrays.y,
+        offsets=arrays.offsets,
+        test=(arrays.x_test, arrays.y_test),
+        shuffle=False,
+    )
+
+
+def random_images(clients: int, samples: int, classes: int) -> Federation:
+    """Random bytes as 28x28 images, ``samples`` of them a client; only their cost is of interest."""
+    rng = np.random.default_rng(0)
+    x = np.frombuffer(rng.bytes(clients * samples * 784), np.uint8).reshape(-1, 28, 28)
+    y = rng.integers(0, classes, len(x), dtype=np.int32)
+    offsets = np.arange(clients + 1) * samples
+    return Federation.from_arrays(
+        x, y, offsets=offsets, test=(x[:500], y[:500]), num_classes=classes, shuffle=False
+    )

@@ -1,0 +1,219 @@
+"""What every algorithm costs against FedAvg, on the first workload: 1000 clients, cohort of 50, a 2NN on
+MNIST.
+
+``python -m benchmarks.methods`` runs every algorithm that fedrax knows with five local steps of twelve
+samples (or the one step, or the blocks, that the method is defined for), each in a fresh process on a quiet
+machine, appends the runs to ``results/methods.jsonl`` and writes ``methods.md``, ``methods.png`` and
+``methods.svg``. Beside the time stands the arithmetic: evaluations of one sample's gradient in a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.environments import cache_directory
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.pages import markdown_table, save_picture, write_page
+from benchmarks.points import measure_point
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.timing import RESULT_PREFIX
+
+if TYPE_CHECKING:
+    from fedrax.algorithm import Algorithm
+
+RAW = RESULTS / "methods.jsonl"
+REFERENCE = "fedavg"
+WORKLOAD = "W1"
+STEPS, BATCH, TIMED_ROUNDS = 5, 12, 20
+LEARNING_RATE = 1e-4  # small: only the cost counts here, and no method may diverge
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.point:
+        print(RESULT_PREFIX + json.dumps(measure_here(**json.loads(arguments.point))))
+        return
+    if arguments.report:
+        session = Session.latest(RAW)
+    else:
+        from fedrax.algorithm import algorithms
+
+        names = [name for name in algorithms() if arguments.methods is None or name in arguments.methods]
+        arrays = str(ensure_arrays(WORKLOAD, arguments.cache / "arrays"))
+        session = Session.start(RAW)
+        for repeat in range(1, arguments.repeats + 1):
+            for name in dict.fromkeys([REFERENCE, *names]):
+                point = {"name": name, "arrays": arrays}
+                result = measure_point("benchmarks.methods", point, arguments.max_wait)
+                session.add({"algorithm": name, "repeat": repeat} | result)
+                print(one_line(session.runs[-1]), flush=True)
+    measured = medians(session)
+    print(table(measured))
+    if arguments.methods is None and measured:
+        print("wrote", *write_report(session, measured, arguments.out))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--methods", nargs="+", help="names of algorithms (default: all); FedAvg always runs")
+    add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
+    add("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine (default 300)")
+    add("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    add("--out", type=Path, default=RESULTS, help="where the page and the pictures are written")
+    add("--report", action="store_true", help="only write the last session's page and pictures again")
+    add("--point", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_here(name: str, arrays: str) -> dict[str, Any]:
+    """Times one algorithm's rounds in this process; a method that refuses the task says why."""
+    from benchmarks.fedrax_clock import time_rounds
+    from benchmarks.fedrax_problems import federation_of, model_of
+    from benchmarks.workloads import WORKLOADS, Arrays
+    from fedrax import FedraxError, classification
+    from fedrax.algorithm import find_algorithm
+
+    workload, stored = WORKLOADS[WORKLOAD], Arrays(arrays, channels_last=True)
+    try:
+        clock, result = time_rounds(
+            adapted(find_algorithm(name)()),
+            classification(model_of(workload)),
+            federation_of(stored),
+            TIMED_ROUNDS,
+            cohort_size=workload.cohort,
+        )
+    except FedraxError as refusal:
+        return {"refused": str(refusal)}
+    events = result.events
+    return clock.summary() | {"gradients": events[-1]["gradients"] / len(events)}
+
+
+def adapted(algorithm: Algorithm) -> Algorithm:
+    """The algorithm with this benchmark's local work, as far as the method leaves it open."""
+    if hasattr(algorithm, "inner"):
+        return dataclasses.replace(algorithm, inner=adapted(algorithm.inner))  # type: ignore[call-arg]
+    local = getattr(algorithm, "local", None)
+    if local is None:
+        return algorithm
+    changes: dict[str, Any] = {"lr": LEARNING_RATE}
+    if local.steps != 1:
+        changes |= {"steps": STEPS, "epochs": None}
+    if local.blocks is None and local.batch_size != "full":
+        changes |= {"batch_size": BATCH}
+    return dataclasses.replace(algorithm, local=dataclasses.replace(local, **changes))  # type: ignore[call-arg]
+
+
+def one_line(run: dict) -> str:
+    name = f"{run['algorithm']:20s} {run['repeat']}"
+    if "failed" in run:
+        return f"{name}  FAILED: {run['failed'][-300:]}"
+    if "refused" in run:
+        return f"{name}  refused: {run['refused']}"
+    return (
+        f"{name}  {run['round_median'] * 1e3:8.2f} ms a round, {run['gradients']:.0f} gradients, "
+        f"first {run['first_round_with_import']:5.2f} s, {run['peak_pss_mb']:6.0f} MB, "
+        f"foreign CPU {run['foreign_cpu']:.2f}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Medians over an algorithm's repeats, in seconds and MB; gradients: of one sample, a round."""
+
+    name: str
+    round: float
+    gradients: float
+    first_round_with_import: float
+    peak_pss_mb: float
+    foreign_cpu: float
+
+
+def medians(session: Session) -> list[Measured]:
+    """The algorithms that ran, the cheapest first."""
+    fields = ("round_median", "gradients", "first_round_with_import", "peak_pss_mb", "foreign_cpu")
+    found = []
+    for name in dict.fromkeys(run["algorithm"] for run in session.runs):
+        runs = [run for run in session.runs if run["algorithm"] == name and "round_median" in run]
+        if runs:
+            found.append(Measured(name, *(statistics.median(run[field] for run in runs) for field in fields)))
+    return sorted(found, key=lambda measured: measured.round)
+
+
+def table(measured: list[Measured]) -> str:
+    reference = next((m for m in measured if m.name == REFERENCE), None)
+    lines = [
+        (
+            m.name,
+            f"{m.round * 1e3:.3g}",
+            f"{m.round / reference.round:.2f}" if reference else "",
+            f"{m.gradients / reference.gradients:.2f}" if reference else "",
+            f"{m.first_round_with_import:.2f}",
+            f"{m.peak_pss_mb:.0f}",
+            f"{m.foreign_cpu:.2f}",
+        )
+        for m in measured
+    ]
+    head = (
+        "algorithm",
+        "ms a round",
+        "× FedAvg",
+        "gradients × FedAvg",
+        "first round s",
+        "peak MB",
+        "foreign CPU",
+    )
+    return markdown_table(head, lines)
+
+
+def write_report(session: Session, measured: list[Measured], out: Path) -> list[Path]:
+    introduction = (
+        f"Written by `python -m benchmarks.methods` on {session.header['date']} from session "
+        f"`{session.header['id']}` of `methods.jsonl`. MNIST by label, 1000 clients of 60 samples, a cohort of "
+        f"50, the 2NN; {STEPS} local steps of {BATCH} samples, where the method does not fix another number. "
+        "Gradients: evaluations of one sample's gradient. Peak memory includes the state of the clients.\n\n"
+        f"{session.machine_text()} No accelerator is used."
+    )
+    refused = {run["algorithm"]: run["refused"] for run in session.runs if "refused" in run}
+    failed = {run["algorithm"] for run in session.runs if "failed" in run}
+    sections = [
+        "# The cost of every algorithm",
+        introduction,
+        table(measured),
+        "![Cost of every algorithm](methods.svg)",
+        *(f"- {name} refuses this task: {reason}" for name, reason in refused.items()),
+        *(f"- **{name} failed**" for name in sorted(failed)),
+    ]
+    return [write_page(out / "methods.md", sections), *draw(measured, out / "methods")]
+
+
+def draw(measured: list[Measured], path: Path) -> list[Path]:
+    """A bar for each algorithm's time, and a mark where its gradients alone would put it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    reference = next((m for m in measured if m.name == REFERENCE), measured[0])
+    figure, axis = plt.subplots(figsize=(7, 0.26 * len(measured) + 1.2))
+    heights = range(len(measured))
+    times = [m.round / reference.round for m in measured]
+    work = [m.gradients / reference.gradients for m in measured]
+    axis.barh(heights, times, color="tab:orange", label="time")
+    axis.plot(work, heights, "|", color="black", markersize=9, label="evaluations of gradients")
+    axis.set_yticks(heights, [m.name for m in measured], fontsize=8)
+    axis.set_xlabel("relative to FedAvg")
+    axis.grid(axis="x", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8)
+    plt.close(figure)
+    return save_picture(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""fedrax: ``FedAvg`` with the shared starting weights and cohorts, batches in stored order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from benchmarks.timing import report, runner_arguments
+
+
+def main() -> None:
+    arguments, workload, arrays = runner_arguments("fedrax.", channels_last=True, forget=0)
+    if arguments.forget:  # the compiled programs of earlier runs, which JAX keeps on disk
+        shutil.rmtree(os.environ["FEDRAX_CACHE"], ignore_errors=True)
+
+    import jax
+
+    import fedrax
+    from benchmarks.fedrax_clock import time_rounds
+    from benchmarks.fedrax_problems import federation_of, model_of, parameters_of
+
+    local = fedrax.LocalSGD(
+        lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch, order="stored"
+    )
+    clock, result = time_rounds(
+        fedrax.FedAvg(local=local),
+        fedrax.classification(model_of(workload)),
+        federation_of(arrays),
+        workload.total_rounds,
+        params=parameters_of(workload, arrays.initial),
+        script=fedrax.Script(cohorts=arrays.cohorts),
+        cohort_size=workload.cohort,
+        weights="samples",
+    )
+    last = result.events[-1]
+    versions = {"fedrax": fedrax.__version__, "jax": jax.__version__}
+    report(clock, versions, last["test_loss"], last["test_accuracy"])
+
+
+if __name__ == "__main__":
+    main()
