@@ -1,0 +1,159 @@
+"""Arguments by tyro: errors in one sentence, and flags for every setting of an experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from fedrax import config, experiment
+from fedrax.config import Choice, Table
+from fedrax.errors import FedraxError
+from fedrax.experiment import Experiment
+
+T = TypeVar("T")
+PARTS = ("data", "partition", "model", "algorithm", "run")
+_CONFIG = (
+    tyro.conf.AvoidSubcommands,
+    tyro.conf.SuppressFixed,
+    tyro.conf.HelptextFromCommentsOff,
+    tyro.conf.FlagCreatePairsOff,
+)
+_BOX = "╭╮╰╯│─"
+
+
+def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
+    """``args`` as a ``cls``; prints help and leaves where asked for, raises FedraxError for anything unfit."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(cls, args=args, prog=prog, description=description, config=_CONFIG)
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        raise FedraxError(_sentence(errors.getvalue(), prog)) from end
+
+
+def _sentence(box: str, prog: str) -> str:
+    """tyro's explanation without its box: what is wrong, and the nearest option if it names one."""
+    lines = [line.strip(f" {_BOX}") for line in box.splitlines()]
+    rules = [i for i, line in enumerate(box.splitlines()) if set(line.strip(" │")) == {"─"}]
+    end = rules[0] if rules else len(lines)
+    said = " ".join(line for line in lines[1:end] if line)
+    said = re.sub(r"^Unrecognized options: ([^,]+),? ?.*", r"unknown option \1", said)
+    near = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
+    closing = f"; did you mean {near.group(1)}?" if near else f"; see `{prog} --help`."
+    return (said or "the arguments cannot be understood").rstrip(".") + closing
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A place of an experiment where a class is chosen by name."""
+
+    path: str
+    choice: Choice
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """The name in force."""
+        return "none" if self.value is None else self.choice.name_of(self.value)
+
+
+def choices_in(value: Any, path: str = "") -> Iterator[Chosen]:
+    """Every such place, outer ones first."""
+    for name, hint in config._hints(type(value)).items():
+        item, where = getattr(value, name), f"{path}.{name}" if path else name
+        choice = config.choice_of(hint, name)
+        if choice is not None:
+            yield Chosen(where, choice, item)
+        if dataclasses.is_dataclass(item):
+            yield from choices_in(item, where)
+
+
+def take_choices(table: Table, args: list[str], source: str, folder: Path) -> tuple[Table, list[str]]:
+    """``table`` with the names that ``args`` choose (``--algorithm losac``), and the other arguments."""
+    table = copy.deepcopy(table)
+    tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=", arg) else [arg])]
+    flags = {i: t[2:].replace("-", "_") for i, t in enumerate(tokens) if t.startswith("--") and i + 1 < len(tokens)}
+    taken: set[int] = set()
+    for place, path in sorted(flags.items(), key=lambda item: item[1].count(".")):
+        made = config.Reader(source, folder).fields(Experiment, table, "", Experiment())
+        chosen = next((chosen for chosen in choices_in(made) if chosen.path == path), None)
+        if chosen is not None:
+            _choose(table, chosen, tokens[place + 1])
+            taken |= {place, place + 1}
+    return table, [token for i, token in enumerate(tokens) if i not in taken]
+
+
+def _choose(table: Table, chosen: Chosen, name: str) -> None:
+    """Put the class called ``name`` into ``table``."""
+    *parents, last = chosen.path.split(".")
+    for parent in parents:
+        if isinstance(table.get(parent), str):
+            table[parent] = {"name": table[parent]}
+        table = table.setdefault(parent, {})
+    if name.lower() == "none":
+        table[last] = "none"
+        return
+    cls, old = chosen.choice.find(name, Path.cwd()), table.get(last, {})
+    known = {field.name for field in dataclasses.fields(cls)}
+    keeps = isinstance(old, Mapping) and (chosen.choice.keep or cls is type(chosen.value))
+    kept = {key: value for key, value in old.items() if key in known and key != "name"} if keeps else {}
+    full = config._OWN.get(cls, name)  # the user's own by its absolute path
+    table[last] = {"name": full, **kept}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What the flags of a command came to."""
+
+    experiment: Experiment
+    options: Any
+
+
+def parse_experiment(options: type, args: list[str], prog: str, description: str, parts: tuple[str, ...] = PARTS) -> Parsed:
+    """A command's own ``options`` and an experiment, from ``[FILE.toml] [flags]``.
+
+    The file comes first, if there is one. Flags are the keys of the file: ``--algorithm.local.lr 0.1``. Those of
+    ``parts`` are offered.
+    """
+    path = Path(args[0]) if args and not args[0].startswith("-") else None
+    table = {} if path is None else experiment.read_table(path)
+    source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
+    if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS:
+        experiment.from_table(table, source, folder)  # explains that this is a file for `fedrax compare`
+    table = {key: value for key, value in table.items() if key not in ("compare", "seeds", "target")}
+    table, rest = take_choices(table, args if path is None else args[1:], source, folder)
+    made = config.Reader(source, folder).fields(Experiment, table, "", Experiment())
+    nested = Annotated[options, tyro.conf.arg(name="")]
+    fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
+    fields.append(("name", Annotated[str, tyro.conf.arg(help="What to call it.")], dataclasses.field(default=made.name)))
+    for chosen in choices_in(made):
+        if chosen.path.split(".")[0] in parts:
+            known = ", ".join(chosen.choice.classes())
+            own = " or your own file.py:name" if chosen.choice.adapt else ""
+            text = f"{chosen.choice.kind.capitalize()}: {known}{own}."
+            arg = tyro.conf.arg(name=chosen.path.replace("_", "-"), help=text, metavar="NAME")
+            key = "choose_" + chosen.path.replace(".", "_")
+            fields.append((key, Annotated[str, arg], dataclasses.field(default=chosen.name)))
+    for part in parts:
+        value = getattr(made, part)
+        if dataclasses.fields(value):
+            fields.append((part, type(value), dataclasses.field(default_factory=lambda value=value: value)))
+    parsed = parse(dataclasses.make_dataclass(options.__name__, fields), rest, prog, description)
+    changed = {part: getattr(parsed, part) for part in parts if hasattr(parsed, part)}
+    result = dataclasses.replace(made, name=parsed.name, **changed)
+    try:
+        result.check()
+    except FedraxError as error:
+        raise FedraxError(f"{source}: {error}" if path else str(error)) from error
+    return Parsed(result, parsed.options)

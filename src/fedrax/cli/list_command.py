@@ -1,0 +1,78 @@
+"""``fedrax list``: what there is to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from fedrax import config
+from fedrax.cli.arguments import parse
+from fedrax.errors import unknown
+from fedrax.experiment import ALGORITHM, DATA, MODEL, PARTITION
+from fedrax.report.tables import wide_console
+
+KINDS = {"algorithms": ALGORITHM, "datasets": DATA, "models": MODEL, "partitions": PARTITION}
+
+DESCRIPTION = """List what an experiment can be made of: `fedrax list [algorithms|datasets|models|partitions]`."""
+
+
+@dataclass
+class ListOptions:
+    """Arguments of ``fedrax list``."""
+
+    kind: Annotated[str | None, tyro.conf.Positional] = None
+    """algorithms, datasets, models or partitions; all of them by default."""
+    json: bool = False
+    """Print JSON, with each one's settings and their defaults."""
+
+
+def main(args: list[str]) -> int:
+    """Print the lists."""
+    options = parse(ListOptions, args, "fedrax list", DESCRIPTION)
+    if options.kind is not None and options.kind not in KINDS:
+        raise unknown("list", options.kind, KINDS)
+    kinds = KINDS if options.kind is None else {options.kind: KINDS[options.kind]}
+    if options.json:
+        print(json.dumps({kind: entries(choice) for kind, choice in kinds.items()}, indent=2))
+        return 0
+    console = wide_console()
+    for kind, choice in kinds.items():
+        table = Table(title=kind, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+        for entry in entries(choice):
+            table.add_row(entry["name"], entry["description"])
+        console.print(table)
+        console.print()
+    return 0
+
+
+def entries(choice: config.Choice) -> list[dict[str, Any]]:
+    """Name, one line of description, and settings of every class of a choice."""
+    made = []
+    for name, cls in choice.classes().items():
+        text = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
+        made.append({"name": name, "description": text, "settings": settings(cls)})
+    return made
+
+
+def settings(cls: type) -> dict[str, Any]:
+    """Every field with its default; null where there is none."""
+    shown = {}
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if default is dataclasses.MISSING:
+            shown[field.name] = None
+        elif dataclasses.is_dataclass(default):
+            choice = config.choice_of(config._hints(cls)[field.name], field.name)
+            name = {} if choice is None else {"name": choice.name_of(default)}
+            shown[field.name] = name | settings(type(default)) | config.table_of(default, type(default)())
+        else:
+            shown[field.name] = default if default is None else config._plain_value(default)
+    return shown

@@ -1,0 +1,98 @@
+"""``fedrax partition``: who gets what, and how different the clients are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from fedrax import experiment
+from fedrax.cli.arguments import parse_experiment
+from fedrax.data import Federation, heterogeneity, label_counts
+from fedrax.dissimilarity import gradient_dissimilarity
+from fedrax.errors import FedraxError
+from fedrax.report.tables import wide_console
+from fedrax.simulation import use_all_cores
+
+DESCRIPTION = """Divide a data set among clients: `fedrax partition [FILE.toml] [flags]`.
+
+Prints how many samples of each class each client gets, measures of heterogeneity, and draws the partition
+(classes against clients, the area of a dot is the number of samples). The gradient dissimilarity is
+mean_i |grad f_i|^2 / |grad f|^2 at the initial parameters of the model: 1 for clients that agree."""
+
+_LARGEST_TABLE = 20  # classes that fit a terminal
+
+
+@dataclass
+class PartitionOptions:
+    """Options of ``fedrax partition``."""
+
+    data_dir: Path | None = None
+    """Where data files lie; by default $FEDRAX_DATA."""
+    picture: Path | None = Path("partition")
+    """Where the picture goes, as .png and .svg; None for no picture."""
+    show: int = 50
+    """Clients that are printed and drawn."""
+    json: bool = False
+    """Print JSON with all clients."""
+
+
+def main(args: list[str]) -> int:
+    """Parse, divide, print, draw."""
+    parsed = parse_experiment(PartitionOptions, args, "fedrax partition", DESCRIPTION, ("data", "partition", "model"))
+    options = parsed.options
+    if options.show < 1:
+        raise FedraxError(f"--show must be at least 1, not {options.show}.")
+    use_all_cores()
+    federation = experiment.load_federation(parsed.experiment, options.data_dir)
+    task = experiment.make_task(parsed.experiment, federation)
+    measures = dataclasses.asdict(heterogeneity(federation))
+    measures["gradient_dissimilarity"] = gradient_dissimilarity(task, federation, seed=parsed.experiment.run.seed)
+    counts = None if federation.num_classes is None else label_counts(federation)
+    pictures: tuple[Path, ...] = ()
+    if options.picture is not None and counts is not None:
+        from fedrax.data.picture import save_labels
+
+        pictures = save_labels(federation, options.picture, options.show)
+    if options.json:
+        table = {"sizes": federation.sizes.tolist(), "counts": None if counts is None else counts.tolist()}
+        print(json.dumps({"measures": measures, **table, "pictures": [str(path) for path in pictures]}))
+        return 0
+    _print(federation, counts, measures, options.show)
+    for path in pictures:
+        print(f"picture: {path}")
+    return 0
+
+
+def _print(federation: Federation, counts: Any, measures: dict[str, Any], show: int) -> None:
+    console = wide_console()
+    title = f"{federation.name}: training samples of each client"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("client", justify="right", no_wrap=True)
+    table.add_column("samples", justify="right", no_wrap=True)
+    by_class = counts is not None and counts.shape[1] <= _LARGEST_TABLE
+    if by_class:
+        for c in range(counts.shape[1]):
+            table.add_column(federation.class_names[c] if federation.class_names else str(c), justify="right", no_wrap=True)
+    elif counts is not None:
+        table.add_column("classes", justify="right", no_wrap=True)
+    for client in range(min(show, federation.num_clients)):
+        row = [str(client), str(federation.sizes[client])]
+        if by_class:
+            row += [str(n) if n else "·" for n in counts[client]]
+        elif counts is not None:
+            row.append(str((counts[client] > 0).sum()))
+        table.add_row(*row)
+    console.print(table)
+    if show < federation.num_clients:
+        console.print(f"... and {federation.num_clients - show:,} more clients (--show, --json)")
+    summary = Table(title="heterogeneity", title_justify="left", show_header=False, box=None)
+    for name, value in measures.items():
+        text = "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        summary.add_row(name.replace("_", " "), text)
+    console.print(summary)

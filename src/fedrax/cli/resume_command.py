@@ -1,0 +1,39 @@
+"""``fedrax resume``: go on with a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrax import experiment
+from fedrax.cli.arguments import parse
+from fedrax.cli.run_command import Reporting, run
+from fedrax.errors import FedraxError
+from fedrax.simulation import use_all_cores
+
+DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
+
+The numbers are those that the uninterrupted run would have had."""
+
+
+@dataclass
+class ResumeOptions:
+    """Arguments of ``fedrax resume``."""
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="DIR")]
+    """Run directory."""
+    options: Annotated[Reporting, tyro.conf.arg(name="")]
+
+
+def main(args: list[str]) -> int:
+    """Parse, prepare, go on."""
+    parsed = parse(ResumeOptions, args, "fedrax resume", DESCRIPTION)
+    file = parsed.directory / "experiment.toml"
+    if not file.is_file():
+        raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml.")
+    spec = experiment.read(file)
+    use_all_cores()
+    return run(spec, experiment.build(spec, parsed.options.data_dir), parsed.directory, parsed.options, resume=True)

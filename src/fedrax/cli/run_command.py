@@ -1,0 +1,135 @@
+"""``fedrax run``: one experiment."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedrax import experiment, sinks
+from fedrax.cli.arguments import parse_experiment
+from fedrax.errors import FedraxError
+from fedrax.experiment import Experiment
+from fedrax.report.runs import summary_line
+from fedrax.report.tables import wide_console
+from fedrax.simulation import Interrupted, Result, simulate, use_all_cores
+
+DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
+
+Every key of the file is a flag (--algorithm.local.lr 0.05 --run.rounds 20), and names choose what it is made of
+(--algorithm scaffold --data mnist --partition shards --model 2nn); without a file the defaults below hold. The
+run is kept in a directory: experiment.toml, events.jsonl, checkpoint/, environment.json."""
+
+
+@dataclass
+class Reporting:
+    """What does not change the numbers."""
+
+    data_dir: Path | None = None
+    """Where data files lie; by default $FEDRAX_DATA."""
+    quiet: bool = False
+    """Print nothing."""
+    json: bool = False
+    """Print each round's event, then a summary, as lines of JSON."""
+    tensorboard: bool = False
+    """Also log for TensorBoard, in the run directory."""
+    wandb: str | None = None
+    """Also log to this project of Weights & Biases."""
+    mlflow: str | None = None
+    """Also log to this experiment of MLflow."""
+
+
+@dataclass
+class RunOptions(Reporting):
+    """Options of ``fedrax run``."""
+
+    out: Path | None = None
+    """Run directory; by default runs/NAME-ALGORITHM-seedN, with a number behind it if that exists."""
+
+
+def main(args: list[str]) -> int:
+    """Parse, prepare, run, report."""
+    parsed = parse_experiment(RunOptions, args, "fedrax run", DESCRIPTION)
+    spec, options = parsed.experiment, parsed.options
+    directory = new_directory(spec, options.out)
+    use_all_cores()
+    problem = experiment.build(spec, options.data_dir)
+    experiment.write(spec, directory / "experiment.toml")
+    try:
+        return run(spec, problem, directory, options, resume=False)
+    except FedraxError:
+        forget_unstarted(directory)
+        raise
+
+
+def forget_unstarted(directory: Path) -> None:
+    """Take away the directory of a run that was refused before its first round."""
+    if not (directory / "events.jsonl").exists():
+        with suppress(OSError):
+            (directory / "experiment.toml").unlink()
+            directory.rmdir()
+
+
+def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, resume: bool) -> int:
+    """Simulate with the sinks asked for, and say how it went."""
+    try:
+        result = simulate(*problem, spec.run, directory=directory, resume=resume, sinks=make_sinks(spec, directory, options))
+    except Interrupted:
+        if not (directory / "checkpoint").exists():
+            raise
+        print(f"fedrax: interrupted; go on with: fedrax resume {directory}", file=sys.stderr)
+        return 130
+    report(spec, result, directory, options)
+    return 0
+
+
+def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[Any]:
+    """The sinks that the options ask for."""
+    made: list[Any] = []
+    if options.json:
+        made.append(sinks.JsonSink())
+    elif not options.quiet:
+        made.append(sinks.ProgressSink(spec.algorithm_name))
+    if options.tensorboard:
+        made.append(sinks.TensorBoardSink(directory / "tensorboard"))
+    if options.wandb is not None:
+        made.append(sinks.WandbSink(options.wandb, directory.name, experiment.to_table(spec), directory))
+    if options.mlflow is not None:
+        made.append(sinks.MlflowSink(options.mlflow, directory.name, experiment.to_table(spec)))
+    return made
+
+
+def report(spec: Experiment, result: Result, directory: Path, options: Reporting) -> None:
+    """The last word on a run."""
+    if options.json:
+        import json
+
+        last = {"directory": str(directory), "plan": result.plan, "stopped": result.stopped, "rounds": len(result.events)}
+        print(json.dumps(last))
+    elif not options.quiet:
+        console = wide_console()
+        console.print(f"{spec.algorithm_name}: {summary_line(result.events)}")
+        console.print(f"plan {result.plan}")
+        console.print(f"kept in {directory}; see it with: fedrax show {directory}")
+
+
+def new_directory(spec: Experiment, out: Path | None) -> Path:
+    """A directory that holds no run yet."""
+    if out is not None:
+        if (out / "experiment.toml").exists() or (out / "events.jsonl").exists():
+            raise FedraxError(f"{out} holds a run already: choose another --out, or go on with: fedrax resume {out}")
+        return out
+    own = spec.algorithm_name.rpartition(":")[2].lower()
+    stem = Path("runs") / f"{safe_name(spec.name)}-{own}-seed{spec.run.seed}"
+    number = 1
+    while (directory := stem if number == 1 else stem.with_name(f"{stem.name}-{number}")).exists():
+        number += 1
+    return directory
+
+
+def safe_name(name: str) -> str:
+    """``name`` as part of a file name: letters, digits, ".", "_" and "-"."""
+    made = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip(".-")
+    return made[:100] or "unnamed"

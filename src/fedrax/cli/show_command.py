@@ -1,0 +1,62 @@
+"""``fedrax show``: finished or running runs as a table and curves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fedrax.cli.arguments import parse
+from fedrax.errors import FedraxError
+from fedrax.report import tables
+from fedrax.report.runs import default_target, find_runs, group, main_metric, summarise
+
+DESCRIPTION = """Show runs: `fedrax show DIR...`.
+
+DIR is a run, or holds runs (such as a comparison's directory); they may still be running. Runs that differ in their
+seeds only make one line: mean ± standard deviation."""
+
+
+@dataclass
+class ShowOptions:
+    """Arguments of ``fedrax show``."""
+
+    directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
+    """Run directories, or directories that hold some."""
+    target: float | None = None
+    """Accuracy to reach; by default 95 % of the best final accuracy."""
+    curves: Path | None = None
+    """Also draw curves, to this file name with .png and .svg."""
+    markdown: bool = False
+    """Print the table as Markdown."""
+    json: bool = False
+    """Print the table as JSON."""
+
+
+def main(args: list[str]) -> int:
+    """Read, print, draw."""
+    options = parse(ShowOptions, args, "fedrax show", DESCRIPTION)
+    if not options.directories:
+        raise FedraxError("which runs? fedrax show DIR...")
+    found = {run.directory.resolve(): run for path in options.directories for run in find_runs(path)}
+    methods = group(list(found.values()))
+    metric = main_metric(methods)
+    target = options.target if options.target is not None else default_target(methods)
+    rows = [summarise(method, target, metric) for method in methods]
+    if options.json:
+        print(json.dumps({"metric": metric, "target": target, "methods": tables.values(rows)}))
+    elif options.markdown:
+        print(tables.markdown(rows, target, metric), end="")
+    else:
+        tables.wide_console().print(tables.terminal(rows, target, metric))
+    if options.curves is not None:
+        from fedrax.report.curves import draw_curves, save_curves
+
+        path = options.curves.with_suffix("") if options.curves.suffix in (".png", ".svg") else options.curves
+        pictures = save_curves(draw_curves(methods, target, metric), path)
+        if not options.json:
+            print(f"curves: {pictures[0]} and .svg")
+    return 0

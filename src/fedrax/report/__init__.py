@@ -1,0 +1,1 @@
+"""Reading runs back: tables and curves."""

@@ -1,0 +1,91 @@
+"""Curves of a comparison: mean over seeds with a band of one standard deviation, against rounds and megabytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fedrax.experiment import write_bytes
+from fedrax.report.runs import Method, curve
+
+# Okabe and Ito's palette, distinguishable with any kind of colour vision; yellow, too light for lines, left out.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", "-.", ":")
+METRICS = {
+    "test_accuracy": "test accuracy",
+    "test_mse": "test mean squared error",
+    "test_loss": "test loss",
+    "train_loss": "training loss",
+}
+X_AXES = {"round": "communication rounds", "megabytes": "traffic of all clients, both ways (MB)"}
+
+
+def draw_curves(methods: Sequence[Method], target: float | None = None, metric: str = "test_accuracy", title: str = "") -> Figure:
+    """A row of axes for each metric that the runs report, against rounds on the left and megabytes on the right."""
+    keys = {key for method in methods for run in method.runs for event in run.events for key in event}
+    metrics = [key for key in METRICS if key in keys][:2]
+    figure = Figure(figsize=(10, 0.9 + 3.2 * max(len(metrics), 1)), layout="constrained")
+    grid = figure.subplots(max(len(metrics), 1), 2, squeeze=False, sharey="row")
+    for axes_row, key in zip(grid, metrics, strict=False):
+        tables = [curve(method, key) for method in methods]
+        for axes, x in zip(axes_row, X_AXES, strict=True):
+            for i, (method, table) in enumerate(zip(methods, tables, strict=True)):
+                _draw(axes, table, x, method.label, i)
+            axes.set_xlabel(X_AXES[x])
+            axes.grid(color="0.92", linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_xlim(left=0)
+            if key == metric and target is not None:
+                axes.axhline(target, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+        axes_row[0].set_ylabel(METRICS[key])
+        _scale(axes_row[0], tables, key)
+        if key == metric and target is not None:
+            axes_row[0].annotate(
+                f"target {target:g}", (1, target), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                textcoords="offset points", ha="right", fontsize="small", color="0.35",
+            )  # fmt: skip
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+    return figure
+
+
+def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> None:
+    colour, dash = PALETTE[index % len(PALETTE)], DASHES[(index // len(PALETTE)) % len(DASHES)]
+    marker = "o" if len(table) <= 12 else None
+    axes.plot(table[x], table["mean"], color=colour, linestyle=dash, linewidth=1.8, marker=marker, markersize=3.5, label=label)
+    axes.fill_between(table[x], table["low"], table["high"], color=colour, alpha=0.15, linewidth=0)
+
+
+def _scale(axes: Axes, tables: Sequence[pl.DataFrame], key: str) -> None:
+    """Losses over more than a factor of 20 on a logarithmic axis; accuracies never beyond 0 and 1."""
+    values = pl.concat(tables)["mean"]
+    if len(values) == 0:
+        return
+    low, high = float(values.min()), float(values.max())  # type: ignore[arg-type]
+    if "accuracy" in key:
+        axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
+    elif low > 0 and high > 20 * low:
+        axes.set_yscale("log")
+        axes.set_ylim(0.8 * low, 1.25 * high)
+
+
+def save_curves(figure: Figure, path: Path) -> tuple[Path, Path]:
+    """Save as ``path``.png and ``path``.svg, each whole or not at all; returns both paths."""
+    saved = []
+    for suffix in ("png", "svg"):
+        content, target = io.BytesIO(), path.with_name(f"{path.name}.{suffix}")
+        with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
+            figure.savefig(content, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else {})
+        write_bytes(target, content.getvalue())
+        saved.append(target)
+    return saved[0], saved[1]

@@ -1,0 +1,216 @@
+"""Run directories as tables of numbers. Reading them runs no code of the experiment's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from fedrax.errors import FedraxError
+from fedrax.experiment import read_table
+from fedrax.simulation.checkpoint import load_meta
+from fedrax.simulation.events import Event, read_events
+from fedrax.simulation.result import to_target
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory as it is now."""
+
+    directory: Path
+    table: dict[str, Any]
+    """experiment.toml."""
+    events: list[Event]
+    failure: str | None
+    """Why the run stopped early, if it did: a number that was not finite."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.table["run"]["seed"])
+
+    @property
+    def rounds(self) -> int:
+        """Rounds asked for."""
+        return int(self.table["run"]["rounds"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        target = self.table["run"].get("target")
+        reached = target is not None and to_target(self.events, "test_accuracy", target) is not None
+        return len(self.events) >= self.rounds or reached or self.failure is not None
+
+    @property
+    def state(self) -> str:
+        """In words."""
+        if self.failure is not None:
+            return f"diverged in round {len(self.events) + 1}"
+        return "finished" if self.finished else f"round {len(self.events)} of {self.rounds}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """Runs of one experiment that differ in their seeds."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @property
+    def failure(self) -> str | None:
+        """How a run of them diverged, if one did."""
+        return next((run.state for run in self.runs if run.failure is not None), None)
+
+
+def read_run(directory: Path) -> Run:
+    """The run in ``directory``; FedraxError if there is none or its files are damaged."""
+    table = read_table(directory / "experiment.toml")
+    run, algorithm = table.get("run"), table.get("algorithm")
+    if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
+        raise FedraxError(f"{directory / 'experiment.toml'} is not the complete experiment of a run.")
+    events = read_events(directory) if (directory / "events.jsonl").exists() else []
+    failure = load_meta(directory / "failure").get("error") if (directory / "failure").is_dir() else None
+    return Run(directory, table, events, None if failure is None else str(failure))
+
+
+def find_runs(path: Path) -> list[Run]:
+    """The run in ``path``, or all runs below it."""
+    if (path / "experiment.toml").is_file():
+        return [read_run(path)]
+    found = [read_run(file.parent) for file in sorted(path.glob("**/experiment.toml"))]
+    if not found:
+        raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
+    return found
+
+
+def group(runs: Sequence[Run]) -> list[Method]:
+    """Runs that differ in their seeds only, together, under a name that tells them apart."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
+        groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True), []).append(run)
+    names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
+    names.append([str(runs[0].table["algorithm"].get("name", "")) for runs in groups.values()])
+    names.append([runs[0].directory.name for runs in groups.values()])
+    names.append([str(runs[0].directory) for runs in groups.values()])
+    if len(groups) == 1 and names[0] == ["experiment"]:
+        names.pop(0)
+    labels = next((each for each in names if len(set(each)) == len(each)), names[-1])
+    return [Method(label, runs) for label, runs in zip(labels, groups.values(), strict=True)]
+
+
+def megabytes(event: Event) -> float:
+    """What all clients received and sent until this round, in MB (10^6 bytes)."""
+    return (event["bytes_down"] + event["bytes_up"]) / 1e6
+
+
+def last_values(events: Sequence[Event]) -> dict[str, float]:
+    """The last value of every key."""
+    merged: dict[str, float] = {}
+    for event in events:
+        merged |= event
+    return merged
+
+
+def summary_line(events: Sequence[Event]) -> str:
+    """A run in a line: 'test accuracy 0.912, test loss 0.31 after 50 rounds, 12.3 MB, 4.2 s'."""
+    if not events:
+        return "no rounds yet"
+    last = last_values(events)
+    names = [key for key in ("test_accuracy", "test_mse", "test_loss", "train_loss") if key in last]
+    values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
+    return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
+
+
+def main_metric(methods: Sequence[Method]) -> str:
+    """What to compare by: test accuracy where there is one, else test loss."""
+    keys = {key for method in methods for run in method.runs for event in run.events for key in event}
+    return "test_accuracy" if "test_accuracy" in keys else "test_loss"
+
+
+def curve(method: Method, metric: str) -> pl.DataFrame:
+    """Mean and deviation of a metric over the seeds, at the rounds where every run of the method has it.
+
+    Columns: round, megabytes, mean, low, high (mean -+ one standard deviation); empty where there is nothing.
+    """
+    rows = [
+        {"round": e["round"], "megabytes": megabytes(e), "value": float(e[metric])}
+        for run in method.runs
+        for e in run.events
+        if metric in e
+    ]
+    table = pl.DataFrame(rows, {"round": pl.Int64, "megabytes": pl.Float64, "value": pl.Float64})
+    value = pl.col("value")
+    return (
+        table.group_by("round")
+        .agg(pl.col("megabytes").mean(), value.mean().alias("mean"), value.std().fill_null(0).alias("std"), pl.len())
+        .filter(pl.col("len") == len(method.runs))
+        .sort("round")
+        .select("round", "megabytes", "mean", low=pl.col("mean") - pl.col("std"), high=pl.col("mean") + pl.col("std"))
+    )
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A mean over seeds, and the sample standard deviation (None for one seed)."""
+
+    mean: float
+    std: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Statistic | None:
+        """None where there are no values."""
+        if not values:
+            return None
+        mean = math.fsum(values) / len(values)
+        if len(values) == 1:
+            return cls(mean, None)
+        return cls(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's line in the table of a comparison."""
+
+    label: str
+    seeds: int
+    state: str
+    accuracy: Statistic | None
+    loss: Statistic | None
+    reached: int
+    """Seeds that reached the target."""
+    rounds: Statistic | None
+    megabytes: Statistic | None
+    seconds: Statistic | None
+
+
+def summarise(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
+    """Final test values, and what it took to reach the target (over the seeds that did; None if not all did)."""
+    lasts = [last_values(run.events) for run in method.runs]
+    reached = [] if target is None else [to_target(list(run.events), metric, target) for run in method.runs]
+    took = [entry for entry in reached if entry is not None]
+    complete = bool(took) and len(took) == len(method.runs)
+    pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}
+    states = {run.state for run in method.runs}
+    return Row(
+        label=method.label,
+        seeds=len(method.runs),
+        state=method.failure or (states.pop() if len(states) == 1 else "running"),
+        accuracy=Statistic.of([last["test_accuracy"] for last in lasts if "test_accuracy" in last]),
+        loss=Statistic.of([last["test_loss"] for last in lasts if "test_loss" in last]),
+        reached=len(took),
+        rounds=pick["rounds"],
+        megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in took]) if complete else None,
+        seconds=pick["seconds"],
+    )
+
+
+def default_target(methods: Sequence[Method]) -> float | None:
+    """95 % of the best method's mean final accuracy, to the percent; None where there is no accuracy."""
+    finals = [row.accuracy.mean for m in methods if (row := summarise(m, None)).accuracy is not None]
+    return math.floor(95 * max(finals)) / 100 if finals else None

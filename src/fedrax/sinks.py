@@ -1,0 +1,193 @@
+"""Who sees a run while it goes on: a progress bar, lines of JSON, TensorBoard, Weights & Biases, MLflow.
+
+Each is a :class:`fedrax.simulation.Sink` for ``simulate(..., sinks=[...])``. The last three need packages of their
+own, imported when the sink is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedrax.errors import FedraxError
+from fedrax.simulation.events import Event, RunInfo
+
+
+def progress_bar(console: Console | None = None) -> Progress:
+    """A bar with columns for what ``ProgressSink`` reports; use it as a context manager for several runs."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console or Console(stderr=True),
+        expand=True,
+    )
+
+
+class ProgressSink:
+    """A bar with the rounds done, training loss, test metric, rounds per second and the time left.
+
+    ``progress`` is a bar that somebody else shows and that outlives the run; without it the sink shows its own.
+    """
+
+    def __init__(self, description: str | None = None, progress: Progress | None = None):
+        self._description, self._shared, self._progress = description, progress, progress or progress_bar()
+        self._task: TaskID | None = None
+        self._test = ""
+
+    def start(self, run: RunInfo) -> None:
+        """Show the bar."""
+        if self._shared is None:
+            self._progress.start()
+        name = self._description or run.algorithm
+        self._task = self._progress.add_task(name, total=run.rounds, completed=run.first_round, numbers="compiling")
+
+    def event(self, event: Event) -> None:
+        """Advance to the event's round."""
+        for key, form in (("test_accuracy", "accuracy {:.3f}"), ("test_mse", "mse {:.4g}"), ("test_loss", "loss {:.4g}")):
+            if key in event:
+                self._test = "test " + form.format(event[key])
+                break
+        numbers = f"loss {event['train_loss']:.4g}" if "train_loss" in event else ""
+        task = next(task for task in self._progress.tasks if task.id == self._task)
+        speed = f"{task.speed:.1f} rounds/s" if task.speed else ""
+        numbers = "  ".join(filter(None, (numbers, self._test, speed)))
+        if self._task is not None:
+            self._progress.update(self._task, completed=event["round"], numbers=numbers)
+
+    def finish(self, result: Any | None) -> None:
+        """Leave the bar as it is."""
+        if self._task is not None:
+            self._progress.stop_task(self._task)
+        if self._shared is None:
+            self._progress.stop()
+
+
+class JsonSink:
+    """Each event as a line of JSON, to standard output by default."""
+
+    def __init__(self, file: TextIO | None = None):
+        self._file = file
+
+    def start(self, run: RunInfo) -> None:
+        """Nothing to say yet."""
+
+    def event(self, event: Event) -> None:
+        """Write the line."""
+        print(json.dumps(event), file=self._file or sys.stdout, flush=True)
+
+    def finish(self, result: Any | None) -> None:
+        """Nothing to close."""
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, against rounds, in ``directory``."""
+
+    def __init__(self, directory: Path | str):
+        self._module = _optional("tensorboardX", "TensorBoard", "tensorboard")
+        self._directory = str(directory)
+        self._writer: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        """Open the log."""
+        try:
+            self._writer = self._module.SummaryWriter(self._directory)
+        except OSError as error:
+            raise FedraxError(f"cannot write TensorBoard's log {self._directory}: {error.strerror}.") from error
+
+    def event(self, event: Event) -> None:
+        """Log every number."""
+        for name, value in numbers(event).items():
+            self._writer.add_scalar(name, value, event["round"])
+
+    def finish(self, result: Any | None) -> None:
+        """Close the log."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases; its own environment variables (WANDB_MODE=offline, ...) hold.
+
+    ``config`` is shown with the run, ``directory`` keeps its files.
+    """
+
+    def __init__(
+        self, project: str, name: str | None = None, config: Mapping[str, Any] | None = None, directory: Path | None = None
+    ):
+        self._module = _optional("wandb", "Weights & Biases", "wandb")
+        self._options = {"project": project, "name": name, "config": dict(config or {}), "dir": directory}
+        self._run: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        """Begin the run."""
+        if self._options["dir"] is not None:
+            self._options["dir"].mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = self._module.init(**self._options)
+        except Exception as error:  # the package's errors have no common base but this
+            raise FedraxError(f"Weights & Biases cannot start ({error}); WANDB_MODE=offline needs no account.") from error
+
+    def event(self, event: Event) -> None:
+        """Log every number."""
+        self._run.log(numbers(event), step=event["round"])
+
+    def finish(self, result: Any | None) -> None:
+        """End the run, as failed where there is no result."""
+        self._run.finish(exit_code=0 if result is not None else 1)
+
+
+class MlflowSink:
+    """A run of MLflow in the experiment ``experiment``; its own environment variables (MLFLOW_TRACKING_URI) hold."""
+
+    def __init__(self, experiment: str, name: str | None = None, config: Mapping[str, Any] | None = None):
+        self._module = _optional("mlflow", "MLflow", "mlflow")
+        self._experiment, self._name, self._config = experiment, name, dict(config or {})
+
+    def start(self, run: RunInfo) -> None:
+        """Begin the run and log its settings."""
+        try:
+            self._module.set_experiment(self._experiment)
+            self._module.start_run(run_name=self._name)
+            self._module.log_params(_flat(self._config))
+        except Exception as error:  # the package's errors have no common base but this
+            raise FedraxError(f"MLflow cannot start: {str(error).splitlines()[0]}") from error
+
+    def event(self, event: Event) -> None:
+        """Log every number."""
+        self._module.log_metrics(numbers(event), step=event["round"])
+
+    def finish(self, result: Any | None) -> None:
+        """End the run, as failed where there is no result."""
+        self._module.end_run("FINISHED" if result is not None else "FAILED")
+
+
+def numbers(event: Event) -> dict[str, float]:
+    """The event's numbers, its round apart."""
+    return {k: v for k, v in event.items() if k != "round" and isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, keys joined by dots."""
+    flat = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _optional(module: str, title: str, extra: str) -> Any:
+    """An optional package, or a FedraxError that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise FedraxError(f"{title} needs the package {module}: pip install 'fedrax[{extra}]'.") from error
