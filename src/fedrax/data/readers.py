@@ -39,7 +39,7 @@ class DatasetEntry:
         return bool(self.files)
 
 
-def load(name: str, data_dir: str | Path | None = None, **options: object) -> Dataset:
+def load(name: str, /, data_dir: str | Path | None = None, **options: object) -> Dataset:
     """Load the data set ``name`` (a key of ``DATASETS``) with the options of its reader.
 
     Files are looked for in ``data_dir``, or the directory that the environment variable FEDRAX_DATA names.
