@@ -134,52 +134,54 @@ class ClientData:
     def loss_and_gradient(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree]:
-        """Loss over a batch (mean or sum of its real samples) and its gradient at ``params``."""
+        """A batch's estimate of the client's loss (mean or sum over its samples) and its gradient at ``params``."""
+        scale = self.size if reduction == "sum" else 1
 
         def objective(params: Tree) -> Array:
             losses = self.task.loss(params, samples, key)
             if weights is None:
-                return losses.mean() if reduction == "mean" else losses.sum()
-            kept = jnp.where(weights, losses, 0).sum()
-            return kept / weights.sum() if reduction == "mean" else kept
+                return scale * losses.mean()
+            return scale * jnp.where(weights, losses, 0).sum() / weights.sum()
 
         return jax.value_and_grad(objective)(params)
 
-    def range_gradient(
-        self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array, reduction: Reduction
-    ) -> tuple[Array, Tree]:
-        """Loss and gradient over the client's rows ``start`` to ``start + rows``, in passes over the data.
+    def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
+        """Summed loss and its gradient over the client's rows ``start`` to ``start + rows``, in passes.
 
         ``rows`` is a Python int where known; ``at_most`` bounds it.
         """
+
+        def summed(params: Tree, samples: Tree, inside: Array | None, key: Array) -> Array:
+            losses = self.task.loss(params, samples, key)
+            return losses.sum() if inside is None else jnp.where(inside, losses, 0).sum()
+
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
-            return self.loss_and_gradient(params, self._slice(start, rows), None, key, reduction)
+            return jax.value_and_grad(summed)(params, self._slice(start, rows), None, key)
         chunk = min(at_most, _CHUNK)
         lanes = jnp.arange(chunk, dtype=jnp.int32)
 
         def one_pass(i: Array, total: Tree) -> Tree:
             inside = i * chunk + lanes < rows
             samples = self._gather(start + jnp.where(inside, i * chunk + lanes, 0))
-            part = self.loss_and_gradient(params, samples, inside, jax.random.fold_in(key, i), "sum")
-            return tree.add(total, part)
+            return tree.add(total, jax.value_and_grad(summed)(params, samples, inside, jax.random.fold_in(key, i)))
 
-        dtype = jax.eval_shape(lambda p: self.task.loss(p, self._slice(0, 1), key), params).dtype
-        total = jax.lax.fori_loop(
-            0, (rows + chunk - 1) // chunk, one_pass, (jnp.zeros((), dtype), tree.zeros_like(params))
-        )
-        return total if reduction == "sum" else tree.scale(1 / jnp.maximum(rows, 1), total)
+        dtype = jax.eval_shape(lambda p: summed(p, self._slice(0, 1), None, key), params).dtype
+        zero = (jnp.zeros((), dtype), tree.zeros_like(params))
+        return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
 
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
         """Loss and gradient over all of the client's data."""
         rows = self.layout.largest if self.layout.equal else self.size
-        return self.range_gradient(params, 0, rows, self.layout.largest, self.key, reduction)
+        total = self.range_gradient(params, 0, rows, self.layout.largest, self.key)
+        return total if reduction == "sum" else tree.scale(1 / self.size, total)
 
     def block_gradient(
         self, params: Tree, block: Array, num_blocks: int, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree]:
-        """Loss and gradient over block j of M."""
+        """Block j's estimate M f_ij of the client's loss f_i = sum_j f_ij, and its gradient M grad f_ij."""
         start, rows = self.block_rows(block, num_blocks)
-        return self.range_gradient(params, start, rows, -(-self.layout.largest // num_blocks), key, reduction)
+        total = self.range_gradient(params, start, rows, -(-self.layout.largest // num_blocks), key)
+        return tree.scale(num_blocks if reduction == "sum" else num_blocks / self.size, total)
 
     def _slice(self, start: Array | int, rows: int) -> Tree:
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.offset + start, rows)  # noqa: E731

@@ -97,7 +97,7 @@ class LocalSGD:
     order: Order = "shuffle"
     """How batches walk the data: reshuffled in every epoch, as stored, or drawn with replacement."""
     reduction: Reduction = "mean"
-    """Whether a batch's loss is the mean or the sum over its samples."""
+    """Whether the client's loss f_i is the mean or the sum over its samples; batches and blocks estimate it."""
     momentum: Decay | None = None
     """Heavy-ball momentum on the gradient; the buffer is zero at the start of each round."""
     weight_decay: NonNegative | None = None
@@ -141,12 +141,13 @@ class LocalSGD:
         return gradient if self.weight_decay is None else tree.add_scaled(gradient, self.weight_decay, params)
 
     def move(self, x: Tree, direction: Tree, lr: Array, round: Array) -> Tree:
-        """prox_{eta Psi}(x - eta d), the step shortened to ``clip`` where asked for."""
+        """prox_{eta Psi}(x - eta d), the direction shortened to ``clip`` where asked for."""
+        step = lr
         if self.clip is not None:
             limit = self.clip * self.schedule(round)
             length = lr * tree.norm(direction)
-            lr = lr * jnp.where(length > limit, limit / jnp.where(length > 0, length, 1), 1)
-        x = tree.add_scaled(x, -lr, direction)
+            step = lr * jnp.where(length > limit, limit / jnp.where(length > 0, length, 1), 1)
+        x = tree.add_scaled(x, -step, direction)
         return x if self.prox is None else self.prox(x, lr)
 
     def run(
@@ -191,7 +192,7 @@ class LocalSGD:
         else:
             carry = jax.lax.fori_loop(0, steps, body, carry)
         x, memory, _, total, loss, evaluations = carry
-        count = jnp.asarray(steps, jnp.float32)
+        count = jnp.asarray(steps, float)
         return LocalResult(
             params=x,
             steps=count,

@@ -2,7 +2,7 @@
 
 Client i's data is cut once into M blocks. f_ij is block j's share of f_i = sum_j f_ij, so that
 g_ij = M grad f_ij estimates grad f_i. With ``local.reduction = "sum"`` (the paper's) f_i is the sum of the
-client's sample losses; with "mean" it is their mean, and g_ij the mean gradient over the block.
+client's sample losses, with "mean" their mean.
 """
 
 from __future__ import annotations
@@ -64,11 +64,6 @@ def _zero_blocks(params: Tree, num_blocks: int) -> Tree:
     return jax.tree.map(lambda x: jnp.zeros((num_blocks, *x.shape), x.dtype), params)
 
 
-def _estimate(gradient: Tree, local: LocalSGD, num_blocks: int) -> Tree:
-    """g_ij = M grad f_ij from the block's loss gradient."""
-    return tree.scale(num_blocks, gradient) if local.reduction == "sum" else gradient
-
-
 @hyperparameters
 class LoSAC(Algorithm):
     """Local steps along phi_i / N - y_ij + g_ij(x_i), refreshing phi_i and y_ij after each (paper Eq. 11-13).
@@ -128,11 +123,10 @@ class LoSAC(Algorithm):
         share = 1 / blocks if self.consistent else 1.0
 
         def direction(gradient: Tree, x: Tree, memory: _Memory, step: Step) -> tuple[Tree, _Memory]:
-            estimate = _estimate(gradient, self.local, blocks)
-            change = tree.sub(estimate, tree.row(memory.block_gradients, step.block))
+            change = tree.sub(gradient, tree.row(memory.block_gradients, step.block))
             d = tree.add_scaled(change, 1 / data.num_clients, memory.gradient_sum)
             gradient_sum = tree.add_scaled(memory.gradient_sum, share, change)
-            return d, _Memory(gradient_sum, tree.set_row(memory.block_gradients, step.block, estimate))
+            return d, _Memory(gradient_sum, tree.set_row(memory.block_gradients, step.block, gradient))
 
         result = self.local.run(
             data, message.params, direction, _Memory(message.gradient_sum, state.block_gradients)
@@ -145,7 +139,8 @@ class LoSAC(Algorithm):
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """Eq. 13, or x + mean Delta x_i and phi + sum Delta phi_i in the consistent reading."""
         clients = float(cohort.num_clients)
-        lr, weight = (1.0, cohort.size) if self.consistent else (cohort.size / clients, clients)
+        size = jnp.asarray(cohort.size, float)
+        lr, weight = (1.0, size) if self.consistent else (size / clients, clients)
         params = tree.add_scaled(server.params, lr, cohort.mean.params)
         return Server(params, tree.add_scaled(server.gradient_sum, weight, cohort.mean.gradient_sum)), {}
 
@@ -172,8 +167,10 @@ class FedSaga(Algorithm):
     server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
 
     def check(self) -> None:
-        """Blocks are needed."""
+        """Blocks are needed; a momentum buffer is no block's gradient."""
         _num_blocks(self.local, "FedSaga")
+        if self.local.momentum is not None:
+            raise FedraxError("FedSaga has no local momentum: leave local.momentum out")
 
     def init(self, params: Tree, num_clients: int) -> SagaServer:
         """Server state before the first round."""
@@ -188,11 +185,10 @@ class FedSaga(Algorithm):
         blocks = _num_blocks(self.local, "FedSaga")
 
         def direction(gradient: Tree, x: Tree, memory: SagaClient, step: Step) -> tuple[Tree, SagaClient]:
-            estimate = _estimate(gradient, self.local, blocks)
-            change = tree.sub(estimate, tree.row(memory.block_gradients, step.block))
+            change = tree.sub(gradient, tree.row(memory.block_gradients, step.block))
             d = tree.add(change, memory.gradient_sum)
             gradient_sum = tree.add_scaled(memory.gradient_sum, 1 / blocks, change)
-            return d, SagaClient(gradient_sum, tree.set_row(memory.block_gradients, step.block, estimate))
+            return d, SagaClient(gradient_sum, tree.set_row(memory.block_gradients, step.block, gradient))
 
         result = self.local.run(data, message, direction, state)
         delta = tree.sub(result.params, message)
