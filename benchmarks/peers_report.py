@@ -216,8 +216,8 @@ def introduction(session: Session) -> str:
     return (
         f"Written by `python -m benchmarks.peers` on {session.header['date']} from session "
         f"`{session.header['id']}` of `peers.jsonl`. All simulators train the same models from the same "
-        "weights on the same arrays, cohorts and batches, weighted by samples; each run is a fresh process on "
-        "a quiet machine. Medians of the repeats' medians; the first round is reported apart."
+        "weights on the same arrays, cohorts and batches, weighted by samples; each run is a fresh process "
+        "on a quiet machine. Medians of the repeats' medians; the first round is reported apart."
         f"{note}\n\n"
         f"{session.machine_text()} No accelerator is used."
     )

@@ -203,10 +203,10 @@ def table(measured: dict[str, list[Measured]]) -> str:
 def write_report(session: Session, measured: dict[str, list[Measured]], out: Path) -> list[Path]:
     introduction = (
         f"Written by `python -m benchmarks.scaling` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `scaling.jsonl`. FedAvg, five local steps, a 2NN on random 28x28 images "
-        "of bytes; unless the axis says otherwise 1000 clients of 60 samples, a cohort of 50, batches of 12, "
-        "hidden layers of 200, all devices. On the first axis clients have two samples and take batches of two. "
-        "The first round counts from the start of the process. Exponents: cost ~ size^e, least squares in "
+        f"`{session.header['id']}` of `scaling.jsonl`. FedAvg, five local steps, a 2NN on random 28x28 "
+        "images of bytes; unless the axis says otherwise 1000 clients of 60 samples, a cohort of 50, batches of 12, "
+        "hidden layers of 200, all devices. On the first axis clients have two samples and take batches of "
+        "two. The first round counts from the start of the process. Exponents: cost ~ size^e, least squares in "
         "logarithms.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )

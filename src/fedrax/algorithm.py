@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
+from fedrax.client_data import ClientData
 from fedrax.errors import FedraxError, unknown
 from fedrax.hyperparameters import hyperparameters
-from fedrax.client_data import ClientData
 from fedrax.tree import Tree
 
 Info = dict[str, Array]

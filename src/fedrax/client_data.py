@@ -8,7 +8,6 @@ loops over a client's data run as often as its size asks for.
 
 from __future__ import annotations
 
-import math
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -173,7 +172,7 @@ class ClientData:
         """Loss and gradient over all of the client's data."""
         rows = self.layout.largest if self.layout.equal else self.size
         total = self.range_gradient(params, 0, rows, self.layout.largest, self.key)
-        return total if reduction == "sum" else tree.scale(1 / self.size, total)
+        return total if reduction == "sum" else self._mean(total)
 
     def block_gradient(
         self, params: Tree, block: Array, num_blocks: int, key: Array, reduction: Reduction
@@ -181,7 +180,12 @@ class ClientData:
         """Block j's estimate M f_ij of the client's loss f_i = sum_j f_ij, and its gradient M grad f_ij."""
         start, rows = self.block_rows(block, num_blocks)
         total = self.range_gradient(params, start, rows, -(-self.layout.largest // num_blocks), key)
-        return tree.scale(num_blocks if reduction == "sum" else num_blocks / self.size, total)
+        estimate = tree.scale(num_blocks, total)
+        return estimate if reduction == "sum" else self._mean(estimate)
+
+    def _mean(self, total: Tree) -> Tree:
+        """total / n_i. (Times 1 / n_i would round to float32 even where the losses are float64.)"""
+        return jax.tree.map(lambda t: (t / self.size).astype(t.dtype), total)
 
     def _slice(self, start: Array | int, rows: int) -> Tree:
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.offset + start, rows)  # noqa: E731
@@ -189,5 +193,3 @@ class ClientData:
 
     def _gather(self, positions: Array) -> Tree:
         return jax.tree.map(lambda a: a.at[self.offset + positions].get(mode="clip"), self.samples)
-
-

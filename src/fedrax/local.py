@@ -106,7 +106,7 @@ class LocalSGD:
     """gamma: the longest step. A direction d is scaled by min(1, gamma / (eta |d|)) (CELGC's rule)."""
     prox: Prox | None = None
     """Regulariser Psi, applied as prox_{eta Psi} after every step."""
-    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    schedule: Schedule = Constant()
     """Factor on ``lr`` and ``clip`` by round."""
 
     def check(self) -> None:
@@ -116,8 +116,7 @@ class LocalSGD:
         if self.epochs is not None and self.blocks is not None:
             raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
 
-
-    def step_size(self, round: Array) -> Array:
+    def step_size(self, round: Array) -> Array | float:
         """eta in this round."""
         return self.lr * self.schedule(round)
 
@@ -140,7 +139,7 @@ class LocalSGD:
         """The gradient with weight decay added."""
         return gradient if self.weight_decay is None else tree.add_scaled(gradient, self.weight_decay, params)
 
-    def move(self, x: Tree, direction: Tree, lr: Array, round: Array) -> Tree:
+    def move(self, x: Tree, direction: Tree, lr: Array | float, round: Array) -> Tree:
         """prox_{eta Psi}(x - eta d), the direction shortened to ``clip`` where asked for."""
         step = lr
         if self.clip is not None:

@@ -37,9 +37,7 @@ class ElasticNet:
     l2: NonNegative = 1e-3
 
     def __call__(self, x: Tree, t: Array | float) -> Tree:
-        return jax.tree.map(
-            lambda leaf: (_soft_threshold(leaf, t * self.l1) / (1 + t * self.l2)).astype(leaf.dtype), x
-        )
+        return jax.tree.map(lambda leaf: (_soft_threshold(leaf, t * self.l1) / (1 + t * self.l2)).astype(leaf.dtype), x)
 
 
 @hyperparameters

@@ -56,7 +56,7 @@ class CosineDecay:
     final: Fraction = 0.0
 
     def __call__(self, round: Array) -> Array:
-        progress = jnp.minimum(round / self.rounds, 1.0)
+        progress = jnp.minimum(jnp.asarray(round, float) / self.rounds, 1.0)
         return self.final + (1 - self.final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
 
 

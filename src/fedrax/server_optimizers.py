@@ -28,7 +28,7 @@ class SGD:
     """Server step size eta_g."""
     momentum: Decay | None = None
     """beta of FedAvgM."""
-    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    schedule: Schedule = Constant()
 
     def init(self, params: Tree) -> Tree:
         """The momentum buffer, zero, or nothing."""
@@ -70,7 +70,7 @@ class Adagrad:
     lr: Positive = 0.1
     b1: Decay = 0.0
     tau: Positive = 1e-3
-    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    schedule: Schedule = Constant()
 
     def init(self, params: Tree) -> Moments:
         """m = 0, v = tau^2."""
@@ -89,7 +89,7 @@ class Adam:
     b1: Decay = 0.9
     b2: Decay = 0.99
     tau: Positive = 1e-3
-    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    schedule: Schedule = Constant()
 
     def init(self, params: Tree) -> Moments:
         """m = 0, v = tau^2."""
@@ -108,7 +108,7 @@ class Yogi:
     b1: Decay = 0.9
     b2: Decay = 0.99
     tau: Positive = 1e-3
-    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    schedule: Schedule = Constant()
 
     def init(self, params: Tree) -> Moments:
         """m = 0, v = tau^2."""
@@ -116,9 +116,7 @@ class Yogi:
 
     def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
         """(parameters, state) after one server step."""
-        return _adaptive(
-            self, params, state, delta, lambda v, d2: v - (1 - self.b2) * d2 * jnp.sign(v - d2), round
-        )
+        return _adaptive(self, params, state, delta, lambda v, d2: v - (1 - self.b2) * d2 * jnp.sign(v - d2), round)
 
 
 @hyperparameters

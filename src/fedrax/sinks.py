@@ -55,7 +55,11 @@ class ProgressSink:
 
     def event(self, event: Event) -> None:
         """Advance to the event's round."""
-        for key, form in (("test_accuracy", "accuracy {:.3f}"), ("test_mse", "mse {:.4g}"), ("test_loss", "loss {:.4g}")):
+        for key, form in (
+            ("test_accuracy", "accuracy {:.3f}"),
+            ("test_mse", "mse {:.4g}"),
+            ("test_loss", "loss {:.4g}"),
+        ):
             if key in event:
                 self._test = "test " + form.format(event[key])
                 break
@@ -123,7 +127,11 @@ class WandbSink:
     """
 
     def __init__(
-        self, project: str, name: str | None = None, config: Mapping[str, Any] | None = None, directory: Path | None = None
+        self,
+        project: str,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        directory: Path | None = None,
     ):
         self._module = _optional("wandb", "Weights & Biases", "wandb")
         self._options = {"project": project, "name": name, "config": dict(config or {}), "dir": directory}
@@ -136,7 +144,9 @@ class WandbSink:
         try:
             self._run = self._module.init(**self._options)
         except Exception as error:  # the package's errors have no common base but this
-            raise FedraxError(f"Weights & Biases cannot start ({error}); WANDB_MODE=offline needs no account.") from error
+            raise FedraxError(
+                f"Weights & Biases cannot start ({error}); WANDB_MODE=offline needs no account."
+            ) from error
 
     def event(self, event: Event) -> None:
         """Log every number."""

@@ -139,7 +139,5 @@ def _one_a_sample(output: Array) -> Array:
     if output.ndim == 2 and output.shape[1] == 1:
         return output[:, 0]
     if output.ndim != 1:
-        raise FedraxError(
-            f"this task needs a model with one output a sample, not outputs of shape {output.shape}."
-        )
+        raise FedraxError(f"this task needs a model with one output a sample, not outputs of shape {output.shape}.")
     return output

@@ -59,7 +59,9 @@ def row(a: Tree, index: Any) -> Tree:
 def set_row(a: Tree, index: Any, value: Tree) -> Tree:
     """``a`` with row ``index`` of every leaf's leading axis replaced by ``value``."""
     return jax.tree.map(
-        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), index, 0), a, value
+        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), index, 0),
+        a,
+        value,
     )
 
 

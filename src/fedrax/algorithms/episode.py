@@ -49,8 +49,8 @@ class Episode(Algorithm):
     A clipped step is -gamma d / |d|. gamma and eta decay together (``local.schedule``). Source: Algorithm 1.
     """
 
-    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
     gamma: Positive | None = None
     """Length of a clipped step; leave out for EPISODE without clipping."""
 
@@ -122,7 +122,7 @@ class NaiveParallelClip(Algorithm):
     eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule.
     """
 
-    local: LocalSGD = LocalSGD(steps=1)  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD(steps=1)
 
     def init(self, params: Tree, num_clients: int) -> ParallelServer:
         """Server state before the first round."""

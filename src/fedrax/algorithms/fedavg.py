@@ -31,8 +31,8 @@ class Server(NamedTuple):
 class FedAvg(Algorithm):
     """Local SGD, averaged: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x."""
 
-    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""
@@ -74,8 +74,8 @@ class FedSGD(Algorithm):
     Also known as DSGD. The step is the server optimizer's; ``local`` gives reduction and weight decay.
     """
 
-    local: LocalSGD = LocalSGD(batch_size="full", steps=1)  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD(lr=0.1)  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD(batch_size="full", steps=1)
+    server_optimizer: ServerOptimizer = SGD(lr=0.1)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

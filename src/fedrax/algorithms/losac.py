@@ -74,7 +74,7 @@ class LoSAC(Algorithm):
     The consistent reading is a SAGA memory in the proper scale.
     """
 
-    local: LocalSGD = LocalSGD(steps=5, blocks=5)  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD(steps=5, blocks=5)
     reading: Literal["printed", "consistent", "auto"] = "auto"
     """Scales of Eq. 11-13: as printed, or such that Eq. 12 holds. auto: as printed, but consistent where a
     prox is given, because the printed scales would solve the problem with a weaker regulariser."""
@@ -128,11 +128,10 @@ class LoSAC(Algorithm):
             gradient_sum = tree.add_scaled(memory.gradient_sum, share, change)
             return d, _Memory(gradient_sum, tree.set_row(memory.block_gradients, step.block, gradient))
 
-        result = self.local.run(
-            data, message.params, direction, _Memory(message.gradient_sum, state.block_gradients)
-        )
+        result = self.local.run(data, message.params, direction, _Memory(message.gradient_sum, state.block_gradients))
         upload = Upload(
-            tree.sub(result.params, message.params), tree.sub(result.memory.gradient_sum, message.gradient_sum)
+            tree.sub(result.params, message.params),
+            tree.sub(result.memory.gradient_sum, message.gradient_sum),
         )
         return ClientOutput(upload=upload, state=Client(result.memory.block_gradients), info=result.info)
 
@@ -163,8 +162,8 @@ class SagaClient(NamedTuple):
 class FedSaga(Algorithm):
     """FedAvg with SAGA on each client: d = M grad f_ij(x_i) - M y_ij + phi~_i (LoSAC paper, Eq. 9)."""
 
-    local: LocalSGD = LocalSGD(steps=5, blocks=5)  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD(steps=5, blocks=5)
+    server_optimizer: ServerOptimizer = SGD()
 
     def check(self) -> None:
         """Blocks are needed; a momentum buffer is no block's gradient."""

@@ -32,8 +32,8 @@ class Server(NamedTuple):
 class MIFA(Algorithm):
     """The server steps on the mean of all N clients' last updates, absent ones included (zero at first)."""
 
-    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
     memory: Literal["clients", "server"] = "clients"
     """Who keeps Delta_i: each client its own, sending the change, or the server all N, clients sending Delta_i."""
 
@@ -65,12 +65,11 @@ class MIFA(Algorithm):
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """Renew the cohort's entries of the memory and step on its mean."""
         if self.memory == "clients":
-            mean = tree.add_scaled(server.mean, cohort.size / cohort.num_clients, cohort.mean)
+            share = jnp.asarray(cohort.size, float) / cohort.num_clients
+            mean = tree.add_scaled(server.mean, share, cohort.mean)
             memory = server.memory
         else:
-            memory = jax.tree.map(
-                lambda m, new: m.at[cohort.clients].set(new, mode="drop"), server.memory, cohort.each
-            )
+            memory = jax.tree.map(lambda m, new: m.at[cohort.clients].set(new, mode="drop"), server.memory, cohort.each)
             mean = jax.tree.map(lambda m: m.mean(0), memory)
         params, optimizer = self.server_optimizer.step(server.params, server.optimizer, mean, cohort.round)
         return Server(params, mean, memory, optimizer), {}

@@ -34,8 +34,8 @@ class Message(NamedTuple):
 class MimeSVRG(Algorithm):
     """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
 
-    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedrax import tree
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
@@ -50,8 +51,8 @@ class Scaffold(Algorithm):
     With ``local.clip`` the corrected gradient is clipped at every step; with ``local.prox`` it is SCAFFOLD-Prox.
     """
 
-    local: LocalSGD = LocalSGD()  # noqa: RUF009 - immutable
-    server_optimizer: ServerOptimizer = SGD()  # noqa: RUF009 - immutable
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
     option: Literal["I", "II"] = "II"
     """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps."""
 
@@ -104,5 +105,6 @@ class Scaffold(Algorithm):
         params, optimizer = self.server_optimizer.step(
             server.params, server.optimizer, cohort.mean.params, cohort.round
         )
-        control = tree.add_scaled(server.control, cohort.size / cohort.num_clients, cohort.mean.control)
+        share = jnp.asarray(cohort.size, float) / cohort.num_clients
+        control = tree.add_scaled(server.control, share, cohort.mean.control)
         return Server(params, control, optimizer), {}

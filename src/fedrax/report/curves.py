@@ -75,7 +75,7 @@ def _scale(axes: Axes, tables: Sequence[pl.DataFrame], key: str) -> None:
     if "accuracy" in key:
         axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
     elif low > 0 and high > 20 * low:
-        axes.set_yscale("log")
+        axes.set_yscale("log", nonpositive="clip")  # a band may reach below zero
         axes.set_ylim(0.8 * low, 1.25 * high)
 
 

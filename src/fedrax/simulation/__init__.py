@@ -3,8 +3,9 @@
 from fedrax.simulation.backend import use_all_cores
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.interpreters import NonFiniteError
+from fedrax.simulation.process import Interrupted
 from fedrax.simulation.result import Result, to_target
-from fedrax.simulation.run import Interrupted, simulate
+from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Availability, Script, Settings, Uniform, WeightedBySamples
 
 __all__ = [

@@ -28,12 +28,13 @@ def use_all_cores() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_multi_thread_eigen" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if jax.config.jax_num_cpu_devices < 1 and "host_platform_device_count" not in flags:
+    asked_for = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
+    if not asked_for and "host_platform_device_count" not in flags:
         try:
             jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
         except RuntimeError:  # JAX has started; its devices stay as they are
             os.environ["XLA_FLAGS"] = flags
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
@@ -44,17 +45,3 @@ def make_mesh(devices: int | None) -> Mesh:
     if devices is not None and devices > len(found):
         raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
     return Mesh(np.array(found[:devices]), (AXIS,))
-
-
-def describe(mesh: Mesh, plan: str, chunk: int) -> str:
-    """The plan in words: 'scan: one client after another on each of 2 CPU cores'."""
-    devices = list(mesh.devices.flat)
-    kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
-    where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
-    how = {
-        "scan": "one client after another",
-        "vmap": f"{chunk} clients side by side",
-        "loop": "one compiled call a client",
-        "debug": "step by step without compilation",
-    }[plan]
-    return f"{plan}: {how} on {where}"

@@ -20,7 +20,10 @@ FILE = "state.npz"
 
 def save(directory: Path, state: Tree, meta: dict[str, Any]) -> None:
     """Write a pytree of arrays and a JSON-able ``meta`` to ``directory``; raises FedraxError if it cannot."""
-    leaves = {f"{i:04d}:{n}": np.asarray(x) for i, (n, x) in enumerate(zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True))}
+    leaves = {
+        f"{i:04d}:{n}": np.asarray(x)
+        for i, (n, x) in enumerate(zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True))
+    }
     leaves["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     path, part = directory / FILE, directory / f".{FILE}.part"
     try:

@@ -45,7 +45,9 @@ class Sampler:
         for r, cohort in enumerate(cohorts):
             inside = cohort.size and cohort.min() >= 0 and cohort.max() < self.num_clients
             if not inside or len(np.unique(cohort)) != cohort.size:
-                raise FedraxError(f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}")
+                raise FedraxError(
+                    f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}"
+                )
 
     @property
     def largest(self) -> int:
@@ -90,7 +92,9 @@ def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray
         table = pl.read_csv(path)
         rounds, clients = table["round"].cast(pl.Int64).to_numpy(), table["client"].cast(pl.Int64).to_numpy()
     except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"the availability trace {path} is not a CSV with whole numbers round, client: {error}") from error
+        raise FedraxError(
+            f"the availability trace {path} is not a CSV with whole numbers round, client: {error}"
+        ) from error
     if not len(rounds) or rounds.min() < 0 or clients.min() < 0 or clients.max() >= num_clients:
         raise FedraxError(f"the availability trace {path} must name rounds from 0 and clients 0 to {num_clients - 1}")
     rows = [np.unique(clients[rounds == r]) for r in range(int(rounds.max()) + 1)]
@@ -172,7 +176,7 @@ class Planner:
                 load[device] += cost[place]
             else:
                 newcomers.append(place)
-        heap = [(load[d], d) for d in range(self.devices)]
+        heap: list[tuple[float, int]] = [(load[d], d) for d in range(self.devices)]
         heapq.heapify(heap)
         for place in sorted(newcomers, key=lambda p: (-cost[p], p)):
             popped = []
@@ -180,7 +184,7 @@ class Planner:
                 popped.append(heapq.heappop(heap))
             used, device = heapq.heappop(heap)
             chosen[device].append(place)
-            heapq.heappush(heap, (used + cost[place], device))
+            heapq.heappush(heap, (used + float(cost[place]), device))
             for entry in popped:
                 heapq.heappush(heap, entry)
             if self.stateful:

@@ -31,6 +31,12 @@ BY_DEVICE = ("count", "client", "slot", "offset", "size", "weight", "work", "blo
 """The fields of a Block that have a device axis."""
 
 
+def share_of(xs: Block, r: int, d: int) -> Block:
+    """Round ``r`` of device ``d`` of a block on the host: its fields without these two axes."""
+    pick = {name: (r, d) if name in BY_DEVICE else r for name in Block._fields}
+    return Block(*(None if value is None else value[pick[name]] for name, value in xs._asdict().items()))  # type: ignore[arg-type]
+
+
 class Program(NamedTuple):
     """What is fixed when the block is compiled, besides the algorithm's static fields."""
 
@@ -121,7 +127,13 @@ class PhaseRunner:
     """One phase (number ``p`` of the algorithm's) of one round on one device."""
 
     def __init__(
-        self, program: Program, phases: tuple[Phase, ...], p: int, message: Tree, samples: Tree, places: Places
+        self,
+        program: Program,
+        phases: tuple[Phase, ...],
+        p: int,
+        message: Tree,
+        samples: Tree,
+        places: Places,
     ):
         self.program, self.phase, self.message = program, phases[p], message
         self.samples, self.places = samples, places
@@ -206,7 +218,13 @@ def merge_info(record: dict, clients: dict, server: dict) -> dict:
 
 
 def run_round(
-    program: Program, algorithm: Algorithm, carry: Carry, samples: Tree, key: Array, xs: Block, axis: str | None
+    program: Program,
+    algorithm: Algorithm,
+    carry: Carry,
+    samples: Tree,
+    key: Array,
+    xs: Block,
+    axis: str | None,
 ) -> tuple[Carry, dict[str, Array]]:
     """One round on one device of the mesh; collectives over ``axis`` join the devices."""
     places = places_of(xs, key)

@@ -21,7 +21,6 @@ from fedrax.algorithm import Algorithm, Cohort
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import Block
 from fedrax.simulation.engine import (
-    BY_DEVICE,
     Carry,
     Engine,
     PhaseRunner,
@@ -31,22 +30,13 @@ from fedrax.simulation.engine import (
     client_data,
     merge_info,
     places_of,
+    share_of,
 )
 from fedrax.tree import Tree
 
 
 class NonFiniteError(FedraxError):
     """A loss, upload, state or parameter became infinite or not a number."""
-
-
-def _share(xs: Block, r: int, d: int) -> Block:
-    """Round r of device d, without the two axes."""
-    return Block(
-        **{
-            name: None if value is None else value[r, d] if name in BY_DEVICE else value[r]
-            for name, value in xs._asdict().items()
-        }
-    )
 
 
 class LoopEngine(Engine):
@@ -64,7 +54,14 @@ class LoopEngine(Engine):
         return PhaseRunner(self.program, algorithm.phases, p, message, samples, places)
 
     def _start_phase(
-        self, p: int, algorithm: Algorithm, message: Tree, samples: Tree, places: Any, states: Tree, store: Tree
+        self,
+        p: int,
+        algorithm: Algorithm,
+        message: Tree,
+        samples: Tree,
+        places: Any,
+        states: Tree,
+        store: Tree,
     ) -> Progress:
         return self._runner(p, algorithm, message, samples, places).start(states, store)._replace(store=())
 
@@ -115,10 +112,12 @@ class LoopEngine(Engine):
         devices = list(self.mesh.devices.flat)
         server, stores = carry.server, [_shard(carry.store, d) for d in range(len(devices))]
         samples = [_shard(self.samples, d) for d in range(len(devices))]
-        shares = [_share(xs, r, d) for d in range(len(devices))]
-        places = [self._places(*jax.device_put((share, key), device)) for share, device in zip(shares, devices, strict=True)]
+        shares = [share_of(xs, r, d) for d in range(len(devices))]
+        places = [
+            self._places(*jax.device_put((share, key), device)) for share, device in zip(shares, devices, strict=True)
+        ]
         states: list[Tree] = [()] * len(devices)
-        whole = Block(**{name: None if v is None else v[r] for name, v in xs._asdict().items()})
+        whole = jax.tree.map(lambda a: a[r], xs)
         record: dict = {}
         bad = self.program.num_clients
         for p in range(len(algorithm.phases)):
@@ -141,7 +140,11 @@ class LoopEngine(Engine):
         sound = bool(finite) and bad == self.program.num_clients
         server = self.put(server, ()).server if sound else carry.server
         store = jax.tree.map(self._join, *stores) if jax.tree.leaves(carry.store) else carry.store
-        return Carry(server, store), {**{k: np.asarray(v) for k, v in record.items()}, "sound": sound, "bad": bad}
+        return Carry(server, store), {
+            **{k: np.asarray(v) for k, v in record.items()},
+            "sound": sound,
+            "bad": bad,
+        }
 
     def _join(self, *shards: Array) -> Array:
         shape = (sum(len(shard) for shard in shards), *shards[0].shape[1:])
@@ -163,7 +166,7 @@ class DebugEngine(Engine):
         records: list[dict] = []
         with jax.disable_jit():
             for r in range(rounds):
-                carry, record = self.round(algorithm, carry, key, _share(xs, r, 0))
+                carry, record = self.round(algorithm, carry, key, share_of(xs, r, 0))
                 records.append({name: np.asarray(value) for name, value in record.items()})
         return carry, {name: np.asarray([record[name] for record in records]) for name in records[0]}
 
@@ -188,7 +191,9 @@ class DebugEngine(Engine):
             server, info = phase.server(server, self._cohort(outputs, weights, xs, clients))
             require_finite({"server": server}, where)
             means = {
-                name: sum((1.0 if name == "gradients" else w) * o.info[name] for w, o in zip(weights, outputs, strict=True))
+                name: sum(
+                    (1.0 if name == "gradients" else w) * o.info[name] for w, o in zip(weights, outputs, strict=True)
+                )
                 for name in outputs[0].info
             }
             record = merge_info(record, means, info)
@@ -197,7 +202,10 @@ class DebugEngine(Engine):
         return Carry(server, store), {**record, "sound": True, "bad": self.program.num_clients}
 
     def _cohort(self, outputs: list, weights: list, xs: Block, clients: list[int]) -> Cohort:
-        mean = jax.tree.map(lambda *u: sum(w.astype(a.dtype) * a for w, a in zip(weights, u, strict=True)), *[o.upload for o in outputs])
+        mean = jax.tree.map(
+            lambda *u: sum(w.astype(a.dtype) * a for w, a in zip(weights, u, strict=True)),
+            *[o.upload for o in outputs],
+        )
         return Cohort(
             mean=mean,
             each=jax.tree.map(lambda *e: jnp.stack(e), *[o.each for o in outputs]),

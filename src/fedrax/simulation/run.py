@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import platform
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedrax import tree
-from fedrax.algorithm import Algorithm, Cohort, check_settings
-from fedrax.client_data import ClientData, Layout
+from fedrax.algorithm import Algorithm, check_settings
+from fedrax.client_data import Layout
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.hyperparameters import check
 from fedrax.simulation import backend, checkpoint
 from fedrax.simulation.cohorts import Planner, Sampler
-from fedrax.simulation.engine import BY_DEVICE, Carry, Engine, Program
+from fedrax.simulation.communication import message_bytes
+from fedrax.simulation.engine import Carry, Engine, Program, share_of
 from fedrax.simulation.evaluate import Evaluator
 from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, read_events
 from fedrax.simulation.interpreters import DebugEngine, LoopEngine, NonFiniteError
+from fedrax.simulation.plans import choose_plan, describe
+from fedrax.simulation.process import Interrupted, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
 from fedrax.simulation.settings import Script, Settings
 from fedrax.task import Batch, Task
@@ -39,10 +37,6 @@ _LONGEST_BLOCK = 64
 _BLOCK_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
 _HIDDEN = ("sound", "bad")
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C: the run was checkpointed (where it has a directory) and can be resumed."""
 
 
 def simulate(
@@ -120,7 +114,7 @@ class Simulation:
         down, up = message_bytes(program, algorithm, self.start, self.initial_client, samples)
         self.info = RunInfo(
             algorithm=type(algorithm).__name__,
-            plan=backend.describe(mesh, self.plan, chunk),
+            plan=describe(mesh, self.plan, chunk),
             rounds=settings.rounds,
             first_round=0,
             cohort_size=sampler.largest,
@@ -229,7 +223,9 @@ class Simulation:
 
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, end."""
-        every = [self.settings.eval_every] + [self.settings.checkpoint_every] * (self.settings.checkpoint_every is not None)
+        every = [self.settings.eval_every] + [self.settings.checkpoint_every] * (
+            self.settings.checkpoint_every is not None
+        )
         return min(self.settings.rounds - done, *(n - done % n for n in every if n), _LONGEST_BLOCK)
 
     def _checkpoint_due(self, done: int, saved: float) -> bool:
@@ -251,7 +247,11 @@ class Simulation:
             clients = int(xs.count[r].sum())
             down, up = down + clients * self.info.bytes_down, up + clients * self.info.bytes_up
             gradients += round(float(records["gradients"][r]))
-            event: Event = {"round": len(events) + r + 1, "train_loss": float(records["loss"][r])} if "loss" in records else {"round": len(events) + r + 1}
+            event: Event = (
+                {"round": len(events) + r + 1, "train_loss": float(records["loss"][r])}
+                if "loss" in records
+                else {"round": len(events) + r + 1}
+            )
             event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
             event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
             event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
@@ -289,13 +289,13 @@ class Simulation:
     def _culprit(self, carry: Carry, xs: Any, r: int) -> str | None:
         """Repeat the round client by client from its starting state; the first non-finite tensor, in words."""
         debug = DebugEngine(self.engine.program._replace(chunk=0), backend.make_mesh(1), self.engine.samples)
+        rows = self.planner.capacity
         for d in range(self.planner.devices):
-            pick = {n: None if (v := getattr(xs, n)) is None else v[r, d] if n in BY_DEVICE else v[r] for n in xs._fields}
-            capacity = self.planner.capacity
-            store = jax.tree.map(lambda a, d=d: np.asarray(a)[d * capacity : (d + 1) * capacity], carry.store)
-            server = jax.tree.map(np.asarray, carry.server)
+            mine = slice(d * rows, (d + 1) * rows)
+            store = jax.tree.map(lambda a, mine=mine: np.asarray(a)[mine], carry.store)
+            server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
             try:
-                debug.round(self.algorithm, Carry(jax.tree.map(jnp.asarray, server), store), self.key, xs._replace(**pick))
+                debug.round(self.algorithm, Carry(server, store), self.key, share_of(xs, r, d))
             except NonFiniteError as error:
                 return str(error)
         return None
@@ -304,93 +304,3 @@ class Simulation:
 def round_seconds(events: list[Event], more: float) -> float:
     """Cumulative seconds, to the microsecond."""
     return round((events[-1]["seconds"] if events else 0.0) + more, 6)
-
-
-def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tuple[str, int]:
-    """(plan, clients side by side): one after another on CPU cores, side by side on accelerators."""
-    device = mesh.devices.flat[0]
-    plan = settings.plan if settings.plan != "auto" else "scan" if device.platform == "cpu" else "vmap"
-    if plan != "vmap":
-        return plan, 0
-    share = -(-cohort // mesh.devices.size)
-    if settings.chunk is not None:
-        return plan, min(settings.chunk, share)
-    # A client at work holds about a dozen copies of the parameters, activations included.
-    stats = device.memory_stats() or {}
-    budget = 0.5 * stats.get("bytes_limit", 4 * 2**30)
-    return plan, max(1, min(share, int(budget / (12 * max(tree.num_bytes(params), 1)))))
-
-
-def message_bytes(program: Program, algorithm: Algorithm, params: Tree, state: Tree, samples: Tree) -> tuple[int, int]:
-    """Bytes (down, up) of one client in one round, from the shapes of the algorithm's messages and uploads."""
-
-    def one_round(params: Tree, state: Tree, samples: Tree) -> tuple[list[Tree], list[Tree]]:
-        server, received, sent = algorithm.init(params, program.num_clients), [], []
-        zero, one = jnp.int32(0), jnp.ones(1)
-        blocks = getattr(getattr(algorithm, "local", None), "blocks", None)
-        data = ClientData(
-            program.task,
-            program.layout,
-            samples,
-            offset=zero,
-            size=jnp.int32(program.layout.largest),
-            key=jax.random.key(0),
-            round=zero,
-            num_clients=program.num_clients,
-            cohort_size=one[0],
-            blocks=None if blocks is None else jnp.zeros((1,), jnp.int32),
-        )
-        for phase in algorithm.phases:
-            message = phase.broadcast(server)
-            out = phase.client(message, state, data)
-            each = jax.tree.map(lambda a: a[None], out.each)
-            cohort = Cohort(out.upload, each, zero[None], one, one[0], program.num_clients, zero)
-            server, state = phase.server(server, cohort)[0], out.state
-            received.append(message)
-            sent.append((out.upload, out.each))
-        return received, sent
-
-    received, sent = jax.eval_shape(one_round, params, state, samples)
-    return tree.num_bytes(received), tree.num_bytes(sent)
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one interrupts at once."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def handler(number: int, frame: Any) -> None:
-        flag.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def write_environment(directory: Path) -> None:
-    """What the run ran on, as ``environment.json``."""
-    import fedrax
-
-    devices = jax.devices()
-    facts = {
-        "fedrax": fedrax.__version__,
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "devices": [str(device) for device in devices],
-        "device_kind": devices[0].device_kind,
-    }
-    part = directory / ".environment.json.part"
-    try:
-        part.write_text(json.dumps(facts, indent=1) + "\n")
-        part.replace(directory / "environment.json")
-    except OSError as error:
-        raise FedraxError(f"cannot write {directory / 'environment.json'}: {error.strerror}") from error

@@ -74,7 +74,8 @@ class Upcycled(Algorithm):
     def _corrections(self, old: Any, new: Any, round: Any) -> Any:
         factor = self.a * self.schedule(round)
         names = [name for name in self.corrections if name in getattr(new, "_fields", ())]
-        return new._replace(**{n: _extrapolate(getattr(old, n), getattr(new, n), factor) for n in names})
+        moved = {n: _extrapolate(getattr(old, n), getattr(new, n), factor) for n in names}
+        return new._replace(**moved) if moved else new
 
     def init(self, params: Tree, num_clients: int) -> Any:
         """The inner algorithm's."""
