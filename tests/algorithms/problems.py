@@ -1,0 +1,205 @@
+"""What the comparisons run on: small federations, and one table that names methods for fedrax and NumPy alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedrax
+from fedrax import proximal, schedules, server_optimizers
+from fedrax.algorithm import Algorithm, find_algorithm
+from tests import reference
+
+FEATURES, CLASSES = 4, 3
+SIZES = {
+    "uneven": (7, 4, 9, 5, 12, 6, 3),  # ragged last batches, blocks of different sizes
+    "equal": (6, 6, 6, 6, 6, 6, 6),  # shapes known when the program is compiled
+    "multiples": (6, 3, 9, 3, 12, 6, 9),  # batches of 3 are always whole
+}
+NUM_CLIENTS = 7
+
+
+def quadratic_task() -> fedrax.Task:
+    """Loss (a w - b)^2 / 2."""
+    return fedrax.Task(
+        init=lambda key: {"w": jnp.zeros(FEATURES)},
+        loss=lambda params, batch, key: 0.5 * (batch.x @ params["w"] - batch.y) ** 2,
+    )
+
+
+def softmax_task() -> fedrax.Task:
+    """Cross entropy of a linear model with a bias."""
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        logits = batch.x @ params["kernel"] + params["bias"]
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, batch.y[:, None], 1)[:, 0]
+
+    return fedrax.Task(
+        init=lambda key: {"bias": jnp.zeros(CLASSES), "kernel": jnp.zeros((FEATURES, CLASSES))}, loss=loss
+    )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A federation as both sides see it. The data are float32 numbers, so that both have the very same."""
+
+    task: fedrax.Task
+    federation: fedrax.Federation
+    problem: reference.Problem
+    x0: np.ndarray
+
+    @property
+    def params(self) -> dict[str, np.ndarray]:
+        """The start as fedrax wants it."""
+        return reference.split(self.problem, self.x0)
+
+    def clients(self, local: reference.Local) -> list[reference.Client]:
+        """The clients as NumPy wants them."""
+        x, y = (np.asarray(a) for a in self.federation.train)
+        x = x.astype(np.float64)
+        y = y if y.dtype == np.int32 else y.astype(np.float64)
+        ranges = zip(self.federation.offsets[:-1], self.federation.offsets[1:], strict=True)
+        return [reference.Client(self.problem, x[i:j], y[i:j], local) for i, j in ranges]
+
+
+@cache
+def make_problem(kind: str = "softmax", sizes: str | tuple[int, ...] = "uneven") -> Problem:
+    """A problem whose clients differ in their features, labels and sizes."""
+    sizes = SIZES[sizes] if isinstance(sizes, str) else sizes
+    rng = np.random.default_rng(7)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    x = (rng.normal(size=(offsets[-1], FEATURES)) + rng.normal(size=(len(sizes), FEATURES))[owner]).astype(np.float32)
+    if kind == "softmax":
+        task, problem = softmax_task(), reference.Softmax(FEATURES, CLASSES)
+        y = rng.integers(0, CLASSES, offsets[-1])
+    else:
+        task, problem = quadratic_task(), reference.Quadratic(FEATURES)
+        y = rng.normal(size=offsets[-1]).astype(np.float32)
+    federation = fedrax.Federation.from_arrays(x, y, offsets=offsets, test=(x[:5], y[:5]), shuffle=False)
+    size = sum(int(np.prod(shape)) for shape in problem.shapes.values())
+    return Problem(task, federation, problem, 0.5 * rng.normal(size=size))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with options, on a federation, under settings."""
+
+    method: str
+    options: dict = field(default_factory=dict)
+    sizes: str | tuple[int, ...] = "uneven"
+    weights: str = "uniform"
+    stragglers: float = 0.0
+    varying: bool = False
+    rounds: int = 4
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """An identifier for reports."""
+        return f"{self.method}-{self.note}" if self.note else self.method
+
+    @property
+    def local(self) -> dict:
+        """The options of the local steps."""
+        return self.options.get("local") or self.options["inner"][1]["local"]
+
+    def algorithm(self) -> Algorithm:
+        """For fedrax."""
+        return make_algorithm(self.method, self.options)
+
+    def cohorts(self) -> list[np.ndarray]:
+        """The given cohorts: in no order, some clients never in one, one of them in all."""
+        rng = np.random.default_rng(11)
+        size = lambda r: 4 if not self.varying else (4, 2, 5, 1)[r % 4]  # noqa: E731
+        others = lambda r: rng.permutation(np.array([0, 1, 3, 4, 5]))[: size(r) - 1]  # noqa: E731
+        return [rng.permutation(np.append(others(r), 2)) for r in range(self.rounds)]
+
+    def script(self) -> fedrax.Script:
+        """Cohorts, and blocks where the local steps need them."""
+        blocks = self.local.get("blocks")
+        if blocks is None:
+            return fedrax.Script(cohorts=self.cohorts())
+        drawn = np.random.default_rng(13).integers(0, blocks, (self.rounds, 5, self.local["steps"]))
+        return fedrax.Script(cohorts=self.cohorts(), blocks=drawn.astype(np.int32))
+
+
+def _object(module: Any, spec: Any) -> Any:
+    name, options = spec
+    return getattr(module, name)(**options_of(options))
+
+
+def options_of(options: dict) -> dict:
+    """Options with ("Name", {...}) replaced by fedrax's objects."""
+    kinds = {"prox": proximal, "schedule": schedules, "server_optimizer": server_optimizers}
+    return {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
+
+
+def make_algorithm(method: str, options: dict) -> Algorithm:
+    """fedrax's object for a method of the table."""
+    options = options_of(options)
+    if "local" in options:
+        options["local"] = fedrax.LocalSGD(order="stored", **options_of(options["local"]))
+    if "inner" in options:
+        options["inner"] = make_algorithm(*options["inner"])
+    return find_algorithm(method)(**options)
+
+
+def simulate(case: Case, kind: str = "softmax", **settings: Any) -> fedrax.Result:
+    """The case in fedrax, in float64 unless told otherwise."""
+    problem = make_problem(kind, case.sizes)
+    defaults = {"dtype": "float64", "plan": "scan", "devices": 1, "eval_every": 1000}
+    changes = {**defaults, "weights": case.weights, "stragglers": case.stragglers, "rounds": case.rounds} | settings
+    return fedrax.simulate(
+        case.algorithm(), problem.task, problem.federation, params=problem.params, script=case.script(), **changes
+    )
+
+
+def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference.Method:
+    """The case in NumPy."""
+    problem, script = make_problem(kind, case.sizes), case.script()
+    clients = problem.clients(reference.Local(**case.local))
+    method = reference.build(clients, problem.x0, case.method, case.options)
+    assert script.cohorts is not None
+    return reference.run(method, list(script.cohorts), case.weights, works, script.blocks)
+
+
+def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
+    """fedrax's state as flat vectors by name, without the parameters and the optimizer's state."""
+    if not hasattr(state, "_fields"):
+        return {"": _flat(problem, state)} if jax.tree.leaves(state) else {}
+    names = [n for n in state._fields if n not in ("params", "optimizer") and jax.tree.leaves(getattr(state, n))]
+    return {name: _flat(problem, getattr(state, name)) for name in names}
+
+
+def _flat(problem: reference.Problem, arrays: Any) -> np.ndarray:
+    name, shape = next(iter(problem.shapes.items()))
+    leading = np.shape(arrays[name])[: np.ndim(arrays[name]) - len(shape)]
+    return reference.join(problem, arrays, leading)
+
+
+def assert_same(result: fedrax.Result, method: reference.Method, case: Case, kind: str, **tolerance: float) -> None:
+    """Parameters, server state and every client's state agree."""
+    problem = make_problem(kind, case.sizes).problem
+    close = lambda a, b, what: np.testing.assert_allclose(a, b, err_msg=what, **tolerance)  # noqa: E731
+    close(reference.join(problem, result.params), method.x, "parameters")
+    _same_vectors(vectors(problem, result.server), method.server_state(), "server", close)
+    for i in range(len(method.clients)):
+        _same_vectors(vectors(problem, result.client_state(i)), method.client_state(i), f"client {i}", close)
+
+
+def _same_vectors(ours: dict, theirs: dict, who: str, close: Any) -> None:
+    assert ours.keys() == theirs.keys(), who
+    for name, value in theirs.items():
+        close(ours[name], value, f"{who}: {name}")
+
+
+def state_of(result: fedrax.Result, clients: Sequence[int] = range(NUM_CLIENTS)) -> Any:
+    """Everything a run ends in, for comparisons of runs."""
+    return jax.tree.map(np.asarray, (result.server, [result.client_state(i) for i in clients]))

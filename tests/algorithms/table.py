@@ -1,0 +1,149 @@
+"""The table: every method with every option, in words that fedrax and the NumPy reference both understand."""
+
+from tests.algorithms.problems import Case
+
+EPOCHS = {"lr": 0.1, "epochs": 2, "batch_size": 3}
+STEPS = {"lr": 0.1, "steps": 5, "batch_size": 4}
+FULL = {"lr": 0.1, "steps": 3, "batch_size": "full"}
+BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
+RICH = {
+    **STEPS,
+    "momentum": 0.7,
+    "weight_decay": 0.05,
+    "clip": 0.15,
+    "prox": ("L1", {"weight": 0.05}),
+    "schedule": ("ExponentialDecay", {"factor": 0.8}),
+}
+"""Everything at once."""
+
+METHODS = {
+    case.name: case
+    for case in (
+        Case("FedSGD", {"local": FULL | {"weight_decay": 0.1}, "server_optimizer": ("SGD", {"lr": 0.3})}),
+        Case("FedAvg", {"local": EPOCHS}, weights="samples"),
+        Case("FedAvg", {"local": RICH}, note="rich"),
+        Case("FedProx", {"local": EPOCHS, "mu": 0.7}, weights="samples"),
+        Case("Scaffold", {"local": EPOCHS}),
+        Case("Scaffold", {"local": STEPS | {"clip": 0.1}, "option": "I"}, note="I-clipped"),
+        Case("Scaffold", {"local": RICH}, note="rich"),
+        Case("FedSaga", {"local": BLOCKS}, weights="samples"),
+        Case("LoSAC", {"local": BLOCKS | {"reduction": "sum"}, "reading": "printed"}, note="printed"),
+        Case("LoSAC", {"local": BLOCKS, "reading": "consistent"}, varying=True, note="consistent"),
+        Case("MimeSVRG", {"local": EPOCHS}, weights="samples"),
+        Case("Episode", {"local": EPOCHS, "gamma": 0.04}, weights="samples"),
+        Case("NaiveParallelClip", {"local": STEPS | {"clip": 0.03}}, weights="samples"),
+        Case("MIFA", {"local": EPOCHS}, varying=True),
+        Case("MIFA", {"local": EPOCHS, "memory": "server"}, varying=True, note="server"),
+        Case(
+            "Upcycled",
+            {"inner": ("Scaffold", {"local": EPOCHS}), "a": 0.4, "extrapolate": "both"},
+            note="scaffold-both",
+        ),
+    )
+}
+"""One case a method, for the comparisons of plans."""
+
+
+def _local(note: str, options: dict, method: str = "FedAvg", **more: object) -> Case:
+    return Case(method, {"local": options}, note=note, **more)  # type: ignore[arg-type]
+
+
+LOCAL_WORK = [
+    _local("equal sizes, ragged", EPOCHS | {"batch_size": 4}, sizes="equal"),
+    _local("equal sizes, whole", EPOCHS, sizes="equal"),
+    _local("whole batches, sizes differ", EPOCHS, sizes="multiples"),
+    _local("steps beyond an epoch", STEPS | {"steps": 9}),
+    _local("batches larger than clients", STEPS | {"batch_size": 8}),
+    _local("batches larger than all clients", STEPS | {"batch_size": 100}),
+    _local("full", FULL),
+    _local("full, equal sizes", FULL, sizes="equal"),
+    _local("full, epochs", EPOCHS | {"batch_size": "full"}),
+    _local("long passes", FULL | {"steps": 2}, sizes=(300, 5, 129, 128, 17, 40, 257)),
+    _local("blocks", BLOCKS),
+    _local("blocks, equal sizes", BLOCKS, sizes="equal"),
+    _local("blocks that do not divide equal sizes", BLOCKS | {"blocks": 4}, sizes="equal"),
+    _local("more blocks than samples", BLOCKS | {"blocks": 5}, sizes="uneven"),
+    _local("sum", EPOCHS | {"reduction": "sum", "lr": 0.02}),
+    _local("sum, full", FULL | {"reduction": "sum", "lr": 0.02}),
+    _local("sum, equal sizes", EPOCHS | {"reduction": "sum", "lr": 0.02}, sizes="equal"),
+    _local("momentum", EPOCHS | {"momentum": 0.9}),
+    _local("weight decay", EPOCHS | {"weight_decay": 0.2}),
+    _local("clip", EPOCHS | {"clip": 0.05}),
+    _local("clip, StepDecay", EPOCHS | {"clip": 0.1, "schedule": ("StepDecay", {"factor": 0.5, "milestones": (1, 3)})}),
+    _local("InverseDecay", EPOCHS | {"schedule": ("InverseDecay", {"rate": 0.5})}),
+    _local("CosineDecay", EPOCHS | {"schedule": ("CosineDecay", {"rounds": 3, "final": 0.1})}),
+    _local("ElasticNet", EPOCHS | {"prox": ("ElasticNet", {"l1": 0.05, "l2": 0.3})}),
+    _local("NuclearNorm", EPOCHS | {"prox": ("NuclearNorm", {"weight": 0.2})}),
+    _local("Box", EPOCHS | {"prox": ("Box", {"low": -0.2, "high": 0.3})}),
+    _local("clip and prox", EPOCHS | {"clip": 0.05, "prox": ("L1", {"weight": 0.3})}),
+    _local("stragglers, epochs", EPOCHS | {"epochs": 4}, stragglers=0.6),
+    _local("stragglers, steps", STEPS, stragglers=0.5, weights="samples"),
+    _local("varying cohorts", EPOCHS, varying=True, weights="samples"),
+]
+
+SERVER_RULES = [
+    Case("FedAvg", {"local": STEPS, "server_optimizer": rule}, note=f"{rule[0]} {i}")
+    for i, rule in enumerate(
+        (
+            ("SGD", {"lr": 0.7}),
+            ("SGD", {"lr": 0.7, "momentum": 0.9}),
+            ("SGD", {"lr": 0.7, "schedule": ("ExponentialDecay", {"factor": 0.5})}),
+            ("Adagrad", {"lr": 0.1, "tau": 0.01}),
+            ("Adagrad", {"lr": 0.1, "b1": 0.5, "tau": 0.1}),
+            ("Adam", {"lr": 0.05, "b1": 0.8, "b2": 0.9, "tau": 0.01}),
+            ("Yogi", {"lr": 0.05, "b1": 0.8, "b2": 0.9, "tau": 0.01}),
+            ("Yogi", {"lr": 0.05, "tau": 1e-3, "schedule": ("StepDecay", {"factor": 0.1, "milestones": (2,)})}),
+        )
+    )
+]
+
+
+def _case(method: str, note: str, local: dict, options: dict | None = None, **more: object) -> Case:
+    return Case(method, {"local": local, **(options or {})}, note=note, **more)  # type: ignore[arg-type]
+
+
+_MOMENTUM_DECAY = STEPS | {"momentum": 0.7, "weight_decay": 0.05}
+_L1 = {"prox": ("L1", {"weight": 0.1})}
+
+OPTIONS = [
+    _case("FedSGD", "sum, Adam", FULL | {"reduction": "sum"}, {"server_optimizer": ("Adam", {"lr": 0.05})}),
+    _case("FedProx", "rich", RICH, {"mu": 0.5}),
+    _case("FedProx", "stragglers", EPOCHS, {"mu": 0.5}, stragglers=0.6, weights="samples"),
+    _case("Scaffold", "I", EPOCHS, {"option": "I"}),
+    _case("Scaffold", "I sum", EPOCHS | {"reduction": "sum", "lr": 0.02}, {"option": "I"}),
+    _case("Scaffold", "server step", STEPS, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
+    _case("Scaffold", "clip", STEPS | {"clip": 0.1}),
+    _case("Scaffold", "momentum", STEPS | {"momentum": 0.8}),
+    _case("Scaffold", "decay", STEPS | {"weight_decay": 0.3}),
+    _case("Scaffold", "prox", STEPS | {"prox": ("NuclearNorm", {"weight": 0.2})}),
+    _case("Scaffold", "prox I", STEPS | _L1, {"option": "I"}),
+    _case("Scaffold", "stragglers", EPOCHS, stragglers=0.6),
+    _case("Scaffold", "schedule", STEPS | {"schedule": ("InverseDecay", {"rate": 0.5})}),
+    _case("Scaffold", "varying", EPOCHS, varying=True),
+    _case("FedSaga", "sum", BLOCKS | {"reduction": "sum"}),
+    _case("FedSaga", "decay, server rule", BLOCKS | {"weight_decay": 0.1}, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
+    _case("FedSaga", "equal sizes", BLOCKS, sizes="equal"),
+    _case("LoSAC", "printed mean", BLOCKS, {"reading": "printed"}),
+    _case("LoSAC", "printed equal", BLOCKS, {"reading": "printed"}, sizes="equal"),
+    _case("LoSAC", "consistent sum", BLOCKS | {"reduction": "sum"}, {"reading": "consistent"}),
+    _case("LoSAC", "prox printed", BLOCKS | _L1, {"reading": "printed"}),
+    _case("LoSAC", "prox consistent", BLOCKS | _L1 | {"lr": 0.1}, {"reading": "consistent"}, sizes="equal"),
+    _case("LoSAC", "decay, schedule, stragglers", BLOCKS | {"weight_decay": 0.2, "schedule": ("InverseDecay", {"rate": 0.5})}, {"reading": "consistent"}, stragglers=0.5),
+    _case("LoSAC", "more blocks than samples", BLOCKS | {"blocks": 5}, {"reading": "printed"}),
+    _case("MimeSVRG", "full, equal", FULL, sizes="equal"),
+    _case("MimeSVRG", "rich", RICH),
+    _case("MimeSVRG", "sum, server rule", STEPS | {"reduction": "sum", "lr": 0.02}, {"server_optimizer": ("Adagrad", {"lr": 0.1})}),
+    _case("Episode", "unclipped", EPOCHS),
+    _case("Episode", "clipped always", STEPS, {"gamma": 1e-3}),
+    _case("Episode", "clipped never", STEPS, {"gamma": 1e3}),
+    _case("Episode", "momentum, prox, schedule", STEPS | _L1 | {"momentum": 0.7, "schedule": ("ExponentialDecay", {"factor": 0.6})}, {"gamma": 0.05}),
+    _case("Episode", "full", FULL, {"gamma": 0.05}),
+    _case("NaiveParallelClip", "unclipped", STEPS),
+    _case("NaiveParallelClip", "decay, prox, schedule", STEPS | _L1 | {"clip": 0.04, "weight_decay": 0.1, "schedule": ("ExponentialDecay", {"factor": 0.6})}),
+    _case("MIFA", "server rule", RICH, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
+    Case("Upcycled", {"inner": ("FedAvg", {"local": EPOCHS}), "a": 0.4}, note="fedavg"),
+    Case("Upcycled", {"inner": ("FedProx", {"local": EPOCHS, "mu": 0.7}), "a": 0.4, "schedule": ("InverseDecay", {"rate": 0.5})}, note="fedprox"),
+    Case("Upcycled", {"inner": ("Scaffold", {"local": EPOCHS}), "a": 0.4, "schedule": ("InverseDecay", {"rate": 0.5}), "extrapolate": "server"}, note="scaffold server"),
+    Case("Upcycled", {"inner": ("Scaffold", {"local": EPOCHS}), "a": 0.4, "extrapolate": "none"}, note="scaffold none"),
+    Case("Upcycled", {"inner": ("Episode", {"local": EPOCHS, "gamma": 0.04}), "a": 0.4, "extrapolate": "both"}, note="episode"),
+]  # fmt: skip

@@ -1,0 +1,56 @@
+"""Every method with every option, number by number against the independent NumPy implementation."""
+
+import numpy as np
+import pytest
+
+from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.settings import Settings
+from tests.algorithms.problems import Case, assert_same, expected, make_problem, simulate
+from tests.algorithms.table import LOCAL_WORK, METHODS, OPTIONS, SERVER_RULES
+
+ALL = [*METHODS.values(), *LOCAL_WORK, *SERVER_RULES, *OPTIONS]
+
+
+def works_of(case: Case) -> list[np.ndarray] | None:
+    """The shares of the work that fedrax draws for this case: data of the experiment, not mathematics."""
+    if not case.stragglers:
+        return None
+    settings = Settings(rounds=case.rounds, cohort_size=4, stragglers=case.stragglers)
+    sampler = Sampler(settings, make_problem(sizes=case.sizes).federation.sizes, case.script())
+    works = [sampler.work(r, len(cohort)) for r, cohort in enumerate(case.cohorts())]
+    assert any((work < 1).any() for work in works)
+    return works
+
+
+def test_the_table_names_no_case_twice():
+    assert len({case.name for case in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_float64(case: Case):
+    """Both sides compute in float64; they differ by the order of their sums alone."""
+    method = expected(case, works=works_of(case))
+    assert_same(simulate(case), method, case, "softmax", rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
+def test_float32(case: Case):
+    """A unit of float32 rounding is 6e-8 of numbers near one. Four rounds of at most 24 contracting steps leave
+    some 1e-6 in x; divided by T eta >= 0.4 in SCAFFOLD's c_i, and with room for other compilers, 2e-5.
+    """
+    method = expected(case, works=works_of(case))
+    assert_same(simulate(case, dtype="float32"), method, case, "softmax", rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "Episode"])
+def test_float64_on_the_quadratic(name: str):
+    """Another loss, with one leaf of parameters and floating targets."""
+    case = Case(name, {"local": {"lr": 0.05, "epochs": 2, "batch_size": 3}})
+    assert_same(simulate(case, "quadratic"), expected(case, "quadratic"), case, "quadratic", rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_cases_move(case: Case):
+    """No case of the table is trivial: within its rounds the parameters move by more than a rounding error."""
+    method = expected(case, works=works_of(case))
+    assert np.abs(method.x - make_problem(sizes=case.sizes).x0).max() > 1e-3

@@ -1,0 +1,574 @@
+"""Every method once more, in NumPy float64 and plain loops, to compare fedrax with number by number.
+
+Nothing here comes from fedrax: gradients are written by hand, and each method follows its paper's equations one
+line after another, with no thought for speed. Parameters are one flat vector; a client walks its data in the
+order in which it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+Vector = np.ndarray
+
+
+# ---------------------------------------------------------------------------------------------- problems
+
+
+class Quadratic:
+    """Sample (a [d], b): loss = (a w - b)^2 / 2."""
+
+    def __init__(self, num_features: int):
+        self.shapes = {"w": (num_features,)}
+
+    def losses(self, x: Vector, a: np.ndarray, b: np.ndarray) -> Vector:
+        """Loss of each sample, [n]."""
+        return np.array([0.5 * (row @ x - target) ** 2 for row, target in zip(a, b, strict=True)])
+
+    def gradients(self, x: Vector, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Gradient of each sample's loss, [n, d]."""
+        return np.array([(row @ x - target) * row for row, target in zip(a, b, strict=True)])
+
+
+class Softmax:
+    """Sample (a [d], label): cross entropy of softmax(bias + a W); x is bias [classes], then W [d, classes]."""
+
+    def __init__(self, num_features: int, num_classes: int):
+        self.shapes = {"bias": (num_classes,), "kernel": (num_features, num_classes)}
+
+    def _probabilities(self, x: Vector, row: Vector) -> Vector:
+        classes = self.shapes["bias"][0]
+        logits = x[:classes] + row @ x[classes:].reshape(self.shapes["kernel"])
+        powers = np.exp(logits - logits.max())
+        return powers / powers.sum()
+
+    def losses(self, x: Vector, a: np.ndarray, labels: np.ndarray) -> Vector:
+        """Loss of each sample, [n]."""
+        return np.array([-np.log(self._probabilities(x, r)[k]) for r, k in zip(a, labels, strict=True)])
+
+    def gradients(self, x: Vector, a: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Gradient of each sample's loss, [n, d]: (p - onehot) for the bias, outer(a, p - onehot) for W."""
+        rows = []
+        for row, label in zip(a, labels, strict=True):
+            error = self._probabilities(x, row)
+            error[label] -= 1
+            rows.append(np.concatenate([error, np.outer(row, error).ravel()]))
+        return np.array(rows)
+
+
+Problem = Quadratic | Softmax
+
+
+def split(problem: Problem, x: Vector) -> dict[str, np.ndarray]:
+    """The flat vector as named arrays."""
+    result, start = {}, 0
+    for name, shape in problem.shapes.items():
+        size = math.prod(shape)
+        result[name] = x[start : start + size].reshape(shape)
+        start += size
+    return result
+
+
+def join(problem: Problem, arrays: dict[str, Any], leading: tuple[int, ...] = ()) -> np.ndarray:
+    """Named arrays as a flat vector, or vectors where the arrays have ``leading`` axes."""
+    parts = [np.asarray(arrays[name], np.float64).reshape(*leading, -1) for name in problem.shapes]
+    return np.concatenate(parts, axis=-1)
+
+
+# ------------------------------------------------------------------------- schedules and proximal operators
+
+
+def factor(schedule: tuple[str, dict] | None, r: int) -> float:
+    """What a schedule multiplies the step size by in round r."""
+    if schedule is None:
+        return 1.0
+    name, o = schedule
+    if name == "StepDecay":
+        return o["factor"] ** len([m for m in o["milestones"] if r >= m])
+    if name == "ExponentialDecay":
+        return o["factor"] ** r
+    if name == "InverseDecay":
+        return 1 / (1 + o["rate"] * r)
+    if name == "CosineDecay":
+        return o["final"] + (1 - o["final"]) * (1 + math.cos(math.pi * min(r / o["rounds"], 1))) / 2
+    raise ValueError(name)
+
+
+def prox(problem: Problem, spec: tuple[str, dict] | None, x: Vector, t: float) -> Vector:
+    """argmin_z Psi(z) + |z - x|^2 / (2 t)."""
+    if spec is None:
+        return x
+    name, o = spec
+    if name == "L1":
+        return np.array([math.copysign(max(abs(v) - t * o["weight"], 0.0), v) for v in x])
+    if name == "ElasticNet":
+        shrunk = [math.copysign(max(abs(v) - t * o["l1"], 0.0), v) for v in x]
+        return np.array(shrunk) / (1 + t * o["l2"])
+    if name == "Box":
+        return np.array([min(max(v, o["low"]), o["high"]) for v in x])
+    if name == "NuclearNorm":
+        arrays = split(problem, x)
+        for key, a in arrays.items():
+            if a.ndim == 2:  # through the eigenvectors of A^T A: A V diag(max(s - t w, 0) / s) V^T
+                squares, v = np.linalg.eigh(a.T @ a)
+                s = np.sqrt(np.maximum(squares, 0))
+                gain = [max(value - t * o["weight"], 0) / value if value > 0 else 0.0 for value in s]
+                arrays[key] = a @ (v * np.array(gain)) @ v.T
+        return join(problem, arrays)
+    raise ValueError(name)
+
+
+# ------------------------------------------------------------------------------------------- local work
+
+
+@dataclass
+class Local:
+    """Options of the local steps."""
+
+    lr: float = 0.1
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | str = 10
+    blocks: int | None = None
+    reduction: str = "mean"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    prox: tuple[str, dict] | None = None
+    schedule: tuple[str, dict] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether steps are -eta times the direction and nothing else."""
+        return not self.momentum and not self.weight_decay and self.clip is None and self.prox is None
+
+
+@dataclass
+class Client:
+    """One client's data."""
+
+    problem: Problem
+    a: np.ndarray
+    b: np.ndarray
+    local: Local
+
+    @property
+    def size(self) -> int:
+        """n_i."""
+        return len(self.a)
+
+    def gradient(self, x: Vector, rows: range) -> Vector:
+        """What a batch says of the gradient of f_i, the mean (or sum) of all the client's losses."""
+        mean = self.problem.gradients(x, self.a[rows], self.b[rows]).mean(0)
+        return self.size * mean if self.local.reduction == "sum" else mean
+
+    def full_gradient(self, x: Vector) -> Vector:
+        """The gradient of f_i."""
+        return self.gradient(x, range(self.size))
+
+    def block(self, j: int) -> range:
+        """Rows of block j."""
+        return range(j * self.size // self.local.blocks, (j + 1) * self.size // self.local.blocks)
+
+    def block_gradient(self, x: Vector, j: int) -> Vector:
+        """g_ij = M grad f_ij, where the f_ij add up to f_i."""
+        rows = self.block(j)
+        if len(rows) == 0:
+            return np.zeros_like(x)
+        total = self.problem.gradients(x, self.a[rows], self.b[rows]).sum(0)
+        return self.local.blocks * (total if self.local.reduction == "sum" else total / self.size)
+
+    def batches(self) -> list[range]:
+        """The batches of an epoch, the last one shorter where it must be."""
+        size = self.size if self.local.batch_size == "full" else int(self.local.batch_size)
+        return [range(start, min(start + size, self.size)) for start in range(0, self.size, size)]
+
+    def num_steps(self, work: float) -> int:
+        """T_i; a straggler does its share of the steps, or of the epochs, rounded up."""
+        if self.local.steps is not None:
+            return math.ceil(np.float32(work) * np.float32(self.local.steps))
+        return math.ceil(np.float32(work) * np.float32(self.local.epochs or 1)) * len(self.batches())
+
+    def step_gradient(self, x: Vector, t: int, blocks: Any) -> Vector:
+        """The raw gradient of local step t."""
+        if self.local.blocks is not None:
+            return self.block_gradient(x, blocks[t])
+        batches = self.batches()
+        return self.gradient(x, batches[t % len(batches)])
+
+    def move(self, x: Vector, d: Vector, eta: float, gamma: float | None) -> Vector:
+        """prox_{eta Psi}(x - eta d min(1, gamma / (eta |d|)))."""
+        length = math.sqrt(float(d @ d))
+        if gamma is not None and length > 0:
+            d = d * min(1.0, gamma / (eta * length))
+        return prox(self.problem, self.local.prox, x - eta * d, eta)
+
+    def descend(self, x: Vector, part: Any, direction: Any = lambda g, x, t: g) -> Any:
+        """Local steps from x; ``direction`` gets the gradient after decay and momentum.
+
+        Returns params, steps, and mean_gradient: the mean of the raw gradients.
+        """
+        eta, gamma = self.local.lr, self.local.clip
+        scale = factor(self.local.schedule, part.round)
+        eta, gamma = eta * scale, None if gamma is None else gamma * scale
+        steps = self.num_steps(part.work)
+        velocity, total = np.zeros_like(x), np.zeros_like(x)
+        for t in range(steps):
+            g = self.step_gradient(x, t, part.blocks)
+            total = total + g
+            g = g + self.local.weight_decay * x
+            velocity = self.local.momentum * velocity + g
+            x = self.move(x, direction(velocity, x, t), eta, gamma)
+        return SimpleNamespace(params=x, steps=steps, mean_gradient=total / steps, eta=eta)
+
+
+# ------------------------------------------------------------------------------------------ server rules
+
+
+class ServerRule:
+    """x from x and the mean update Delta."""
+
+    def __init__(self, name: str = "SGD", options: dict | None = None):
+        defaults = {"SGD": {"lr": 1.0}, "Adagrad": {"lr": 0.1, "b1": 0.0, "tau": 1e-3}}
+        adaptive = {"lr": 0.1, "b1": 0.9, "b2": 0.99, "tau": 1e-3}
+        self.name, self.o = name, {**defaults.get(name, adaptive), **(options or {})}
+        self.m: Any = 0.0
+        self.v: Any = None if name == "SGD" else self.o["tau"] ** 2
+
+    def step(self, x: Vector, delta: Vector, r: int) -> Vector:
+        """One step."""
+        o = self.o
+        lr = o["lr"] * factor(o.get("schedule"), r)
+        if self.name == "SGD":
+            self.m = o.get("momentum", 0.0) * self.m - delta
+            return x - lr * self.m
+        self.m = o["b1"] * self.m + (1 - o["b1"]) * delta
+        square = delta**2
+        if self.name == "Adagrad":
+            self.v = self.v + square
+        elif self.name == "Adam":
+            self.v = o["b2"] * self.v + (1 - o["b2"]) * square
+        elif self.name == "Yogi":
+            self.v = self.v - (1 - o["b2"]) * square * np.sign(self.v - square)
+        return x + lr * self.m / (np.sqrt(self.v) + o["tau"])
+
+
+# ---------------------------------------------------------------------------------------------- methods
+
+
+@dataclass
+class Part:
+    """One client's part in a round: its number and weight, its share of the work, its blocks."""
+
+    client: int
+    weight: float
+    round: int
+    work: float = 1.0
+    blocks: Any = None
+
+
+@dataclass
+class Method:
+    """Base: N clients, the parameters x, and the server rule."""
+
+    clients: list[Client]
+    x: Vector
+    server: tuple[str, dict] = ("SGD", {})
+    default_server = ("SGD", {})
+    rule: ServerRule = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rule = ServerRule(*self.server)
+        self.start()
+
+    def start(self) -> None:
+        """Set the state before the first round."""
+
+    def round(self, parts: list[Part]) -> None:
+        """One round with the given cohort."""
+        raise NotImplementedError
+
+    def server_state(self) -> dict[str, Vector]:
+        """Vectors of the server's state by name, without x."""
+        return {}
+
+    def client_state(self, i: int) -> dict[str, np.ndarray]:
+        """Vectors (or stacks of vectors) of client i's state by name."""
+        return {}
+
+
+class FedAvg(Method):
+    def round(self, parts):
+        delta = 0
+        for p in parts:
+            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p).params - self.x)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+
+
+@dataclass
+class FedProx(Method):
+    mu: float = 0.1
+
+    def round(self, parts):
+        delta = 0
+        for p in parts:
+            pull = lambda g, x, t: g + self.mu * (x - self.x)  # noqa: E731
+            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, pull).params - self.x)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+
+
+@dataclass
+class FedSGD(Method):
+    server: tuple[str, dict] = ("SGD", {"lr": 0.1})
+
+    def round(self, parts):
+        gradient = 0
+        for p in parts:
+            client = self.clients[p.client]
+            own = client.full_gradient(self.x) + client.local.weight_decay * self.x
+            gradient = gradient + p.weight * own
+        self.x = self.rule.step(self.x, -gradient, parts[0].round)
+
+
+@dataclass
+class Scaffold(Method):
+    option: str = "II"
+
+    def start(self):
+        self.c = np.zeros_like(self.x)
+        self.ci = [np.zeros_like(self.x) for _ in self.clients]
+
+    def renewed(self, p: Part, result: Any) -> Vector:
+        """c_i after the local steps."""
+        client = self.clients[p.client]
+        if self.option == "I":
+            return client.full_gradient(self.x)
+        if not client.local.plain:
+            return result.mean_gradient
+        return self.ci[p.client] - self.c + (self.x - result.params) / (result.steps * result.eta)
+
+    def round(self, parts):
+        delta, change, renewed = 0, 0, {}
+        for p in parts:
+            old = self.ci[p.client]
+            result = self.clients[p.client].descend(self.x, p, lambda g, x, t, o=old: g - o + self.c)
+            renewed[p.client] = self.renewed(p, result)
+            delta = delta + (result.params - self.x) / len(parts)
+            change = change + (renewed[p.client] - old) / len(parts)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+        self.c = self.c + len(parts) / len(self.clients) * change
+        for i, value in renewed.items():
+            self.ci[i] = value
+
+    def server_state(self):
+        return {"control": self.c}
+
+    def client_state(self, i):
+        return {"control": self.ci[i]}
+
+
+class FedSaga(Method):
+    def start(self):
+        blocks = self.clients[0].local.blocks
+        self.y = [np.zeros((blocks, len(self.x))) for _ in self.clients]
+        self.phi = [np.zeros_like(self.x) for _ in self.clients]
+
+    def round(self, parts):
+        delta = 0
+        for p in parts:
+            client, i = self.clients[p.client], p.client
+
+            def saga(gij, x, t, client=client, i=i, p=p):
+                j = p.blocks[t]
+                d = gij - self.y[i][j] + self.phi[i]
+                self.phi[i] = self.phi[i] + (gij - self.y[i][j]) / client.local.blocks
+                self.y[i][j] = gij
+                return d
+
+            delta = delta + p.weight * (client.descend(self.x, p, saga).params - self.x)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+
+    def client_state(self, i):
+        return {"gradient_sum": self.phi[i], "block_gradients": self.y[i]}
+
+
+@dataclass
+class LoSAC(Method):
+    reading: str = "printed"
+
+    def start(self):
+        blocks = self.clients[0].local.blocks
+        self.y = [np.zeros((blocks, len(self.x))) for _ in self.clients]
+        self.phi = np.zeros_like(self.x)
+
+    def round(self, parts):
+        n, s = len(self.clients), len(parts)
+        delta, change = 0, 0
+        for p in parts:
+            client, i = self.clients[p.client], p.client
+            phi = SimpleNamespace(now=self.phi)
+            share = 1.0 if self.reading == "printed" else 1 / client.local.blocks
+
+            def losac(gij, x, t, i=i, p=p, phi=phi, share=share):
+                j = p.blocks[t]
+                d = phi.now / n - self.y[i][j] + gij
+                phi.now = phi.now + share * (gij - self.y[i][j])
+                self.y[i][j] = gij
+                return d
+
+            delta = delta + client.descend(self.x, p, losac).params - self.x
+            change = change + phi.now - self.phi
+        if self.reading == "printed":
+            self.x, self.phi = self.x + delta / n, self.phi + n / s * change
+        else:
+            self.x, self.phi = self.x + delta / s, self.phi + change
+
+    def server_state(self):
+        return {"gradient_sum": self.phi}
+
+    def client_state(self, i):
+        return {"block_gradients": self.y[i]}
+
+
+class MimeSVRG(Method):
+    def round(self, parts):
+        self.c = sum(p.weight * self.clients[p.client].full_gradient(self.x) for p in parts)
+        delta = 0
+        for p in parts:
+            client = self.clients[p.client]
+            svrg = lambda g, x, t, k=client, p=p: g - k.step_gradient(self.x, t, p.blocks) + self.c  # noqa: E731
+            delta = delta + p.weight * (client.descend(self.x, p, svrg).params - self.x)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+
+    def server_state(self):
+        return {"gradient": self.c}
+
+
+@dataclass
+class Episode(Method):
+    gamma: float | None = None
+
+    def round(self, parts):
+        own = {p.client: self.first_batch(p) for p in parts}
+        self.g = sum(p.weight * own[p.client] for p in parts)
+        eta = self.clients[0].local.lr
+        self.clipped = self.gamma is not None and math.sqrt(float(self.g @ self.g)) > self.gamma / eta
+        delta = 0
+        for p in parts:
+            episode = lambda g, x, t, i=p.client: self.shorten(g - own[i] + self.g, eta)  # noqa: E731
+            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, episode).params - self.x)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+
+    def first_batch(self, p: Part) -> Vector:
+        """The gradient at x on the fresh batch: in stored order the first one."""
+        client = self.clients[p.client]
+        return client.gradient(self.x, client.batches()[0])
+
+    def shorten(self, d: Vector, eta: float) -> Vector:
+        """d, or (gamma / eta) d / |d| in a clipped round; the schedule multiplies gamma and eta alike."""
+        length = math.sqrt(float(d @ d))
+        return self.gamma / eta * d / length if self.clipped and length > 0 else d
+
+    def server_state(self):
+        return {"gradient": self.g}
+
+
+class NaiveParallelClip(Method):
+    def round(self, parts):
+        g = 0
+        for p in parts:
+            client = self.clients[p.client]
+            g = g + p.weight * (client.gradient(self.x, client.batches()[0]) + client.local.weight_decay * self.x)
+        client = self.clients[0]
+        scale = factor(client.local.schedule, parts[0].round)
+        gamma = None if client.local.clip is None else client.local.clip * scale
+        self.x = client.move(self.x, g, client.local.lr * scale, gamma)
+
+
+@dataclass
+class MIFA(Method):
+    memory: str = "clients"
+
+    def start(self):
+        self.updates = np.zeros((len(self.clients), len(self.x)))
+
+    def round(self, parts):
+        renewed = {p.client: self.clients[p.client].descend(self.x, p).params - self.x for p in parts}
+        for i, update in renewed.items():
+            self.updates[i] = update
+        self.x = self.rule.step(self.x, self.updates.mean(0), parts[0].round)
+
+    def server_state(self):
+        kept = {"memory": self.updates} if self.memory == "server" else {}
+        return {"mean": self.updates.mean(0)} | kept
+
+    def client_state(self, i):
+        return {"": self.updates[i]} if self.memory == "clients" else {}
+
+
+@dataclass
+class Upcycled(Method):
+    """The inner method, then x <- x + a (x - x-); for SCAFFOLD also c and c_i, where asked for."""
+
+    inner: Any = None
+    a: float = 0.5
+    schedule: tuple[str, dict] | None = None
+    extrapolate: str = "none"
+
+    def round(self, parts):
+        a = self.a * factor(self.schedule, parts[0].round)
+        x = self.inner.x
+        c, ci = getattr(self.inner, "c", None), list(getattr(self.inner, "ci", []))
+        self.inner.round(parts)
+        self.x = self.inner.x = self.inner.x + a * (self.inner.x - x)
+        if self.extrapolate != "none" and c is not None:
+            self.inner.c = self.inner.c + a * (self.inner.c - c)
+        if self.extrapolate == "both" and c is not None:
+            for p in parts:
+                new = self.inner.ci[p.client]
+                self.inner.ci[p.client] = new + a * (new - ci[p.client])
+
+    def server_state(self):
+        return self.inner.server_state()
+
+    def client_state(self, i):
+        return self.inner.client_state(i)
+
+
+METHODS = {
+    m.__name__: m
+    for m in (FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled)
+}
+
+
+def build(clients: list[Client], x: Vector, name: str, options: dict) -> Method:
+    """The method ``name`` with ``options`` as in the table of tests."""
+    options = {k: v for k, v in options.items() if k != "local"}
+    if "server_optimizer" in options:
+        options["server"] = options.pop("server_optimizer")
+    if "inner" in options:
+        options["inner"] = build(clients, x, *options.pop("inner"))
+    return METHODS[name](clients, x, **options)
+
+
+def run(method: Method, cohorts: list, weights: str = "uniform", works: Any = None, blocks: Any = None) -> Method:
+    """All rounds; works [r][k] and blocks [r][k][t] follow the order of ``cohorts[r]``."""
+    for r, cohort in enumerate(cohorts):
+        sizes = [method.clients[i].size if weights == "samples" else 1 for i in cohort]
+        parts = [
+            Part(
+                int(i),
+                sizes[k] / sum(sizes),
+                r,
+                1.0 if works is None else works[r][k],
+                None if blocks is None else blocks[r][k],
+            )
+            for k, i in enumerate(cohort)
+        ]
+        method.round(parts)
+    return method
