@@ -1,0 +1,38 @@
+"""Choosing how a round is executed, and saying what was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedrax import tree
+from fedrax.simulation.settings import Settings
+from fedrax.tree import Tree
+
+
+def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tuple[str, int]:
+    """(plan, clients side by side): one after another on CPU cores, side by side on accelerators."""
+    device = mesh.devices.flat[0]
+    plan = settings.plan if settings.plan != "auto" else "scan" if device.platform == "cpu" else "vmap"
+    if plan != "vmap":
+        return plan, 0
+    share = -(-cohort // mesh.devices.size)
+    if settings.chunk is not None:
+        return plan, min(settings.chunk, share)
+    # A client at work holds about a dozen copies of the parameters, activations included.
+    stats = device.memory_stats() or {}
+    budget = 0.5 * stats.get("bytes_limit", 4 * 2**30)
+    return plan, max(1, min(share, int(budget / (12 * max(tree.num_bytes(params), 1)))))
+
+
+def describe(mesh: Any, plan: str, chunk: int) -> str:
+    """The plan in words: 'scan: one client after another on each of 2 CPU cores'."""
+    devices = list(mesh.devices.flat)
+    kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
+    where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
+    how = {
+        "scan": "one client after another",
+        "vmap": f"{chunk} clients side by side",
+        "loop": "one compiled call a client",
+        "debug": "step by step without compilation",
+    }[plan]
+    return f"{plan}: {how} on {where}"
