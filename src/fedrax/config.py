@@ -41,14 +41,14 @@ class Choice:
     keep: bool = False
     """Whether another name, given on the command line, keeps those of the file's keys that it knows too."""
 
-    def find(self, name: Any, folder: Path) -> type:
+    def find(self, name: str, folder: Path) -> type:
         """The class called ``name``; case, "-" and "_" do not matter. The user's own lie relative to ``folder``."""
         classes = self.classes()
-        if self.adapt is not None and isinstance(name, str) and ":" in name:
+        if self.adapt is not None and ":" in name:
             where, found = import_named(name, folder)
             return _remember(self.adapt(found), where)
         plain = {_squeezed(known): known for known in classes}
-        if not isinstance(name, str) or _squeezed(name) not in plain:
+        if _squeezed(name) not in plain:
             raise unknown(self.kind, name, classes)
         return classes[plain[_squeezed(name)]]
 
@@ -134,10 +134,14 @@ def _defaults(cls: type, base: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes objects of tables. ``source`` opens every message; paths in the file are relative to ``folder``."""
+    """Makes objects of tables. ``source`` opens every message; paths in the file are relative to ``folder``.
+
+    ``missing`` stands for values that a table must hold and does not; without it they are refused.
+    """
 
     source: str
     folder: Path
+    missing: Any = None
 
     def error(self, path: str, message: str) -> FedraxError:
         """The error about the table or key at ``path``."""
@@ -158,7 +162,9 @@ class Reader:
             values[key] = self.value(hints[key], value, at, defaults[key])
         values = defaults | values
         missing = [name for name, value in values.items() if value is MISSING]
-        if missing:
+        if self.missing is not None:
+            values |= dict.fromkeys(missing, self.missing)
+        elif missing:
             raise self.error(f"[{path}]", f"the key {missing[0]!r} is missing.")
         return cls(**values)
 
@@ -169,6 +175,8 @@ class Reader:
         if not isinstance(table, Mapping):
             raise self.error(path, f"a table with a name is needed here, not {table!r}.")
         if "name" in table:
+            if not isinstance(table["name"], str):
+                raise self.error(f"{path}.name", f"must be a string, not {table['name']!r}.")
             try:
                 cls = choice.find(table["name"], self.folder)
             except FedraxError as error:

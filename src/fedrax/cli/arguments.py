@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ _CONFIG = (
     tyro.conf.HelptextFromCommentsOff,
     tyro.conf.FlagCreatePairsOff,
 )
-_BOX = "╭╮╰╯│─"
 
 
 def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
@@ -44,10 +44,10 @@ def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
 
 def _sentence(box: str, prog: str) -> str:
     """tyro's explanation without its box: what is wrong, and the nearest option if it names one."""
-    lines = [line.strip(f" {_BOX}") for line in box.splitlines()]
-    rules = [i for i, line in enumerate(box.splitlines()) if set(line.strip(" │")) == {"─"}]
-    end = rules[0] if rules else len(lines)
-    said = " ".join(line for line in lines[1:end] if line)
+    lines = [re.sub(r"^[ │|]+|[ │|]+$", "", line) for line in box.splitlines()[1:]]  # the first is a title
+    rule = re.compile("[─╰╯-]*")
+    started = itertools.dropwhile(rule.fullmatch, lines)
+    said = " ".join(itertools.takewhile(lambda line: not rule.fullmatch(line), started))
     said = re.sub(r"^Unrecognized options: ([^,]+),? ?.*", r"unknown option \1", said)
     near = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
     closing = f"; did you mean {near.group(1)}?" if near else f"; see `{prog} --help`."
@@ -86,7 +86,7 @@ def take_choices(table: Table, args: list[str], source: str, folder: Path) -> tu
     flags = {i: t[2:].replace("-", "_") for i, t in enumerate(tokens) if t.startswith("--") and i + 1 < len(tokens)}
     taken: set[int] = set()
     for place, path in sorted(flags.items(), key=lambda item: item[1].count(".")):
-        made = config.Reader(source, folder).fields(Experiment, table, "", Experiment())
+        made = config.Reader(source, folder, tyro.MISSING).fields(Experiment, table, "", Experiment())
         chosen = next((chosen for chosen in choices_in(made) if chosen.path == path), None)
         if chosen is not None:
             _choose(table, chosen, tokens[place + 1])
@@ -133,7 +133,7 @@ def parse_experiment(options: type, args: list[str], prog: str, description: str
         experiment.from_table(table, source, folder)  # explains that this is a file for `fedrax compare`
     table = {key: value for key, value in table.items() if key not in ("compare", "seeds", "target")}
     table, rest = take_choices(table, args if path is None else args[1:], source, folder)
-    made = config.Reader(source, folder).fields(Experiment, table, "", Experiment())
+    made = config.Reader(source, folder, tyro.MISSING).fields(Experiment, table, "", Experiment())
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
     fields.append(("name", Annotated[str, tyro.conf.arg(help="What to call it.")], dataclasses.field(default=made.name)))

@@ -1,0 +1,60 @@
+"""What the tests of the command line share: calling it in this process, in an empty directory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from fedrax.cli import main
+
+
+class Outcome(NamedTuple):
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def fedrax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
+    """``fedrax("run", ...)`` as from a shell, in ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDRAX_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # --help
+            status = int(end.code or 0)
+        return Outcome(status, *capsys.readouterr())
+
+    return call
+
+
+TINY = """
+name = "tiny"
+[partition]
+name = "shards"
+clients = 8
+[model]
+name = "logistic"
+[algorithm]
+name = "fedavg"
+local = { lr = 0.1, steps = 2 }
+[run]
+rounds = 4
+cohort_size = 3
+eval_every = 2
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A file of a run that takes no time."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path

@@ -1,0 +1,276 @@
+"""Input that cannot be used: one clear sentence on standard error, exit status 2, nothing half-written."""
+
+import errno
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import TINY, Outcome
+
+
+class Case(NamedTuple):
+    """Arguments after ``fedrax``, what the sentence must say, and what to prepare in the directory before."""
+
+    arguments: str
+    says: str
+    prepare: Callable[[Path], None] | None = None
+
+
+def file(name: str, content: str | bytes) -> Callable[[Path], None]:
+    """Prepare one file."""
+
+    def write(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return write
+
+
+def toml(old: str = "", new: str = "") -> Callable[[Path], None]:
+    """Prepare x.toml: the tiny experiment with one change, or with lines added."""
+    assert old in TINY
+    return file("x.toml", TINY.replace(old, new) if old else TINY + new)
+
+
+def idx(images: bytes, labels: bytes, suffix: str = "") -> Callable[[Path], None]:
+    """Prepare a data directory whose MNIST files are these."""
+
+    def write(folder: Path) -> None:
+        for part in ("train", "t10k"):
+            file(f"data/mnist/{part}-images-idx3-ubyte{suffix}", images)(folder)
+            file(f"data/mnist/{part}-labels-idx1-ubyte{suffix}", labels)(folder)
+
+    return write
+
+
+IMAGES = bytes([0, 0, 8, 3]) + np.array([40, 28, 28], ">u4").tobytes() + bytes(40 * 784)
+LABELS = bytes([0, 0, 8, 1]) + np.array([40], ">u4").tobytes() + bytes(range(10)) * 4
+MNIST = "run --data mnist --data-dir data --partition.clients 4 --partition.per-client 1"
+
+
+def npz(**changes: np.ndarray) -> Callable[[Path], None]:
+    """Prepare d.npz with some arrays changed."""
+    rng = np.random.default_rng(0)
+    arrays = {"x_train": rng.random((40, 3)), "y_train": np.arange(40) % 4, "x_test": rng.random((8, 3))}
+    arrays |= {"y_test": np.arange(8) % 4, **changes}
+
+    def write(folder: Path) -> None:
+        np.savez(folder / "d.npz", allow_pickle=True, **arrays)  # type: ignore[arg-type]
+
+    return write
+
+
+NPZ = "run --data npz --data.path d.npz --partition iid --partition.clients 4"
+OWN = 'def broken():\n    return 3\ndef fails():\n    raise ValueError("no")\nclass Thing:\n    pass\n'
+
+CASES = {
+    "command": Case("rnu", "did you mean 'run'"),
+    "list": Case("list model", "did you mean 'models'"),
+    "algorithm": Case("run --algorithm scafold", "unknown algorithm 'scafold'; did you mean 'scaffold'?"),
+    "data set": Case("run --data mnits", "unknown data set 'mnits'; did you mean 'mnist'?"),
+    "partition": Case("run --partition shard", "did you mean 'shards'?"),
+    "model": Case("run --model lenett", "did you mean 'lenet'?"),
+    "server optimizer": Case("run --algorithm.server-optimizer adma", "did you mean 'adam'?"),
+    "schedule": Case("run --algorithm.local.schedule cosin_decay", "did you mean 'cosine_decay'?"),
+    "flag": Case("run --algorithm.local.learning 1", "unknown option --algorithm.local.learning; did you mean"),
+    "flag's value": Case("run --run.rounds ten", "--run.rounds"),
+    "flag without value": Case("run --run.rounds", "--run.rounds"),
+    "literal": Case("run --run.dtype float16", "--run.dtype"),
+    "negative step size": Case("run --algorithm.local.lr -1", "algorithm.local.lr must be greater than 0"),
+    "nan step size": Case("run --algorithm.local.lr nan", "algorithm.local.lr must be a finite number"),
+    "infinite": Case("run --algorithm fedprox --algorithm.mu inf", "algorithm.mu must be a finite number"),
+    "momentum of one": Case("run --algorithm.server-optimizer.momentum 1", "must be less than 1"),
+    "no rounds": Case("run --run.rounds 0", "run.rounds must be at least 1"),
+    "negative seed": Case("run --run.seed -3", "run.seed must be at least 0"),
+    "stragglers": Case("run --run.stragglers 1.5", "run.stragglers must be at most 1"),
+    "no batch": Case("run --algorithm.local.batch-size 0", "batch_size must be at least 1"),
+    "cohort": Case("run --run.cohort-size 101", "cannot sample 101 clients"),
+    "devices": Case("run --run.devices 99", "99 devices"),
+    "steps and epochs": Case("run --algorithm.local.steps 2 --algorithm.local.epochs 1", "not both"),
+    "blocks missing": Case("run --algorithm losac --algorithm.local.blocks None", "set local.blocks"),
+    "weights": Case("run --algorithm scaffold --run.weights samples", "uniform"),
+    "clients": Case("run --partition.clients 5000", "too few"),
+    "no clients": Case("run --partition iid --partition.clients 0", "at least 1 client"),
+    "percent": Case("run --partition mix --partition.percent 120", "percent must lie in 0 .. 100"),
+    "impossible partition": Case("run --partition dirichlet_clients --partition.alpha 0.0001", "raise alpha"),
+    "natural": Case("run --partition natural", "no natural clients"),
+    "model's input": Case("run --model lenet", "at least 16x16"),
+    "no file": Case("run missing.toml", "no file missing.toml"),
+    "not toml": Case("run x.toml", "cannot be read as TOML", file("x.toml", "rounds = = 3")),
+    "not text": Case("run x.toml", "cannot be read as TOML", file("x.toml", b"\xff\xfe\x00")),
+    "a folder": Case("run sub", "cannot be read", lambda folder: (folder / "sub").mkdir()),
+    "large file": Case("run x.toml", "too large", file("x.toml", "#" * 2_000_000)),
+    "misspelt key": Case("run x.toml", "x.toml: [run]: unknown key 'ronds'; did you mean 'rounds'?", toml("rounds", "ronds")),
+    "misspelt table": Case("run x.toml", "unknown key 'modle'; did you mean 'model'?", toml("[model]", "[modle]")),
+    "misspelt nested key": Case(
+        "run x.toml", "x.toml: [algorithm.local]: unknown key 'step'; did you mean 'steps'?", toml("steps", "step")
+    ),
+    "name in a file": Case("run x.toml", "x.toml: [algorithm]: unknown algorithm 'fedavgg'", toml("fedavg", "fedavgg")),
+    "type in a file": Case("run x.toml", "run.rounds: must be a whole number, not 'four'", toml("= 4", '= "four"')),
+    "float for int": Case("run x.toml", "run.rounds: must be a whole number, not 4.5", toml("= 4", "= 4.5")),
+    "bool for int": Case("run x.toml", "run.rounds: must be a whole number, not True", toml("= 4", "= true")),
+    "value for a table": Case("run x.toml", "model.name: must be a string", toml('[model]\nname = "logistic"', "[model.name]\nx = 3")),
+    "bound in a file": Case("run x.toml", "x.toml: algorithm.local.lr must be greater than 0", toml("0.1", "-0.1")),
+    "name missing": Case("run x.toml", "'name' is missing", toml("steps = 2 }", "steps = 2, prox = { weight = 1.0 } }")),
+    "compare file": Case("run x.toml", "fedrax compare", toml(new='[[compare]]\nname = "fedavg"\n')),
+    "own file missing": Case("run --algorithm own.py:Thing", "there is no file"),
+    "own name missing": Case("run --algorithm own.py:Thong", "did you mean", file("own.py", OWN)),
+    "not an algorithm": Case("run --algorithm own.py:Thing", "not a subclass", file("own.py", OWN)),
+    "own file broken": Case("run --algorithm own.py:Thing", "SyntaxError", file("own.py", "class :")),
+    "own model": Case("run --model own.py:broken", "not a Model", file("own.py", OWN)),
+    "no data directory": Case("run --data mnist", "--data-dir or FEDRAX_DATA"),
+    "data missing": Case("run --data mnist --data-dir data", "is missing", lambda folder: (folder / "data").mkdir()),
+    "truncated gz": Case(MNIST, "cannot be read", idx(gzip.compress(IMAGES)[:60], gzip.compress(LABELS), ".gz")),
+    "wrong magic": Case(MNIST, "not an IDX file", idx(b"\x01\x02" + IMAGES[2:], LABELS)),
+    "short file": Case(MNIST, "train-images", idx(IMAGES[:-5], LABELS)),
+    "number of labels": Case(MNIST, "holds 40 images", idx(IMAGES, LABELS[:4] + b"\0\0\0\x28"[:3] + b"\x27" + LABELS[8:-1])),
+    "labels out of range": Case(MNIST, "labels must lie in 0 .. 9", idx(IMAGES, LABELS[:-1] + b"\x0b")),
+    "file not said": Case("run --data npz", "--data.path"),
+    "npz array missing": Case(NPZ, "is not", file("d.npz", b"PK nonsense")),
+    "negative labels": Case(NPZ, "class labels must be 0 or more", npz(y_train=np.arange(40) - 1)),
+    "objects": Case(NPZ, "Python objects", npz(x_train=np.array([[{}]] * 40, object))),
+    "not finite data": Case(NPZ, "not finite", npz(x_test=np.full((8, 3), np.nan))),
+    "csv column": Case("run --data csv --data.path d.csv", "did you mean 'lable'?", file("d.csv", "a,lable\n1,2\n")),
+    "data option": Case("run --data synthetic --data.alpha -1", "alpha and beta must be 0 or more"),
+    "trace": Case("run --run.participation availability --run.participation.trace t.csv", "trace", file("t.csv", "a\n1")),
+    "resume nothing": Case("resume nowhere", "not a run directory"),
+    "show nothing": Case("show .", "holds no run"),
+    "show what": Case("show nowhere", "holds no run"),
+    "damaged events": Case("show r", "line 1, is not an event", lambda folder: damaged(folder)),
+    "compare nothing": Case("compare", "nothing to compare"),
+    "compare labels": Case("compare --algorithms fedavg fedavg", "two methods are called 'fedavg'"),
+    "compare seeds": Case("compare --algorithms fedavg --seeds 1 1", "seeds must be different"),
+    "compare target": Case("compare --algorithms fedavg --target 85", "accuracy in (0, 1]"),
+    "compare key": Case("compare x.toml", "unknown key 'mus'", toml(new='[[compare]]\nname = "fedprox"\nmus = 1.0\n')),
+    "compare label": Case("compare x.toml", "label must be a string", toml(new="[[compare]]\nlabel = 3\n")),
+    "compare files": Case(
+        "compare x.toml y.toml",
+        "differ in [run]",
+        lambda folder: (toml()(folder), file("y.toml", TINY.replace("= 4", "= 5"))(folder))[0],
+    ),
+    "wandb missing": Case("run --run.rounds 1 --wandb p", "pip install 'fedrax[wandb]'", lambda folder: hide("wandb")),
+    "tensorboard missing": Case(
+        "run --run.rounds 1 --tensorboard", "pip install 'fedrax[tensorboard]'", lambda folder: hide("tensorboardX")
+    ),
+    "mlflow missing": Case("run --run.rounds 1 --mlflow p", "pip install 'fedrax[mlflow]'", lambda folder: hide("mlflow")),
+}
+
+
+def damaged(folder: Path) -> None:
+    """A run directory whose events are not events."""
+    complete = TINY.replace("eval_every", "seed = 0\neval_every")
+    file("r/experiment.toml", complete)(folder)
+    file("r/events.jsonl", "nonsense\n")(folder)
+
+
+_hidden: list[str] = []
+
+
+def hide(module: str) -> None:
+    """Make a package look as if it were not installed, until the end of the test."""
+    _hidden.append(module)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "-") for name in CASES])
+def test_one_sentence(
+    case: Case, fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.prepare is not None:
+        case.prepare(tmp_path)
+    while _hidden:
+        monkeypatch.setitem(__import__("sys").modules, _hidden.pop(), None)
+    before = sorted(tmp_path.rglob("*"))
+    outcome = fedrax(*case.arguments.split())
+    assert outcome.status == 2
+    assert case.says in outcome.err
+    assert outcome.err.startswith("fedrax: ")
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert len(outcome.err) < 700
+    assert outcome.out == ""
+    assert sorted(path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts and path.name != "runs") == [
+        path for path in before if path.name != "runs"
+    ]
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) >= 40
+
+
+def test_output_that_exists(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    assert fedrax("run", tiny, "--out", "r", "--quiet").status == 0
+    outcome = fedrax("run", tiny, "--out", "r", "--quiet")
+    assert outcome.status == 2
+    assert "holds a run already" in outcome.err
+    assert "fedrax resume r" in outcome.err
+
+
+def test_output_that_cannot_be_written(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("a file, not a directory")
+    outcome = fedrax("run", tiny, "--out", "plain/r")
+    assert outcome.status == 2
+    assert "cannot be written" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_read_only_output(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+    outcome = fedrax("run", tiny, "--out", "locked/r")
+    assert outcome.status == 2
+    assert "ermission denied" in outcome.err
+
+
+@pytest.mark.parametrize("files", ["experiment.toml", "state.npz", "environment.json"])
+def test_full_disk(
+    files: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file meets the full disk, the sentence names it, and no part of it stays behind."""
+    replace = os.replace
+
+    def full(source: str | os.PathLike, target: str | os.PathLike) -> None:
+        if Path(target).name == files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    outcome = fedrax("run", tiny, "--out", "r", "--quiet")
+    assert outcome.status == 2
+    assert "No space left" in outcome.err
+    assert files in outcome.err
+    assert not list(tmp_path.rglob("*.part"))
+    assert not (tmp_path / "r" / files).exists()
+
+
+def test_damaged_checkpoint(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    assert fedrax("run", tiny, "--out", "r", "--quiet").status == 0
+    state = next((tmp_path / "r" / "checkpoint").iterdir())
+    state.write_bytes(state.read_bytes()[:-200])
+    before = (tmp_path / "r" / "events.jsonl").read_text()
+    outcome = fedrax("resume", "r")
+    assert outcome.status == 2
+    assert "damaged" in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert (tmp_path / "r" / "events.jsonl").read_text() == before
+
+
+def test_checkpoint_of_another_experiment(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    assert fedrax("run", tiny, "--out", "r", "--quiet").status == 0
+    written = tmp_path / "r" / "experiment.toml"
+    written.write_text(written.read_text().replace('name = "fedavg"', 'name = "scaffold"'))
+    outcome = fedrax("resume", "r", "--quiet")
+    assert outcome.status == 2
+    assert "another" in outcome.err
+
+
+def test_divergence(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    outcome = fedrax("run", tiny, "--algorithm.local.lr", "1e38", "--out", "r", "--quiet")
+    assert outcome.status == 2
+    assert "round" in outcome.err
+    assert outcome.err.count("\n") == 1

@@ -1,0 +1,233 @@
+"""The commands, on runs that take no time."""
+
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedrax import experiment
+from tests.cli.conftest import TINY, Outcome
+
+COMPARE = 'seeds = [0, 1]\n' + TINY + """
+[[compare]]
+name = "fedavg"
+label = "FedAvg"
+[[compare]]
+name = "losac"
+label = "LoSAC"
+local = { blocks = 2, lr = 0.01 }
+"""
+
+
+def events(folder: Path) -> list[dict]:
+    """The events of a run without its times."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
+
+
+def test_help_is_instant() -> None:
+    """No library is imported for it; measured in a new process, best of three."""
+    code = "import sys; from fedrax.cli import main; main(['--help']); assert 'jax' not in sys.modules"
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        times.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+    assert "compare" in done.stdout
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "resume", "show", "partition", "list"])
+def test_help(command: str, fedrax: Callable[..., Outcome]) -> None:
+    outcome = fedrax(command, "--help")
+    assert outcome.status == 0
+    assert f"`fedrax {command}" in outcome.out
+
+
+def test_run_keeps_what_reproduces_it(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    outcome = fedrax("run", tiny, "--algorithm", "scaffold", "--algorithm.local.lr", "0.2", "--out", "a", "--quiet")
+    assert outcome == Outcome(0, "", "")
+    written = tomllib.loads((tmp_path / "a" / "experiment.toml").read_text())
+    assert written["algorithm"]["name"] == "scaffold"
+    assert written["algorithm"]["local"]["lr"] == 0.2
+    assert written["algorithm"]["local"]["steps"] == 2  # the file's, kept across the change of name
+    assert fedrax("run", "a/experiment.toml", "--out", "b", "--quiet").status == 0
+    assert events(tmp_path / "a") == events(tmp_path / "b")
+    assert len(events(tmp_path / "a")) == 4
+
+
+def test_run_as_json(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    outcome = fedrax("run", tiny, "--out", "r", "--json")
+    *lines, last = map(json.loads, outcome.out.splitlines())
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert last["directory"] == "r"
+    assert last["rounds"] == 4
+    assert outcome.err == ""
+
+
+def test_default_directories_do_not_collide(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert fedrax("run", tiny, "--run.rounds", "1").status == 0
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["tiny-fedavg-seed0", "tiny-fedavg-seed0-2"]
+
+
+def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    flags = "--algorithm upcycled --algorithm.inner losac --algorithm.inner.local.prox l1 --algorithm.inner.local.prox.weight 0.01"
+    assert fedrax("run", tiny, *flags.split(), "--out", "r", "--quiet").status == 0
+    spec = experiment.read(tmp_path / "r" / "experiment.toml")
+    assert type(spec.algorithm).__name__ == "Upcycled"
+    assert spec.algorithm.inner.local.prox.weight == 0.01  # type: ignore[attr-defined]
+
+
+def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import jax, numpy as np\n"
+        "from fedrax.algorithms.fedavg import FedAvg\n"
+        "from fedrax.data import Dataset, Samples\n"
+        "from fedrax.hyperparameters import Positive, hyperparameters\n"
+        "from fedrax.models import MLP\n"
+        "@hyperparameters\n"
+        "class Mine(FedAvg):\n    strength: Positive = 1.0\n"
+        "def model(input_shape, num_outputs, width: int = 4):\n"
+        "    return MLP(hidden=(width,)).build(input_shape, num_outputs)\n"
+        "def data(rows: int = 30):\n"
+        "    x, y = np.random.default_rng(0).random((rows, 3), np.float32), np.arange(rows, dtype=np.int32) % 3\n"
+        "    return Dataset('mine', Samples(x, y), Samples(x[:9], y[:9]), 3)\n"
+    )
+    flags = "--algorithm own.py:Mine --algorithm.strength 2 --model own.py:model --model.width 5 --data own.py:data"
+    flags += " --data.rows 33 --partition iid --partition.clients 3 --run.cohort-size 2 --run.rounds 2 --out r --json"
+    outcome = fedrax("run", *flags.split())
+    assert outcome.status == 0, outcome.err
+    written = tomllib.loads((tmp_path / "r" / "experiment.toml").read_text())
+    assert written["algorithm"]["name"] == f"{(tmp_path / 'own.py').resolve()}:Mine"
+    assert written["model"]["width"] == 5
+    assert written["data"]["rows"] == 33
+    assert json.loads(outcome.out.splitlines()[0])["bytes_up"] == 2 * 4 * (3 * 5 + 5 + 5 * 3 + 3)
+    assert fedrax("resume", "r", "--quiet").status == 0
+
+
+def test_resume(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the second round, then resume: the events of the uninterrupted run."""
+    import signal
+
+    from fedrax import sinks
+
+    assert fedrax("run", tiny, "--run.checkpoint-every", "1", "--out", "whole", "--quiet").status == 0
+    say = sinks.JsonSink.event
+
+    def interrupt(self: sinks.JsonSink, event: dict) -> None:
+        say(self, event)
+        if event["round"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sinks.JsonSink, "event", interrupt)
+    outcome = fedrax("run", tiny, "--run.checkpoint-every", "1", "--out", "r", "--json")
+    assert outcome.status == 130
+    assert "fedrax resume r" in outcome.err
+    assert len(events(tmp_path / "r")) < 4
+    shown = json.loads(fedrax("show", "r", "--json").out)
+    assert shown["methods"][0]["state"] == "round 2 of 4"
+    monkeypatch.setattr(sinks.JsonSink, "event", say)
+    assert fedrax("resume", "r", "--quiet") == Outcome(0, "", "")
+    assert events(tmp_path / "r") == events(tmp_path / "whole")
+
+
+def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(COMPARE)
+    outcome = fedrax("compare", "c.toml", "--out", "c", "--target", "0.11")
+    assert outcome.status == 0, outcome.err
+    assert "FedAvg" in outcome.out
+    assert "*" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("try next")
+    summary = json.loads((tmp_path / "c" / "comparison.json").read_text())
+    assert [row["label"] for row in summary["methods"]] == ["FedAvg", "LoSAC"]
+    for row, label in zip(summary["methods"], ("FedAvg", "LoSAC"), strict=True):
+        finals = [events(tmp_path / "c" / label / f"seed-{seed}")[-1]["test_accuracy"] for seed in (0, 1)]
+        assert row["accuracy"]["mean"] == pytest.approx(sum(finals) / 2)
+        assert row["accuracy"]["std"] == pytest.approx(abs(finals[0] - finals[1]) / 2**0.5)
+    for name in ("curves.png", "curves.svg", "table.md"):
+        assert (tmp_path / "c" / name).stat().st_size > 100
+    assert "| **" in (tmp_path / "c" / "table.md").read_text()
+
+
+def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call simulates what is missing only: here a third seed."""
+    from fedrax.cli import compare_command
+
+    (tmp_path / "c.toml").write_text(COMPARE)
+    assert fedrax("compare", "c.toml", "--quiet").status == 0
+    first = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("events.jsonl")}
+    assert len(first) == 4
+    simulate, seeds = compare_command.simulate, []
+
+    def counted(*args: object, **options: object) -> object:
+        seeds.append(args[3].seed)  # type: ignore[attr-defined]
+        return simulate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compare_command, "simulate", counted)
+    outcome = fedrax("compare", "c.toml", "--seeds", "0", "1", "2", "--json")
+    assert outcome.status == 0, outcome.err
+    assert json.loads(outcome.out)["methods"][0]["seeds"] == 3
+    assert seeds == [2, 2]
+    assert all(path.stat().st_mtime_ns == then for path, then in first.items())
+
+
+def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(COMPARE.replace("lr = 0.01", "lr = 1e38"))
+    outcome = fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--json")
+    assert outcome.status == 0
+    good, bad = json.loads(outcome.out)["methods"]
+    assert good["state"] == "finished"
+    assert bad["state"].startswith("diverged in round")
+    assert fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--quiet") == Outcome(0, "", "")
+
+
+def test_compare_several_files(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    for name in ("fedavg", "scaffold"):
+        (tmp_path / f"{name}.toml").write_text(TINY.replace("fedavg", name))
+    outcome = fedrax("compare", "fedavg.toml", "scaffold.toml", "--seeds", "0", "--json", "--out", "c")
+    assert [row["label"] for row in json.loads(outcome.out)["methods"]] == ["fedavg", "scaffold"]
+
+
+def test_show(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        assert fedrax("run", tiny, "--run.seed", seed, "--out", f"a{seed}", "--quiet").status == 0
+    fedrax("run", tiny, "--algorithm", "fedprox", "--out", "b", "--quiet")
+    outcome = fedrax("show", "a0", "a1", "b", "--curves", "pictures/both.png")
+    assert outcome.status == 0, outcome.err
+    assert "fedavg" in outcome.out
+    assert "±" in outcome.out
+    assert (tmp_path / "pictures" / "both.png").exists()
+    assert (tmp_path / "pictures" / "both.svg").exists()
+    rows = json.loads(fedrax("show", "a0", "a1", "b", "--json").out)["methods"]
+    assert [(row["label"], row["seeds"]) for row in rows] == [("fedavg", 2), ("fedprox", 1)]
+    assert fedrax("show", ".", "--markdown").out.startswith("| method |")
+
+
+def test_list(fedrax: Callable[..., Outcome]) -> None:
+    everything = json.loads(fedrax("list", "--json").out)
+    assert set(everything) == {"algorithms", "datasets", "models", "partitions"}
+    assert all(entry["description"] for entries in everything.values() for entry in entries)
+    losac = next(entry for entry in everything["algorithms"] if entry["name"] == "losac")
+    assert losac["settings"]["local"]["blocks"] == 5
+    assert "scaffold" in fedrax("list", "algorithms").out
+    assert "scaffold" not in fedrax("list", "models").out
+
+
+def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    flags = "partition --partition shards --partition.clients 10 --partition.per-client 1 --picture p/labels"
+    outcome = fedrax(*flags.split())
+    assert outcome.status == 0, outcome.err
+    assert "gradient dissimilarity" in outcome.out
+    assert (tmp_path / "p" / "labels.svg").exists()
+    sorted_by_label = json.loads(fedrax(*flags.split(), "--json").out)
+    assert sum(map(sum, sorted_by_label["counts"])) == sum(sorted_by_label["sizes"]) == 1442
+    iid = json.loads(fedrax("partition", "--partition", "iid", "--partition.clients", "10", "--json").out)
+    measures = [entry["measures"]["gradient_dissimilarity"] for entry in (iid, sorted_by_label)]
+    assert 1 < measures[0] < 2 < measures[1]
