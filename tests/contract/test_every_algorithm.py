@@ -1,0 +1,169 @@
+"""What holds of every algorithm: the tests find them by themselves, a new one included."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fedrax import Federation, Script, Settings, classification, experiment, simulate, tree
+from fedrax.algorithm import Algorithm, algorithms
+from fedrax.experiment import Experiment
+from fedrax.hyperparameters import check
+from fedrax.models import Logistic
+from fedrax.simulation import Event, Result, RunInfo, read_events
+from fedrax.simulation.cohorts import Sampler
+
+SIZES = (3, 7, 4, 12, 6, 5)
+ROUNDS, COHORT = 3, 2
+EVERY = pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
+
+
+def federation() -> Federation:
+    """Clients of unlike sizes whose labels and inputs differ."""
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(SIZES), 4))[owner]).astype(np.float32)
+    y = ((x @ rng.normal(size=(4, 3))).argmax(1) + owner % 2) % 3
+    return Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)
+
+
+TASK = classification(Logistic().build((4,), 3))
+FEDERATION = federation()
+
+
+def example(kind: type[Algorithm]) -> Algorithm:
+    """The algorithm with its defaults and a step size at which nothing diverges."""
+    algorithm = kind()
+    local = getattr(algorithm, "local", None)
+    if local is None:
+        return algorithm
+    return dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
+
+
+def run(algorithm: Algorithm, **changes: Any) -> Result:
+    """A short run."""
+    settings = {"rounds": ROUNDS, "cohort_size": COHORT, "plan": "scan", "checkpoint_every": 1}
+    return simulate(algorithm, TASK, FEDERATION, **(settings | changes))  # type: ignore[arg-type]
+
+
+@cache
+def reference(kind: type[Algorithm]) -> Result:
+    """What the other runs are compared with."""
+    return run(example(kind))
+
+
+def assert_close(a: Any, b: Any) -> None:
+    """The same tree up to rounding."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), a, b)
+
+
+def kinds(state: Any) -> Any:
+    """Shapes and types."""
+    return jax.tree.map(lambda a: (a.shape, str(a.dtype)), state)
+
+
+def without_times(events: list[dict]) -> list[dict]:
+    """Events as they must repeat."""
+    return [{k: v for k, v in event.items() if not k.startswith("seconds")} for event in events]
+
+
+class Crash:
+    """A sink that ends the run when a round is over, as a power cut would."""
+
+    def __init__(self, round: int):
+        self.round = round
+
+    def start(self, run: RunInfo) -> None:
+        """Nothing to do."""
+
+    def event(self, event: Event) -> None:
+        """Fail."""
+        if event["round"] == self.round:
+            raise RuntimeError("power cut")
+
+    def finish(self, result: Any | None) -> None:
+        """Nothing to do."""
+
+
+@EVERY
+def test_defaults_are_in_bounds_and_explained(kind: type[Algorithm]):
+    check(kind())
+    assert inspect.getdoc(kind) != inspect.getdoc(Algorithm)
+    assert kind.__module__.startswith("fedrax.")
+
+
+@EVERY
+def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
+    algorithm = example(kind)
+    leaves, structure = jax.tree.flatten(algorithm)
+    assert structure.unflatten(leaves) == algorithm
+    assert all(isinstance(leaf, float) for leaf in leaves)
+    doubled = jax.jit(lambda a: jax.tree.map(lambda leaf: 2 * leaf, a))(algorithm)
+    np.testing.assert_allclose(jax.tree.leaves(doubled), [2 * leaf for leaf in leaves])
+
+
+@EVERY
+def test_training_moves_and_is_counted(kind: type[Algorithm]):
+    result = reference(kind)
+    assert any(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(result.params))  # it starts at zero
+    last, size = result.events[-1], tree.num_bytes(result.params)
+    assert last["bytes_down"] >= ROUNDS * COHORT * size
+    assert last["bytes_up"] >= ROUNDS * COHORT * size
+    assert last["gradients"] > 0
+
+
+@EVERY
+@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
+def test_plans_agree(kind: type[Algorithm], plan: str):
+    one, other = reference(kind), run(example(kind), plan=plan)
+    assert_close(other.server, one.server)
+    for client in range(len(SIZES)):
+        assert_close(other.client_state(client), one.client_state(client))
+    assert [event["gradients"] for event in other.events] == [event["gradients"] for event in one.events]
+
+
+@EVERY
+def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
+    sampler = Sampler(Settings(cohort_size=COHORT), FEDERATION.sizes)
+    backwards = Script(cohorts=[sampler.cohort(round)[::-1] for round in range(ROUNDS)])
+    assert_close(run(example(kind), script=backwards).server, reference(kind).server)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: str):
+    algorithm = example(kind)
+    result = reference(kind) if dtype == "float32" else run(algorithm, dtype=dtype)
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda a: a.astype(dtype), TASK.init(jax.random.key(0)))
+        assert kinds(result.params) == kinds(params)
+        assert kinds(result.server) == kinds(algorithm.init(params, len(SIZES)))
+        for client in range(len(SIZES)):
+            assert kinds(result.client_state(client)) == kinds(algorithm.init_client(params))
+    if dtype == "float64":
+        assert_close(result.params, reference(kind).params)
+
+
+@EVERY
+def test_resumed_run_equals_the_uninterrupted_one(kind: type[Algorithm], tmp_path: Path):
+    algorithm, whole = example(kind), reference(kind)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(algorithm, directory=tmp_path, sinks=[Crash(round=2)])
+    resumed = run(algorithm, directory=tmp_path, resume=True)
+    assert without_times(resumed.events) == without_times(whole.events)
+    assert without_times(read_events(tmp_path)) == without_times(whole.events)
+    jax.tree.map(np.testing.assert_array_equal, resumed.server, whole.server)
+
+
+@EVERY
+def test_experiment_file_gives_it_back(kind: type[Algorithm], tmp_path: Path):
+    spec = Experiment(algorithm=example(kind))
+    experiment.write(spec, tmp_path / "experiment.toml")
+    assert experiment.read(tmp_path / "experiment.toml").algorithm == spec.algorithm

@@ -1,0 +1,110 @@
+"""The method that CONTRIBUTING.md shows is complete: as one new file it gets everything, and it computes FedExP."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import Federation, LocalSGD, regression, simulate
+from fedrax.config import import_named
+from fedrax.models import Linear
+from tests.docs.test_code_blocks import ROOT, blocks
+
+METHOD = next(block.text for block in blocks(ROOT / "CONTRIBUTING.md") if block.language == "python")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package and its contract tests with the new file, and nothing else changed."""
+    root = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(fedrax.__file__).parent, root / "src" / "fedrax", ignore=ignored)
+    shutil.copytree(ROOT / "tests" / "contract", root / "tests" / "contract", ignore=ignored)
+    for name in ("pyproject.toml", "tests/conftest.py"):
+        shutil.copy(ROOT / name, root / name)
+    (root / "src/fedrax/algorithms/fedexp.py").write_text(METHOD, encoding="utf-8")
+    return root
+
+
+def run(checkout: Path, *arguments: str) -> str:
+    """The output of a Python command in the checkout; fails with it where the command does."""
+    environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def fedrax_command(checkout: Path, *arguments: str) -> str:
+    """The output of ``fedrax`` with these arguments."""
+    return run(checkout, "-c", "import sys; from fedrax.cli import main; sys.exit(main())", *arguments)
+
+
+def test_is_short():
+    assert len(METHOD.splitlines()) < 60
+
+
+def test_every_contract_test_passes(checkout: Path):
+    report = run(checkout, "-m", "pytest", "tests/contract", "-k", "fedexp", "-q", "-p", "no:cacheprovider")
+    written = (ROOT / "tests/contract/test_every_algorithm.py").read_text().count("\ndef test_")
+    passed = int(report.rsplit(" passed", 1)[0].split()[-1])
+    assert passed >= written > 5, report
+
+
+def test_is_on_the_command_line(checkout: Path):
+    assert "fedexp" in fedrax_command(checkout, "list", "algorithms").lower()
+    flags = ("--algorithm", "fedexp", "--algorithm.epsilon", "0.01", "--run.rounds", "3", "--model", "logistic")
+    said = fedrax_command(checkout, "run", *flags, "--out", "runs/fedexp")
+    assert "fedexp" in said
+    assert "3 rounds" in fedrax_command(checkout, "resume", "runs/fedexp")
+    assert 'name = "fedexp"' in (checkout / "runs/fedexp/experiment.toml").read_text()
+
+
+def test_agrees_with_numpy(tmp_path: Path):
+    (tmp_path / "fedexp.py").write_text(METHOD, encoding="utf-8")
+    _, kind = import_named("fedexp.py:FedExP", tmp_path)
+    rng = np.random.default_rng(0)
+    clients, rows, lr, epsilon = 3, 5, 0.05, 1e-3
+    x = rng.normal(size=(clients, rows, 4))
+    y = np.einsum("crf,cf->cr", x, rng.normal(size=(clients, 4)))  # each client has a model of its own
+    x_rows, y_rows = x.reshape(-1, 4), y.reshape(-1)
+    offsets = np.arange(clients + 1) * rows
+    federation = Federation.from_arrays(x_rows, y_rows, offsets=offsets, test=(x_rows, y_rows))
+    algorithm = kind(local=LocalSGD(lr=lr, steps=2, batch_size="full"), epsilon=epsilon)
+    start = {"output": {"weight": np.zeros((4, 1)), "bias": np.zeros(1)}}
+    result = simulate(
+        algorithm,
+        regression(Linear().build((4,), 1)),
+        federation,
+        rounds=6,
+        cohort_size=clients,
+        dtype="float64",
+        params=start,
+    )
+
+    w, lengths = np.zeros(5), []
+    inputs = np.concatenate([x, np.ones((clients, rows, 1))], axis=2)
+    for _ in range(6):
+        updates = []
+        for a, b in zip(inputs, y, strict=True):
+            local = w.copy()
+            for _ in range(2):
+                local -= lr * 2 * a.T @ (a @ local - b) / rows
+            updates.append(local - w)
+        mean = np.mean(updates, axis=0)
+        squares = np.mean([update @ update for update in updates])
+        lengths.append(max(1.0, squares / (2 * (mean @ mean + epsilon))))
+        w = w + lengths[-1] * mean
+    assert max(lengths) > 1
+    ours = np.append(result.params["output"]["weight"], result.params["output"]["bias"])
+    np.testing.assert_allclose(ours, w, rtol=1e-9)
+    np.testing.assert_allclose([event["server_lr"] for event in result.events], lengths, rtol=1e-6)
