@@ -117,7 +117,9 @@ class Experiment:
     partition: Annotated[Any, PARTITION] = dataclasses.field(default_factory=lambda: _partition_classes()["shards"]())
     model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
-    run: Settings = Settings()
+    normalise: bool = True
+    """Standardise images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
+    run: Settings = dataclasses.field(default_factory=Settings)
 
     @property
     def algorithm_name(self) -> str:
@@ -214,7 +216,7 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    preprocess = scale(federation.mean, federation.std) if federation.mean else None
+    preprocess = scale(federation.mean, federation.std) if federation.mean and experiment.normalise else None
     return (regression if federation.num_classes is None else classification)(made, preprocess)
 
 

@@ -8,7 +8,7 @@ nested dictionaries of arrays and start as PyTorch's layers do, uniform in ±1/s
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -35,6 +35,8 @@ from fedrax.models.recurrent import init_lstm, lstm
 Shape = tuple[int, ...]
 InitBody = Callable[[Array], Params]
 Body = Callable[[Params, Array, Array | None], Array]
+Start = Literal["pytorch", "glorot", "he"]
+"""Uniform in ±1/sqrt(fan_in); or normal with variance 2/(fan_in + fan_out) or 2/fan_in, biases zero."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,39 @@ class MLP:
 
     hidden: tuple[int, ...] = (200, 200)
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
+    start: Start = "pytorch"
+    """Distribution of the starting parameters."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), *self.hidden]
-        return _model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation))
+        return _started(_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.start)
 
 
 @dataclass(frozen=True)
 class TwoNN:
     """The "2NN" of McMahan et al. (2017), section 3: two hidden layers of 200 units with ReLU."""
 
+    start: Start = "pytorch"
+    """Distribution of the starting parameters."""
+
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), 200, 200]
-        return _model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu"))
+        return _started(_model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu")), self.start)
+
+
+def _started(model: Model, start: Start) -> Model:
+    """``model`` with dense layers that start as ``start`` says."""
+    if start == "pytorch":
+        return model
+    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]()
+
+    def init(key: Array) -> Params:
+        leaves, structure = jax.tree.flatten(model.init(key))
+        keys = jax.random.split(key, len(leaves))
+        drawn = [jnp.zeros_like(x) if x.ndim < 2 else draw(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(structure, drawn)
+
+    return replace(model, init=init)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""``python -m papers.losac table2|figure2|tuned``: run, compare with the paper, write results/.
+
+Finished runs below --out are kept and not run again; an interrupted command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedrax import experiment
+from fedrax.cli import main as fedrax_main
+from fedrax.report import curves
+from fedrax.report.runs import Method, find_runs, last_values
+from fedrax.simulation.result import to_target
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+TARGET = 0.85
+HETEROGENEITY = (0, 25, 50, 75, 100)
+STEP_SIZES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+TUNED_AT = 100
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m papers.losac", description=__doc__)
+    parser.add_argument("what", choices=["table2", "figure2", "tuned"])
+    parser.add_argument("--out", type=Path, default=Path("runs/losac"), help="where runs are kept")
+    parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where tables and pictures go")
+    parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
+    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the file's")
+    arguments = parser.parse_args()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    return {"table2": table2, "figure2": figure2, "tuned": tuned}[arguments.what](arguments)
+
+
+def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> list[Method]:
+    """``fedrax compare`` on a file, and the runs it left."""
+    command = [str(file), *flags, "--out", str(out), "--quiet"]
+    if arguments.rounds:
+        command += ["--run.rounds", str(arguments.rounds)]
+    if arguments.seeds:
+        command += ["--seeds", *map(str, arguments.seeds)]
+    if arguments.data_dir:
+        command += ["--data-dir", arguments.data_dir]
+    status = fedrax_main(["compare", *command])
+    if status:
+        sys.exit(status)
+    return stored(out)
+
+
+def stored(out: Path) -> list[Method]:
+    """The methods of a comparison directory, in its order."""
+    order = [row["label"] for row in json.loads((out / "comparison.json").read_text())["methods"]]
+    found: dict[str, list] = {label: [] for label in order}
+    for one in find_runs(out):
+        found[str(one.table["name"])].append(one)
+    return [Method(label, runs) for label, runs in found.items()]
+
+
+# -- Table 2 -----------------------------------------------------------------------------------------------------
+
+
+def table2(arguments: argparse.Namespace) -> int:
+    """Rounds to 85 %, final loss and accuracy of SCAFFOLD and LoSAC for T in {2, 4, 6}, M in {2, 3, 5}."""
+    methods = run(HERE / "table2.toml", arguments.out / "table2", arguments)
+    printed = list(csv.DictReader((HERE / "table2_printed.csv").open()))
+    rows = []
+    for row in printed:
+        label = f"{row['method']}, T={row['T']}, M={row['M']}"
+        method = next(m for m in methods if m.label == label)
+        rounds, loss, accuracy = final(method)
+        rows.append(
+            [
+                label,
+                *against(float(row["rounds"]), rounds, ".0f"),
+                *against(float(row["loss"]), loss, ".4f"),
+                *against(float(row["accuracy"]), [100 * a for a in accuracy], ".2f"),
+            ]
+        )
+    columns = ["", "rounds to 85 %", "ours", "gap", "loss", "ours", "gap", "accuracy %", "ours", "gap"]
+    note = "Paper, ours (mean ± standard deviation over seeds) and gap (ours - paper)."
+    write_table(arguments, "table2", "LoSAC, Table 2 (MNIST)", note, columns, rows)
+    shown = [m for m in methods if "M=5" in m.label]
+    curves.save_curves(curves.draw_curves(shown, TARGET, title="LoSAC, Table 2, M = 5"), arguments.results / "table2")
+    return 0
+
+
+def final(method: Method) -> tuple[list[float], list[float], list[float]]:
+    """Rounds to the target, final test loss and accuracy of every run that reached the end."""
+    events = [one.events for one in method.runs if one.failure is None]
+    reached = [to_target(e, "test_accuracy", TARGET) for e in events]
+    last = [last_values(e) for e in events]
+    return [t["rounds"] for t in reached if t], [v["test_loss"] for v in last], [v["test_accuracy"] for v in last]
+
+
+def against(paper: float, ours: Sequence[float], form: str) -> list[str]:
+    """Paper, ours ± deviation, gap, as text."""
+    if not ours:
+        return [format(paper, form), "not reached", ""]
+    return [format(paper, form), spread(ours, form), format(statistics.mean(ours) - paper, "+" + form)]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean ± standard deviation."""
+    if not values:
+        return "-"
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):{form}} ± {deviation:{form}}"
+
+
+# -- Figure 2 ----------------------------------------------------------------------------------------------------
+
+
+def figure2(arguments: argparse.Namespace) -> int:
+    """Six methods at the paper's step size for five degrees of heterogeneity; the paper prints no numbers."""
+    rows = []
+    for percent in HETEROGENEITY:
+        out = arguments.out / "figure2" / f"c={percent}"
+        methods = run(HERE / "figure2.toml", out, arguments, "--partition.percent", str(percent))
+        for method in methods:
+            rows.append([f"{percent}", method.label, *summary(method)])
+        drawn = curves.draw_curves(methods, TARGET, title=f"LoSAC, Figure 2, c = {percent} %")
+        curves.save_curves(drawn, arguments.results / f"figure2-c{percent}")
+    columns = ["c %", "method", "rounds to 85 %", "loss", "accuracy %", "diverged"]
+    note = "Figure 2 prints curves, no numbers. Mean ± standard deviation over seeds after the last round."
+    write_table(arguments, "figure2", "LoSAC, Figure 2 (MNIST, eta = 4e-4)", note, columns, rows)
+    return 0
+
+
+def summary(method: Method) -> list[str]:
+    """Rounds to the target, loss, accuracy and runs that diverged, as text."""
+    rounds, loss, accuracy = final(method)
+    reached = f"{spread(rounds, '.0f')}" + ("" if len(rounds) == len(method.runs) else f" ({len(rounds)} runs)")
+    diverged = sum(one.failure is not None for one in method.runs)
+    return [reached if rounds else "-", spread(loss, ".4f"), spread([100 * a for a in accuracy], ".2f"), str(diverged)]
+
+
+# -- Tuned step sizes --------------------------------------------------------------------------------------------
+
+
+def tuned(arguments: argparse.Namespace) -> int:
+    """Every method of Figure 2 at its own best step size of a grid, at c = 100 %."""
+    by_label: dict[str, list[tuple[float, Method]]] = {}
+    for lr in STEP_SIZES:
+        flags = ["--partition.percent", str(TUNED_AT), "--algorithm.local.lr", str(lr)]
+        for method in run(HERE / "figure2.toml", arguments.out / "tuned" / f"lr={lr:g}", arguments, *flags):
+            by_label.setdefault(method.label, []).append((lr, method))
+    best = {label: max(found, key=lambda pair: score(pair[1])) for label, found in by_label.items()}
+    rows = []
+    for label, (lr, method) in best.items():
+        edge = "" if min(STEP_SIZES) < lr < max(STEP_SIZES) else " (end of the grid)"
+        rows.append([label, f"{lr:g}{edge}", *summary(method)])
+    columns = ["method", "best eta", "rounds to 85 %", "loss", "accuracy %", "diverged"]
+    grid = ", ".join(f"{lr:g}" for lr in STEP_SIZES)
+    note = f"c = {TUNED_AT} %; for each method the eta in {{{grid}}} with the highest mean final accuracy of all seeds."
+    write_table(arguments, "tuned", "LoSAC's Figure 2 with every method at its own step size", note, columns, rows)
+    shown = [Method(f"{label}, η = {lr:g}", method.runs) for label, (lr, method) in best.items()]
+    curves.save_curves(curves.draw_curves(shown, TARGET, title="Tuned, c = 100 %"), arguments.results / "tuned")
+    return 0
+
+
+def score(method: Method) -> float:
+    """Mean final accuracy over seeds; a diverged run counts as zero."""
+    _, _, accuracy = final(method)
+    return sum(accuracy) / len(method.runs)
+
+
+# -- Writing -----------------------------------------------------------------------------------------------------
+
+
+def write_table(
+    arguments: argparse.Namespace, name: str, title: str, note: str, columns: list[str], rows: list[list[str]]
+) -> None:
+    """A Markdown table in results/ and on the terminal."""
+    command = f"python -m papers.losac {name}" + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
+    machine = f"{platform.machine()}, {platform.system()}, {datetime.date.today().isoformat()}"
+    lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    text = "\n".join(lines) + "\n"
+    experiment.write_text(arguments.results / f"{name}.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
