@@ -18,7 +18,9 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture
-def fedrax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
+def fedrax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
     """``fedrax("run", ...)`` as from a shell, in ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDRAX_DATA", raising=False)
@@ -30,7 +32,8 @@ def fedrax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             status = main([str(argument) for argument in arguments])
         except SystemExit as end:  # --help
             status = int(end.code or 0)
-        return Outcome(status, *capsys.readouterr())
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
 
     return call
 

@@ -13,7 +13,10 @@ import pytest
 from fedrax import experiment
 from tests.cli.conftest import TINY, Outcome
 
-COMPARE = 'seeds = [0, 1]\n' + TINY + """
+COMPARE = (
+    "seeds = [0, 1]\n"
+    + TINY
+    + """
 [[compare]]
 name = "fedavg"
 label = "FedAvg"
@@ -22,6 +25,7 @@ name = "losac"
 label = "LoSAC"
 local = { blocks = 2, lr = 0.01 }
 """
+)
 
 
 def events(folder: Path) -> list[dict]:
@@ -78,7 +82,8 @@ def test_default_directories_do_not_collide(fedrax: Callable[..., Outcome], tiny
 
 
 def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
-    flags = "--algorithm upcycled --algorithm.inner losac --algorithm.inner.local.prox l1 --algorithm.inner.local.prox.weight 0.01"
+    flags = "--algorithm upcycled --algorithm.inner losac --algorithm.inner.local.prox l1"
+    flags += " --algorithm.inner.local.prox.weight 0.01"
     assert fedrax("run", tiny, *flags.split(), "--out", "r", "--quiet").status == 0
     spec = experiment.read(tmp_path / "r" / "experiment.toml")
     assert type(spec.algorithm).__name__ == "Upcycled"

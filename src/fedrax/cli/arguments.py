@@ -120,7 +120,9 @@ class Parsed:
     options: Any
 
 
-def parse_experiment(options: type, args: list[str], prog: str, description: str, parts: tuple[str, ...] = PARTS) -> Parsed:
+def parse_experiment(
+    options: type, args: list[str], prog: str, description: str, parts: tuple[str, ...] = PARTS
+) -> Parsed:
     """A command's own ``options`` and an experiment, from ``[FILE.toml] [flags]``.
 
     The file comes first, if there is one. Flags are the keys of the file: ``--algorithm.local.lr 0.1``. Those of
@@ -136,7 +138,9 @@ def parse_experiment(options: type, args: list[str], prog: str, description: str
     made = config.Reader(source, folder, tyro.MISSING).fields(Experiment, table, "", Experiment())
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
-    fields.append(("name", Annotated[str, tyro.conf.arg(help="What to call it.")], dataclasses.field(default=made.name)))
+    fields.append(
+        ("name", Annotated[str, tyro.conf.arg(help="What to call it.")], dataclasses.field(default=made.name))
+    )
     for chosen in choices_in(made):
         if chosen.path.split(".")[0] in parts:
             known = ", ".join(chosen.choice.classes())

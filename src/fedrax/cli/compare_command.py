@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 
 from fedrax import comparison, experiment, sinks
 from fedrax.cli.arguments import parse_experiment
-from fedrax.cli.run_command import forget_unstarted
+from fedrax.cli.run_command import ExperimentFile
 from fedrax.comparison import SHARED, Comparison
 from fedrax.config import ALGORITHM
 from fedrax.errors import FedraxError
@@ -64,7 +66,7 @@ def main(args: list[str]) -> int:
     except (Interrupted, KeyboardInterrupt):
         print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    report(spec, comparison.methods_in(spec, out), out, options)
+    report(spec, comparison.methods_in(spec, out), out, options, args)
     return 0
 
 
@@ -72,7 +74,9 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     """The comparison of the files, with what the flags change."""
     count = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
     files = [Path(arg) for arg in args[:count]]
-    parsed = parse_experiment(CompareOptions, args[:1] * bool(files) + args[count:], "fedrax compare", DESCRIPTION, SHARED)
+    parsed = parse_experiment(
+        CompareOptions, args[:1] * bool(files) + args[count:], "fedrax compare", DESCRIPTION, SHARED
+    )
     options = parsed.options
     spec = comparison.read(files) if files else Comparison("comparison", (), (0, 1, 2), None)
     added = [Experiment(name=name, algorithm=ALGORITHM.find(name, Path.cwd())()) for name in options.algorithms]
@@ -108,7 +112,9 @@ def shown_progress(options: CompareOptions) -> Iterator[Any]:
         yield bar
 
 
-def run_all(planned: list[tuple[Experiment, Path]], task: Any, federation: Any, out: Path, options: CompareOptions) -> None:
+def run_all(
+    planned: list[tuple[Experiment, Path]], task: Any, federation: Any, out: Path, options: CompareOptions
+) -> None:
     """Every run that is not finished; one that diverges is noted in its directory and does not stop the others."""
     with shown_progress(options) as bar:
         for number, (spec, place) in enumerate(planned, 1):
@@ -116,32 +122,35 @@ def run_all(planned: list[tuple[Experiment, Path]], task: Any, federation: Any, 
             run = comparison.state_of(spec, directory)
             if run is not None and run.finished:
                 continue
-            if run is None:
-                experiment.write(spec, directory / "experiment.toml")
             title = f"{spec.name}, seed {spec.run.seed} ({number}/{len(planned)})"
-            sink = [] if bar is None else [sinks.ProgressSink(title, bar)]
+            seen: list[Any] = [ExperimentFile(spec, directory)]
+            if bar is not None:
+                seen.append(sinks.ProgressSink(title, bar))
             resume = run is not None and bool(run.events)
             try:
-                simulate(spec.algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=sink)
+                simulate(spec.algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen)
             except NonFiniteError as error:
                 if not options.quiet:
                     print(f"fedrax: {error}", file=sys.stderr)
-            except FedraxError:
-                forget_unstarted(directory)
-                raise
             if bar is not None:
                 for task_id in bar.task_ids:
                     bar.remove_task(task_id)
                 bar.console.print(f"{title}: {summary_line(read_run(directory).events)}", highlight=False)
 
 
-def report(spec: Comparison, methods: list[Method], out: Path, options: CompareOptions) -> None:
+def report(spec: Comparison, methods: list[Method], out: Path, options: CompareOptions, args: list[str]) -> None:
     """Table, curves, JSON; what to try next."""
     metric = main_metric(methods)
     target = spec.target if spec.target is not None else default_target(methods)
     rows = [summarise(method, target, metric) for method in methods]
     pictures = curves.save_curves(curves.draw_curves(methods, target, metric, spec.name), out / "curves")
-    summary = {"name": spec.name, "seeds": list(spec.seeds), "metric": metric, "target": target, "methods": tables.values(rows)}
+    summary = {
+        "name": spec.name,
+        "seeds": list(spec.seeds),
+        "metric": metric,
+        "target": target,
+        "methods": tables.values(rows),
+    }
     experiment.write_text(out / "comparison.json", json.dumps(summary, indent=2) + "\n")
     experiment.write_text(out / "table.md", tables.markdown(rows, target, metric))
     if options.json:
@@ -150,16 +159,17 @@ def report(spec: Comparison, methods: list[Method], out: Path, options: CompareO
         console = tables.wide_console()
         console.print(tables.terminal(rows, target, metric, spec.name))
         console.print(f"curves: {pictures[0]} and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
-        console.print(next_step(spec))
+        console.print(next_step(spec, args))
 
 
-def next_step(spec: Comparison) -> str:
+def next_step(spec: Comparison, args: list[str]) -> str:
     """A command that shows something new."""
-    partition = spec.methods[0].partition
-    if type(partition).__name__ != "Iid":
-        return (
-            "try next: add `--partition iid --partition.clients "
-            f"{getattr(partition, 'clients', None) or 100}` to see what is left of the differences without heterogeneity,"
-            " or `--run.stragglers 0.5`"
-        )
-    return "try next: add `--partition dirichlet_classes --partition.omega 0.1` to make the clients differ"
+    files = shlex.join(itertools.takewhile(lambda arg: not arg.startswith("-"), args))
+    again = (
+        f"fedrax compare {files}"
+        if files
+        else f"fedrax compare --algorithms {shlex.join(m.algorithm_name for m in spec.methods)}"
+    )
+    if type(spec.methods[0].partition).__name__ != "Iid":
+        return f"try next: {again} --partition iid    (what is left of the differences when all clients are alike?)"
+    return f"try next: {again} --partition shards --partition.per-client 1    (clients that differ)"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -69,25 +71,17 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def _print(federation: Federation, counts: Any, measures: dict[str, Any], show: int) -> None:
+def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str, Any], show: int) -> None:
     console = wide_console()
     title = f"{federation.name}: training samples of each client"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("client", justify="right", no_wrap=True)
     table.add_column("samples", justify="right", no_wrap=True)
-    by_class = counts is not None and counts.shape[1] <= _LARGEST_TABLE
-    if by_class:
-        for c in range(counts.shape[1]):
-            table.add_column(federation.class_names[c] if federation.class_names else str(c), justify="right", no_wrap=True)
-    elif counts is not None:
-        table.add_column("classes", justify="right", no_wrap=True)
+    columns, cells = _by_class(federation, counts)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for client in range(min(show, federation.num_clients)):
-        row = [str(client), str(federation.sizes[client])]
-        if by_class:
-            row += [str(n) if n else "·" for n in counts[client]]
-        elif counts is not None:
-            row.append(str((counts[client] > 0).sum()))
-        table.add_row(*row)
+        table.add_row(str(client), str(federation.sizes[client]), *cells(client))
     console.print(table)
     if show < federation.num_clients:
         console.print(f"... and {federation.num_clients - show:,} more clients (--show, --json)")
@@ -96,3 +90,13 @@ def _print(federation: Federation, counts: Any, measures: dict[str, Any], show: 
         text = "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
         summary.add_row(name.replace("_", " "), text)
     console.print(summary)
+
+
+def _by_class(federation: Federation, counts: np.ndarray | None) -> tuple[list[str], Callable[[int], list[str]]]:
+    """Headings, and a client's cells: samples of each class, or only how many classes where there are many."""
+    if counts is None:
+        return [], lambda client: []
+    if counts.shape[1] > _LARGEST_TABLE:
+        return ["classes"], lambda client: [str((counts[client] > 0).sum())]
+    names = federation.class_names or tuple(map(str, range(counts.shape[1])))
+    return list(names), lambda client: [str(n) if n else "·" for n in counts[client]]

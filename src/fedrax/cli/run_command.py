@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiment import Experiment
 from fedrax.report.runs import summary_line
 from fedrax.report.tables import wide_console
-from fedrax.simulation import Interrupted, Result, simulate, use_all_cores
+from fedrax.simulation import Event, Interrupted, Result, RunInfo, simulate, use_all_cores
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 
@@ -56,26 +55,32 @@ def main(args: list[str]) -> int:
     directory = new_directory(spec, options.out)
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
-    experiment.write(spec, directory / "experiment.toml")
-    try:
-        return run(spec, problem, directory, options, resume=False)
-    except FedraxError:
-        forget_unstarted(directory)
-        raise
+    return run(spec, problem, directory, options, resume=False)
 
 
-def forget_unstarted(directory: Path) -> None:
-    """Take away the directory of a run that was refused before its first round."""
-    if not (directory / "events.jsonl").exists():
-        with suppress(OSError):
-            (directory / "experiment.toml").unlink()
-            directory.rmdir()
+class ExperimentFile:
+    """A sink that writes experiment.toml when the run starts: a run that is refused leaves nothing behind."""
+
+    def __init__(self, spec: Experiment, directory: Path):
+        self._spec, self._path = spec, directory / "experiment.toml"
+
+    def start(self, run: RunInfo) -> None:
+        """Write the file."""
+        experiment.write(self._spec, self._path)
+
+    def event(self, event: Event) -> None:
+        """Nothing to add."""
+
+    def finish(self, result: Result | None) -> None:
+        """Nothing to close."""
 
 
 def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, resume: bool) -> int:
     """Simulate with the sinks asked for, and say how it went."""
     try:
-        result = simulate(*problem, spec.run, directory=directory, resume=resume, sinks=make_sinks(spec, directory, options))
+        seen = make_sinks(spec, directory, options)
+        algorithm, task, federation = problem
+        result = simulate(algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen)
     except Interrupted:
         if not (directory / "checkpoint").exists():
             raise
@@ -86,8 +91,8 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, r
 
 
 def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[Any]:
-    """The sinks that the options ask for."""
-    made: list[Any] = []
+    """The experiment's file, and the sinks that the options ask for."""
+    made: list[Any] = [ExperimentFile(spec, directory)]
     if options.json:
         made.append(sinks.JsonSink())
     elif not options.quiet:
@@ -106,7 +111,12 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
     if options.json:
         import json
 
-        last = {"directory": str(directory), "plan": result.plan, "stopped": result.stopped, "rounds": len(result.events)}
+        last = {
+            "directory": str(directory),
+            "plan": result.plan,
+            "stopped": result.stopped,
+            "rounds": len(result.events),
+        }
         print(json.dumps(last))
     elif not options.quiet:
         console = wide_console()

@@ -26,7 +26,9 @@ METRICS = {
 X_AXES = {"round": "communication rounds", "megabytes": "traffic of all clients, both ways (MB)"}
 
 
-def draw_curves(methods: Sequence[Method], target: float | None = None, metric: str = "test_accuracy", title: str = "") -> Figure:
+def draw_curves(
+    methods: Sequence[Method], target: float | None = None, metric: str = "test_accuracy", title: str = ""
+) -> Figure:
     """A row of axes for each metric that the runs report, against rounds on the left and megabytes on the right."""
     keys = {key for method in methods for run in method.runs for event in run.events for key in event}
     metrics = [key for key in METRICS if key in keys][:2]
@@ -62,7 +64,9 @@ def draw_curves(methods: Sequence[Method], target: float | None = None, metric: 
 def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> None:
     colour, dash = PALETTE[index % len(PALETTE)], DASHES[(index // len(PALETTE)) % len(DASHES)]
     marker = "o" if len(table) <= 12 else None
-    axes.plot(table[x], table["mean"], color=colour, linestyle=dash, linewidth=1.8, marker=marker, markersize=3.5, label=label)
+    axes.plot(
+        table[x], table["mean"], color=colour, linestyle=dash, linewidth=1.8, marker=marker, markersize=3.5, label=label
+    )
     axes.fill_between(table[x], table["low"], table["high"], color=colour, alpha=0.15, linewidth=0)
 
 

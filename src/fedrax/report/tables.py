@@ -36,7 +36,9 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
 
 def best(rows: Sequence[Row], column: str) -> set[str]:
     """Labels of the methods with the best mean in a column, among those that did not diverge."""
-    means = {row.label: s.mean for row in rows if (s := getattr(row, column)) is not None and "diverged" not in row.state}
+    means = {
+        row.label: s.mean for row in rows if (s := getattr(row, column)) is not None and "diverged" not in row.state
+    }
     if len(means) < 2:
         return set()
     top = max(means.values()) if column in _HIGHER_IS_BETTER else min(means.values())
@@ -69,7 +71,9 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     stars = {column: best(rows, column) for column in columns}
     for row in rows:
         cells = [_cell(row, c) for c in columns]
-        marked = [f"[bold green]{t} *[/]" if row.label in stars[c] else f"{t}  " for c, t in zip(columns, cells, strict=True)]
+        marked = [
+            f"[bold green]{t} *[/]" if row.label in stars[c] else f"{t}  " for c, t in zip(columns, cells, strict=True)
+        ]
         table.add_row(row.label.replace("[", r"\["), *marked, str(row.seeds), row.state)
     return table
 

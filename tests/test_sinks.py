@@ -1,0 +1,89 @@
+"""Sinks: what reaches TensorBoard, Weights & Biases and MLflow; the last two where they are installed."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedrax import sinks
+from fedrax.simulation import RunInfo
+
+RUN = RunInfo("FedAvg", "scan", 2, 0, 3, 8, 100, 100, 25)
+EVENTS = [
+    {"round": 1, "train_loss": 2.0, "bytes_down": 300, "bytes_up": 300, "seconds": 0.5},
+    {"round": 2, "train_loss": 1.0, "bytes_down": 600, "bytes_up": 600, "seconds": 0.6, "test_accuracy": 0.75},
+]
+
+
+def play(
+    sink: sinks.JsonSink | sinks.TensorBoardSink | sinks.WandbSink | sinks.MlflowSink | sinks.ProgressSink,
+) -> None:
+    """Show a sink a whole run."""
+    sink.start(RUN)
+    for event in EVENTS:
+        sink.event(event)
+    sink.finish(object())
+
+
+def test_json() -> None:
+    file = io.StringIO()
+    play(sinks.JsonSink(file))
+    assert [json.loads(line) for line in file.getvalue().splitlines()] == EVENTS
+
+
+def test_progress() -> None:
+    from rich.console import Console
+
+    screen = Console(file=io.StringIO(), width=160, force_terminal=True)
+    with sinks.progress_bar(screen) as bar:
+        play(sinks.ProgressSink("a run", bar))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750"):
+        assert part in shown
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    play(sinks.TensorBoardSink(tmp_path))
+    assert next(tmp_path.glob("events.out.tfevents.*")).stat().st_size > 100
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = accumulator.EventAccumulator(str(tmp_path))
+    log.Reload()
+    assert [(e.step, e.value) for e in log.Scalars("train_loss")] == [(1, 2.0), (2, 1.0)]
+    assert [(e.step, e.value) for e in log.Scalars("test_accuracy")] == [(2, 0.75)]
+
+
+def test_wandb(tmp_path: Path) -> None:
+    """In a process of its own: the file is complete when its process has ended."""
+    pytest.importorskip("wandb")
+    code = (
+        "import sys; from pathlib import Path; from tests.test_sinks import play; from fedrax.sinks import WandbSink\n"
+        "play(WandbSink('project', 'a run', {'run': {'rounds': 2}}, Path(sys.argv[1])))"
+    )
+    environment = os.environ | {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kept = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert b"test_accuracy" in kept.read_bytes()
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    play(sinks.MlflowSink("experiment", "a run", {"run": {"rounds": 2}}))
+    client = mlflow.MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+    assert runs[0].info.status == "FINISHED"
+    assert runs[0].data.params == {"run.rounds": "2"}
+    history = client.get_metric_history(runs[0].info.run_id, "train_loss")
+    assert [(m.step, m.value) for m in history] == [(1, 2.0), (2, 1.0)]
