@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedrax.data import Dataset, Federation
     from fedrax.hyperparameters import hyperparameters
     from fedrax.local import LocalSGD, Step
-    from fedrax.simulation import Result, Script, Settings, Sink, simulate, use_all_cores
+    from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
     from fedrax.task import Batch, Task, classification, regression, scale
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
@@ -42,7 +42,7 @@ _HOMES = {
     "fedrax.data": ("Dataset", "Federation"),
     "fedrax.hyperparameters": ("hyperparameters",),
     "fedrax.local": ("LocalSGD", "Step"),
-    "fedrax.simulation": ("Result", "Script", "Settings", "Sink", "simulate", "use_all_cores"),
+    "fedrax.simulation": ("Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores"),
     "fedrax.task": ("Batch", "Task", "classification", "regression", "scale"),
     "fedrax.wrappers.upcycle": ("Upcycled", "upcycle"),
 }
@@ -54,7 +54,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "LoSAC", "LocalSGD", "MIFA", "MimeSVRG",
     "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "classification", "regression", "scale",
-    "Result", "Script", "Settings", "Sink", "simulate", "use_all_cores",
+    "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def choice_of(hint: Any, kind: str) -> Choice | None:
     if hint is Algorithm:
         return ALGORITHM
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts: list[type] = [part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)]
+        parts = [part for part in typing.get_args(hint) if isinstance(part, type) and dataclasses.is_dataclass(part)]
         classes = {snake_case(part.__name__): part for part in parts}
         plain = {name: part for name, part in classes.items() if all(map(_is_plain, _hints(part).values()))}
         if plain:

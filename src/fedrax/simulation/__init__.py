@@ -7,6 +7,7 @@ from fedrax.simulation.process import Interrupted
 from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Availability, Script, Settings, Uniform, WeightedBySamples
+from fedrax.simulation.sweep import sweep
 
 __all__ = [
     "Availability",
@@ -22,6 +23,7 @@ __all__ = [
     "WeightedBySamples",
     "read_events",
     "simulate",
+    "sweep",
     "to_target",
     "use_all_cores",
 ]

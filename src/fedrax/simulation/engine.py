@@ -10,7 +10,7 @@ any size, and blocks of any number of rounds, run in the same program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -265,8 +265,9 @@ def run_block(
     key: Array,
     xs: Block,
     rounds: Array,
+    stop: bool = True,
 ) -> tuple[Carry, dict[str, Array]]:
-    """Up to len(xs.round) rounds, stopping after an unsound one: (carry, records [B] by name)."""
+    """Up to len(xs.round) rounds, stopping after an unsound one if asked to: (carry, records [B] by name)."""
     xs = jax.tree.map(jnp.asarray, xs)
     mine = {f: None if getattr(xs, f) is None else getattr(xs, f)[:, 0] for f in BY_DEVICE}
     xs = xs._replace(**mine)
@@ -277,7 +278,7 @@ def run_block(
 
     def unfinished(loop: tuple) -> Array:
         r, sound, _, _ = loop
-        return (r < rounds) & sound
+        return (r < rounds) & sound if stop else r < rounds
 
     def body(loop: tuple) -> tuple:
         r, _, carry, records = loop
@@ -286,6 +287,20 @@ def run_block(
 
     _, _, carry, records = jax.lax.while_loop(unfinished, body, (jnp.int32(0), jnp.bool_(True), carry, records))
     return carry, records
+
+
+@lru_cache(maxsize=16)
+def compiled_block(program: Program, mesh: Mesh) -> Callable:
+    """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats."""
+    specs = Block(P(), P(), *(P(None, AXIS) for _ in BY_DEVICE))  # type: ignore[arg-type]
+    sharded = jax.shard_map(
+        partial(run_block, program, AXIS),
+        mesh=mesh,
+        in_specs=(P(), Carry(P(), P(AXIS)), P(), P(), specs, P()),
+        out_specs=(Carry(P(), P(AXIS)), P()),
+        check_vma=False,
+    )
+    return jax.jit(sharded, donate_argnums=(1,))
 
 
 class Engine:
@@ -299,17 +314,7 @@ class Engine:
         self._block = self._compile()
 
     def _compile(self) -> Callable:
-        function = partial(run_block, self.program, AXIS)
-        by_device = {f: P(None, AXIS) for f in BY_DEVICE}
-        specs = Block(round=P(), cohort_size=P(), **by_device)  # type: ignore[arg-type]
-        sharded = jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=(P(), Carry(P(), P(AXIS)), P(), P(), specs, P()),
-            out_specs=(Carry(P(), P(AXIS)), P()),
-            check_vma=False,
-        )
-        return jax.jit(sharded, donate_argnums=(1,))
+        return compiled_block(self.program, self.mesh)
 
     def put(self, server: Any, store: Tree) -> Carry:
         """Server and store on the mesh; the arrays are given away to the next block."""

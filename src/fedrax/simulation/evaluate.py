@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -18,10 +18,28 @@ from fedrax.tree import Tree
 _ROWS = 500
 
 
-def _values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and every metric of each sample."""
     values = {"loss": task.loss(params, samples, jax.random.key(0))}
     return values | {name: metric(params, samples) for name, metric in task.metrics.items()}
+
+
+@lru_cache(maxsize=16)
+def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.ndarray]:
+    """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk)."""
+    chunk = min(_ROWS, rows)
+    per_device = -(-rows // (chunk * mesh.devices.size))
+    starts = np.minimum(np.arange(per_device * mesh.devices.size) * chunk, rows - chunk)  # the last may overlap
+
+    def on_device(params: Tree, samples: Any, starts: Array) -> dict[str, Array]:
+        def one(start: Array) -> dict[str, Array]:
+            part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), samples)
+            return sample_values(task, params, part)
+
+        return jax.lax.map(one, starts)
+
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
+    return jax.jit(sharded), starts
 
 
 class Evaluator:
@@ -31,28 +49,12 @@ class Evaluator:
         self.rows = len(jax.tree.leaves(samples)[0])
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
         self.offsets = offsets
-        chunk = min(_ROWS, self.rows)
-        per_device = -(-self.rows // (chunk * mesh.devices.size))
-
-        def on_device(params: Tree, samples: Any) -> dict[str, Array]:
-            first = jax.lax.axis_index(AXIS) * per_device
-
-            def one(i: Array) -> dict[str, Array]:
-                start = jnp.minimum((first + i) * chunk, self.rows - chunk)  # the last chunk may overlap
-                part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), samples)
-                return _values(task, params, part)
-
-            return jax.lax.map(one, jnp.arange(per_device))
-
-        self._starts = np.minimum(np.arange(per_device * mesh.devices.size) * chunk, self.rows - chunk)
-        self._run = jax.jit(
-            partial(jax.shard_map, mesh=mesh, in_specs=(P(), P()), out_specs=P(AXIS), check_vma=False)(on_device)
-        )
+        self._run, self._starts = compiled_evaluation(task, mesh, self.rows)
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
         """Loss and metrics of every sample, float64 [rows] by name."""
         result = {}
-        for name, values in self._run(params, self.samples).items():
+        for name, values in self._run(params, self.samples, self._starts).items():
             flat, values = np.empty(self.rows), np.asarray(values)
             for start, chunk in zip(self._starts, values, strict=True):
                 flat[start : start + len(chunk)] = chunk

@@ -199,7 +199,7 @@ class Simulation:
             carry, records = self.engine.run(self.algorithm, carry, self.key, xs, rounds)
             if not records["sound"].all():
                 self._fail(carry, xs, records, events, log)
-            new = self._events(records, xs, events, time.monotonic() - began)
+            new = self.events_of(records, xs, events, time.monotonic() - began)
             evaluate = (len(events) + rounds) % self.settings.eval_every == 0
             if evaluate or len(events) + rounds == self.settings.rounds:
                 for name, evaluator in self.evaluators.items():
@@ -237,7 +237,7 @@ class Simulation:
         target = self.settings.target
         return target is not None and any(event.get("test_accuracy", -1.0) >= target for event in events)
 
-    def _events(self, records: dict, xs: Any, events: list[Event], seconds: float) -> list[Event]:
+    def events_of(self, records: dict, xs: Any, events: list[Event], seconds: float) -> list[Event]:
         """The events of a block; counts and seconds are cumulative."""
         rounds = len(records["sound"])
         last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
@@ -278,7 +278,7 @@ class Simulation:
         r = len(records["sound"]) - 1 if records["sound"].all() else int(np.argmin(records["sound"]))
         sound = {name: values[:r] for name, values in records.items()}
         if r and log is not None:
-            log.append(self._events(sound, xs, events, 0.0))
+            log.append(self.events_of(sound, xs, events, 0.0))
         where = f"{self.info.algorithm}, round {len(events) + r + 1}"
         message = self._culprit(carry, xs, r) or f"{where}: the server state is not finite"
         if self.directory is not None:
