@@ -50,8 +50,8 @@ def draw_curves(
         _scale(axes_row[0], tables, key)
         if key == metric and target is not None:
             axes_row[0].annotate(
-                f"target {target:g}", (1, target), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-                textcoords="offset points", ha="right", fontsize="small", color="0.35",
+                f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), xytext=(4, 3),
+                textcoords="offset points", ha="left", fontsize="small", color="0.35",
             )  # fmt: skip
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
