@@ -49,7 +49,5 @@ def time_rounds(
     ``settings`` are those of ``fedrax.simulate``.
     """
     times = Times()
-    result = simulate(
-        algorithm, task, federation, rounds=rounds, eval_every=rounds, sinks=[times], **settings
-    )
+    result = simulate(algorithm, task, federation, rounds=rounds, eval_every=rounds, sinks=[times], **settings)
     return times.clock(), result

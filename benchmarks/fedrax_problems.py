@@ -6,6 +6,7 @@ import numpy as np
 
 from benchmarks.workloads import Arrays, Workload
 from fedrax.data import Federation
+from fedrax.data.federation import aligned
 from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN
 
 # PyTorch's names of the layers -> the zoo's
@@ -57,11 +58,14 @@ def federation_of(arrays: Arrays) -> Federation:
 
 
 def random_images(clients: int, samples: int, classes: int) -> Federation:
-    """Random bytes as 28x28 images, ``samples`` of them a client; only their cost is of interest."""
+    """Random bytes as 28x28 images, ``samples`` of them a client. Only their cost is of interest, so a few
+    thousand images repeat; each copy has memory of its own.
+    """
     rng = np.random.default_rng(0)
-    x = np.frombuffer(rng.bytes(clients * samples * 784), np.uint8).reshape(-1, 28, 28)
+    x = aligned(np.empty((clients * samples, 28, 28), np.uint8))
+    some = rng.integers(0, 256, (min(len(x), 5000), 28, 28), np.uint8)
+    for start in range(0, len(x), len(some)):
+        x[start : start + len(some)] = some[: len(x) - start]
     y = rng.integers(0, classes, len(x), dtype=np.int32)
     offsets = np.arange(clients + 1) * samples
-    return Federation.from_arrays(
-        x, y, offsets=offsets, test=(x[:500], y[:500]), num_classes=classes, shuffle=False
-    )
+    return Federation.from_arrays(x, y, offsets=offsets, test=(x[:500], y[:500]), num_classes=classes, shuffle=False)

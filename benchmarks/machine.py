@@ -105,11 +105,7 @@ def processor() -> str:
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     details = {name.strip(): value.strip() for name, value in fields.items()}
     vectors = (
-        "AVX-512"
-        if "avx512f" in details.get("flags", "")
-        else "AVX2"
-        if "avx2" in details.get("flags", "")
-        else ""
+        "AVX-512" if "avx512f" in details.get("flags", "") else "AVX2" if "avx2" in details.get("flags", "") else ""
     )
     family = f"family {details['cpu family']}" if "cpu family" in details else ""
     return ", ".join(part for part in (details.get("model name", "unknown"), family, vectors) if part)

@@ -46,10 +46,7 @@ def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
     rng = np.random.default_rng([SEED, int(workload.name[1])])
     samples = SAMPLES[workload.name](workload, rng)
     cohorts = np.stack(
-        [
-            np.sort(rng.choice(workload.clients, workload.cohort, replace=False))
-            for _ in range(workload.total_rounds)
-        ]
+        [np.sort(rng.choice(workload.clients, workload.cohort, replace=False)) for _ in range(workload.total_rounds)]
     )
     weights = WEIGHTS[workload.name](rng)
     return {
@@ -159,9 +156,7 @@ def read_mnist(directory: Path) -> tuple[np.ndarray, ...]:
         with gzip.open(directory / name, "rb") as file:
             raw = file.read(header + size + 1)
         if len(raw) != header + size:
-            raise ValueError(
-                f"{directory / name} is not MNIST's: expected {header + size} bytes uncompressed"
-            )
+            raise ValueError(f"{directory / name} is not MNIST's: expected {header + size} bytes uncompressed")
         return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
     def images(name: str, count: int) -> np.ndarray:

@@ -175,8 +175,8 @@ def write_report(session: Session, measured: list[Measured], out: Path) -> list[
     introduction = (
         f"Written by `python -m benchmarks.methods` on {session.header['date']} from session "
         f"`{session.header['id']}` of `methods.jsonl`. MNIST by label, 1000 clients of 60 samples, a cohort "
-        f"of 50, the 2NN; {STEPS} local steps of {BATCH} samples, where the method does not fix another number. "
-        "Gradients: evaluations of one sample's gradient. Peak memory includes the state of the clients.\n\n"
+        f"of 50, the 2NN; {STEPS} local steps of {BATCH} samples, where the method does not fix another "
+        "number. Gradients: evaluations of one sample's gradient. Peak memory includes the clients' state.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     refused = {run["algorithm"]: run["refused"] for run in session.runs if "refused" in run}

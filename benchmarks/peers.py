@@ -30,9 +30,7 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.report:
         return conclude(Session.latest(RAW), arguments.out)
-    chosen = [
-        setting for setting in settings() if not arguments.peers or setting.simulator in arguments.peers
-    ]
+    chosen = [setting for setting in settings() if not arguments.peers or setting.simulator in arguments.peers]
     arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
     bins = {setting.environment: environment_of(setting, arguments.envs) for setting in chosen}
     if arguments.resume:

@@ -12,12 +12,8 @@ from benchmarks.sessions import Session
 from benchmarks.simulators import OURS
 from benchmarks.workloads import WORKLOADS
 
-LOSS_TOLERANCE = (
-    1e-3  # relative, to the median of all: float32 sums in other orders differ by a third of this
-)
-FOREIGN_CPU_LIMIT = (
-    0.25  # runs beside more of other processes' work are left out where there are quieter ones
-)
+LOSS_TOLERANCE = 1e-3  # relative, to the median of all: float32 sums in other orders differ by a third of this
+FOREIGN_CPU_LIMIT = 0.25  # runs beside more of other processes' work are left out where there are quieter ones
 
 
 @dataclass(frozen=True)
@@ -93,9 +89,7 @@ def disagreements(session: Session) -> list[str]:
     succeeded = {identity(run) for run in session.runs if "failed" not in run}
     for run in session.runs:
         if identity(run) not in succeeded:
-            what = (
-                f"{run['simulator']} ({run['setting']}) failed on {run['workload']}, repeat {run['repeat']}"
-            )
+            what = f"{run['simulator']} ({run['setting']}) failed on {run['workload']}, repeat {run['repeat']}"
             problems.append(what)
     for workload in WORKLOADS:
         finished = [run for run in session.runs if run["workload"] == workload and "failed" not in run]
@@ -184,9 +178,7 @@ SETTING_COLUMNS = (
 def sections(session: Session) -> list[str]:
     found = rows(session)
     problems = disagreements(session)
-    agreement = (
-        "All runs finished, and all test losses agree" if not problems else "**Not everything agrees**"
-    )
+    agreement = "All runs finished, and all test losses agree" if not problems else "**Not everything agrees**"
     return [
         "# fedrax beside other simulators",
         introduction(session),
@@ -260,14 +252,11 @@ def workload_section(name: str, session: Session, found: list[Row]) -> str:
 
 def versions(session: Session) -> str:
     lines = dict.fromkeys(
-        f"- {run['simulator']}: "
-        + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        f"- {run['simulator']}: " + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         for run in session.runs
         if "failed" not in run
     )
-    return (
-        "\n".join(lines) + "\n\nEvery package of every environment is in the session's line of `peers.jsonl`."
-    )
+    return "\n".join(lines) + "\n\nEvery package of every environment is in the session's line of `peers.jsonl`."
 
 
 def draw(found: list[Row], path: Path) -> list[Path]:
@@ -283,9 +272,7 @@ def draw(found: list[Row], path: Path) -> list[Path]:
     workloads = sorted({row.workload for row in found})
     figure, axes = plt.subplots(len(workloads), 1, figsize=(7, 1.9 * len(workloads)), squeeze=False)
     for axis, workload in zip(axes[:, 0], workloads, strict=True):
-        shown = sorted(
-            (row for (name, _), row in fastest.items() if name == workload), key=lambda row: -row.round
-        )
+        shown = sorted((row for (name, _), row in fastest.items() if name == workload), key=lambda row: -row.round)
         for height, row in enumerate(shown):
             colour = "tab:orange" if row.simulator == OURS else "tab:gray"
             axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=colour, linewidth=2)

@@ -22,9 +22,7 @@ SAMPLE_SECONDS = 0.25
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-def run_quietly(
-    command: list[str], environment: dict[str, str], max_wait: float, timeout: float
-) -> dict[str, object]:
+def run_quietly(command: list[str], environment: dict[str, str], max_wait: float, timeout: float) -> dict[str, object]:
     """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``, with:
 
     ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
@@ -52,13 +50,9 @@ def run_quietly(
     }
 
 
-def run(
-    command: list[str], environment: dict[str, str], timeout: float, tree: ProcessTree
-) -> tuple[str, bool]:
+def run(command: list[str], environment: dict[str, str], timeout: float, tree: ProcessTree) -> tuple[str, bool]:
     """The command's output, and whether it ended by itself in time."""
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     tree.start()
     try:
         return process.communicate(timeout=timeout)[0], True

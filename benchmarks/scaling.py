@@ -116,9 +116,7 @@ def measure_here(point: Point) -> dict:
     federation = random_images(point.clients, point.samples, CLASSES)
     task = classification(MLP(hidden=(point.width, point.width)).build((28, 28), CLASSES))
     algorithm = FedAvg(local=LocalSGD(lr=0.01, steps=STEPS, batch_size=point.batch))
-    clock, _ = time_rounds(
-        algorithm, task, federation, TIMED_ROUNDS, cohort_size=point.cohort, devices=point.devices
-    )
+    clock, _ = time_rounds(algorithm, task, federation, TIMED_ROUNDS, cohort_size=point.cohort, devices=point.devices)
     return clock.summary()
 
 
@@ -204,10 +202,10 @@ def write_report(session: Session, measured: dict[str, list[Measured]], out: Pat
     introduction = (
         f"Written by `python -m benchmarks.scaling` on {session.header['date']} from session "
         f"`{session.header['id']}` of `scaling.jsonl`. FedAvg, five local steps, a 2NN on random 28x28 "
-        "images of bytes; unless the axis says otherwise 1000 clients of 60 samples, a cohort of 50, batches of 12, "
-        "hidden layers of 200, all devices. On the first axis clients have two samples and take batches of "
-        "two. The first round counts from the start of the process. Exponents: cost ~ size^e, least squares in "
-        "logarithms.\n\n"
+        "images of bytes; unless the axis says otherwise 1000 clients of 60 samples, a cohort of 50, batches "
+        "of 12, hidden layers of 200, all devices. On the first axis clients have two samples and take "
+        "batches of two. The first round counts from the start of the process and includes making the data. "
+        "Exponents: cost ~ size^e, least squares in logarithms.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     sections = [

@@ -22,19 +22,14 @@ def main() -> None:
     _, workload, arrays = runner_arguments("FedJAX.", channels_last=True)
     predict = MODELS[workload.name]
     x, y = arrays.x, arrays.y.astype(np.int32)
-    clients = [
-        fedjax.ClientDataset({"x": x[arrays.rows(k)], "y": y[arrays.rows(k)]})
-        for k in range(workload.clients)
-    ]
+    clients = [fedjax.ClientDataset({"x": x[arrays.rows(k)], "y": y[arrays.rows(k)]}) for k in range(workload.clients)]
     gradient = jax.grad(lambda params, batch, key: cross_entropy(predict(params, batch["x"]), batch["y"]))
     with fedjax.for_each_client_backend("jit"):
         algorithm = fed_avg.federated_averaging(
             gradient,
             fedjax.optimizers.sgd(workload.learning_rate),
             fedjax.optimizers.sgd(1.0),
-            fedjax.ShuffleRepeatBatchHParams(
-                batch_size=workload.batch, num_epochs=workload.epochs, skip_shuffle=True
-            ),
+            fedjax.ShuffleRepeatBatchHParams(batch_size=workload.batch, num_epochs=workload.epochs, skip_shuffle=True),
         )
     state = algorithm.init(parameters(workload, arrays.initial))
     key = jax.random.PRNGKey(0)

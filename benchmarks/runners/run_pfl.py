@@ -46,8 +46,7 @@ class Ticks(TrainingProcessCallback):
 def federated_dataset(workload: Workload, arrays: Arrays) -> FederatedDataset:
     x, y = torch.from_numpy(arrays.x), torch.from_numpy(arrays.y)
     users = [
-        PyTorchTensorDataset((x[arrays.rows(k)], y[arrays.rows(k)]), user_id=str(k))
-        for k in range(workload.clients)
+        PyTorchTensorDataset((x[arrays.rows(k)], y[arrays.rows(k)]), user_id=str(k)) for k in range(workload.clients)
     ]
     # Balancing workers by data size makes pfl look thousands of users ahead: the sampler must never end.
     order = itertools.cycle(arrays.cohorts.ravel().tolist())
