@@ -3,13 +3,14 @@
 #   make test   the whole test suite
 #   make lint   ruff and pyright
 #   make docs   the documentation, into docs/_build/html
+#   make figures  what README and documentation show of the demo, into docs/results
 # PYTHON=/path/to/python3.12 chooses the interpreter; any from 3.11 on will do.
 
 SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -24,6 +25,13 @@ lint: .venv/.dev
 
 docs: .venv/.dev
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+figures: .venv/.user
+	rm -rf runs/figures
+	$(BIN)/fedrax compare examples/digits.toml --out runs/figures
+	mkdir -p docs/results
+	for ending in png svg; do cp runs/figures/curves.$$ending docs/results/digits.$$ending; done
+	cp runs/figures/table.md docs/results/digits.md
 
 clean:
 	rm -rf .venv docs/_build

@@ -15,7 +15,7 @@ author = "the fedrax authors"
 version = release = fedrax.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build", "_generated", "results"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 

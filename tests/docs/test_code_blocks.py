@@ -26,8 +26,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = ("make", "pip install")
 """Shell lines that make environments; the continuous integration runs them."""
 NOT_CODE = ("text", "{")
-QUICK = ("--run.rounds", "4")
-"""Appended to ``fedrax compare``: what a page shows is a real experiment, too long for a test."""
+QUICK = {"run": {"--run.rounds": "2"}, "compare": {"--run.rounds": "2", "--seeds": "0"}}
+"""Appended to a command, but for options it has: what a page shows is a real experiment, too long for a test."""
 
 mpl.use("agg")
 
@@ -66,9 +66,10 @@ def run_shell(block: Block) -> None:
             continue
         program, *arguments = shlex.split(line, comments=True)
         assert program == "fedrax", f"line {block.line}: a shell block that no test can run: {line}"
-        quick = QUICK if arguments[0] == "compare" else ()
+        quick = QUICK.get(arguments[0], {})
+        added = [word for option in quick.items() if option[0] not in arguments for word in option]
         try:
-            status = cli.main([*arguments, *quick])
+            status = cli.main([*arguments, *added])
         except SystemExit as end:  # --help
             status = end.code or 0
         assert status == 0, line
