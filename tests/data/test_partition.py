@@ -132,9 +132,7 @@ def test_similarity_at_its_ends_and_between():
     assert np.all(own > 0.6 * 500 * 0.85)
     # s % i.i.d. rows: about 0.4 * 500 / 10 = 20 of each of the other classes
     assert 15 < mixed[0, 3:].mean() < 25
-    assert np.array_equal(
-        Mix(20, 60).assign(dataset, 5).indices, Similarity(20, 40).assign(dataset, 5).indices
-    )
+    assert np.array_equal(Mix(20, 60).assign(dataset, 5).indices, Similarity(20, 40).assign(dataset, 5).indices)
 
 
 def test_iid_is_closer_to_the_global_labels_than_similarity():
@@ -181,8 +179,7 @@ def test_dirichlet_clients_keeps_min_size_or_says_no():
 def test_balanced_dirichlet_stops_feeding_full_clients():
     dataset = balanced(10_000)
     plain, capped = (
-        np.diff(DirichletClients(20, 0.1, 1, balanced=on).assign(dataset, 0).offsets).max()
-        for on in (False, True)
+        np.diff(DirichletClients(20, 0.1, 1, balanced=on).assign(dataset, 0).offsets).max() for on in (False, True)
     )
     assert capped <= 500 + 1000 and capped < plain
 

@@ -347,9 +347,7 @@ def test_cifar_labels_are_checked(tmp_path):
 # CSV
 
 
-CSV = "age,user,height,label\n" + "".join(
-    f"{i},{'ab'[i % 2]},{i}.5,{'no' if i < 10 else 'yes'}\n" for i in range(20)
-)
+CSV = "age,user,height,label\n" + "".join(f"{i},{'ab'[i % 2]},{i}.5,{'no' if i < 10 else 'yes'}\n" for i in range(20))
 
 
 def test_csv_with_clients(tmp_path):

@@ -64,9 +64,7 @@ def test_linen():
     params = model.init(KEY)
     assert_same_trees(params, variables["params"])
     np.testing.assert_allclose(model.apply(params, X), module.apply(variables, X), rtol=1e-6)
-    assert_same_trees(
-        gradient(model.apply, params), gradient(lambda v, x: module.apply(v, x), variables)["params"]
-    )
+    assert_same_trees(gradient(model.apply, params), gradient(lambda v, x: module.apply(v, x), variables)["params"])
     check_dropout(from_linen(linen_module(0.5), X))
     check_learns(model)
 

@@ -154,9 +154,7 @@ def test_lenet_is_what_the_textbook_writes():
 def test_dropout_acts_only_with_a_key():
     model = build("cnn")
     params, x = model.init(jax.random.key(0)), inputs("cnn")
-    without, first, second = (
-        model.apply(params, x, key) for key in (None, *jax.random.split(jax.random.key(1)))
-    )
+    without, first, second = (model.apply(params, x, key) for key in (None, *jax.random.split(jax.random.key(1))))
     assert not jnp.allclose(first, second)
     assert not jnp.allclose(first, without)
     plain = compiled(CNN(dropout=(0.0, 0.0)).build(INPUTS["cnn"], 4))

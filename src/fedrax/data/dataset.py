@@ -62,9 +62,7 @@ class Dataset:
                 f"data set {self.name!r}: {self.num_classes} classes but {len(self.class_names)} class names."
             )
         if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
-            raise FedraxError(
-                f"data set {self.name!r}: mean and std need a number a channel, std above zero."
-            )
+            raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
 
 
 def as_samples(x: np.ndarray, y: np.ndarray) -> Samples:
@@ -74,9 +72,7 @@ def as_samples(x: np.ndarray, y: np.ndarray) -> Samples:
     """
     x, y = np.asarray(x), np.asarray(y)
     if x.dtype.kind not in "buif" or y.dtype.kind not in "buif":
-        raise FedraxError(
-            f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}."
-        )
+        raise FedraxError(f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}.")
     if x.ndim < 1 or y.ndim != 1 or len(x) != len(y):
         raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
     if y.dtype.kind in "bui":
@@ -98,9 +94,7 @@ def check_samples(samples: Samples, num_classes: int | None, where: str) -> None
     if y.dtype != np.int32:
         raise FedraxError(f"{where}: class labels must be int32, not {y.dtype}.")
     if len(y) and (y.min() < 0 or y.max() >= num_classes):
-        raise FedraxError(
-            f"{where}: labels must lie in 0 .. {num_classes - 1}, found {y.min()} .. {y.max()}."
-        )
+        raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}, found {y.min()} .. {y.max()}.")
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:
@@ -110,9 +104,7 @@ def generator(seed: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
 
 
-def split_test(
-    groups: np.ndarray, fraction: float, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def split_test(groups: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Divide rows into training and test rows; ``fraction`` of each group (class or client) is for the test.
 
     ``groups`` is [n], any sortable dtype; fractions are rounded down, so a group never loses all of its rows.

@@ -38,9 +38,7 @@ class Federation:
         if self.test_offsets is not None:
             _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
             if len(self.test_offsets) != len(self.offsets):
-                raise FedraxError(
-                    f"federation {self.name!r}: test offsets are for another number of clients."
-                )
+                raise FedraxError(f"federation {self.name!r}: test offsets are for another number of clients.")
         check_samples(self.train, self.num_classes, f"federation {self.name!r}, training part")
         check_samples(self.test, self.num_classes, f"federation {self.name!r}, test part")
 
@@ -63,11 +61,7 @@ class Federation:
         """
         rows, offsets = partition.assign(dataset, seed)
         test_rows, test_offsets = None, None
-        if (
-            isinstance(partition, Natural)
-            and dataset.train_clients is not None
-            and dataset.test_clients is not None
-        ):
+        if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.test_clients is not None:
             clients = dataset.train_clients[rows[offsets[:-1]]]
             test_rows, test_offsets = _group_test(clients, dataset.test_clients)
         if shuffle:
@@ -114,9 +108,7 @@ class Federation:
         train = as_samples(x, y)
         tested = as_samples(*test) if test is not None else Samples(train.x[:0], train.y[:0])
         if train.x.shape[1:] != tested.x.shape[1:]:
-            raise FedraxError(
-                f"training samples have shape {train.x.shape[1:]}, test samples {tested.x.shape[1:]}."
-            )
+            raise FedraxError(f"training samples have shape {train.x.shape[1:]}, test samples {tested.x.shape[1:]}.")
         if len(train.y) == 0:
             raise FedraxError("a federation needs training samples.")
         if train.y.dtype.kind == "i" and num_classes is None:

@@ -27,9 +27,7 @@ def data_directory(data_dir: str | Path | None, dataset: str, files: Sequence[st
     chosen = data_dir or os.environ.get("FEDRAX_DATA")
     wanted = ", ".join(files)
     if not chosen:
-        raise FedraxError(
-            f"data set {dataset!r} needs a data directory with {wanted}; set --data-dir or FEDRAX_DATA."
-        )
+        raise FedraxError(f"data set {dataset!r} needs a data directory with {wanted}; set --data-dir or FEDRAX_DATA.")
     for file in files:
         if find_file(Path(chosen) / file) is None:
             raise FedraxError(f"data set {dataset!r} needs {wanted} in {chosen}, where {file} is missing.")

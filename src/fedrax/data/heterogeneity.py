@@ -41,9 +41,7 @@ def label_counts(federation: Federation) -> np.ndarray:
     if classes is None:
         raise FedraxError(f"federation {federation.name!r} has no classes to count (a regression).")
     if clients * classes > MAX_TABLE:
-        raise FedraxError(
-            f"a table of {clients:,} clients x {classes:,} classes is too large (limit: {MAX_TABLE:,})."
-        )
+        raise FedraxError(f"a table of {clients:,} clients x {classes:,} classes is too large (limit: {MAX_TABLE:,}).")
     owner = np.repeat(np.arange(clients), federation.sizes)
     cells = np.bincount(owner * classes + federation.train.y, minlength=clients * classes)
     return cells.reshape(clients, classes)

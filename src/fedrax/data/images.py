@@ -16,9 +16,7 @@ from fedrax.data.files import MAX_BYTES, cache_directory
 from fedrax.errors import FedraxError, unknown
 
 
-def read_image_table(
-    path: Path, label: str, size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Images uint8 [n, height, width, 3], labels int64 [n] and class names of a Hugging Face image parquet.
 
     The table has a column ``img``, a struct with the encoded ``bytes``, and an integer column ``label``.
@@ -31,9 +29,7 @@ def read_image_table(
             if column not in schema:
                 raise unknown(f"column of {path}", column, schema)
         if not schema[label].is_integer() or "bytes" not in getattr(schema["img"], "to_schema", dict)():
-            raise FedraxError(
-                f"{path} needs a column 'img' with encoded bytes and an integer column {label!r}."
-            )
+            raise FedraxError(f"{path} needs a column 'img' with encoded bytes and an integer column {label!r}.")
         labels = pl.read_parquet(path, columns=[label])[label]
         with path.open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()

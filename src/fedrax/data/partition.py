@@ -223,9 +223,7 @@ class ClassesPerClient:
         stock = np.bincount(labels, minlength=num_classes)
         present = np.flatnonzero(stock)
         if not 1 <= self.classes <= len(present):
-            raise FedraxError(
-                f"a client can hold 1 .. {len(present)} classes of this data, not {self.classes}."
-            )
+            raise FedraxError(f"a client can hold 1 .. {len(present)} classes of this data, not {self.classes}.")
         if self.clients * self.classes < len(present):
             raise FedraxError(
                 f"{self.clients} clients of {self.classes} classes cannot hold all {len(present)} classes."
@@ -240,9 +238,7 @@ class ClassesPerClient:
         for c in present:
             holders = rng.permutation(np.flatnonzero(counts[:, c]))
             if len(holders) > stock[c]:
-                raise FedraxError(
-                    f"class {c} has {stock[c]} rows, too few for the {len(holders)} clients to hold it."
-                )
+                raise FedraxError(f"class {c} has {stock[c]} rows, too few for the {len(holders)} clients to hold it.")
             counts[holders, c] = _even_sizes(stock[c], len(holders))
         return _deal(labels, counts, rng)
 
@@ -333,9 +329,7 @@ def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
     """Labels [n] and the number of classes, for the rules that deal out classes."""
     _rows(dataset, clients)
     if dataset.num_classes is None:
-        raise FedraxError(
-            f"data set {dataset.name!r} has no classes (a regression), which this partition needs."
-        )
+        raise FedraxError(f"data set {dataset.name!r} has no classes (a regression), which this partition needs.")
     if clients * dataset.num_classes > MAX_TABLE:
         raise FedraxError(
             f"{clients} clients x {dataset.num_classes} classes are too many for this partition "
@@ -358,9 +352,7 @@ def _check_min_size(min_size: int, clients: int, total: int) -> None:
     if min_size < 1:
         raise FedraxError(f"min_size must be at least 1, not {min_size}.")
     if clients * min_size > total:
-        raise FedraxError(
-            f"{total} training rows are too few for {clients} clients of {min_size} rows or more."
-        )
+        raise FedraxError(f"{total} training rows are too few for {clients} clients of {min_size} rows or more.")
 
 
 def _even_sizes(total: int, parts: int) -> np.ndarray:

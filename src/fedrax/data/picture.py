@@ -26,9 +26,7 @@ def draw_labels(federation: Federation, clients: int = 50) -> Figure:
     counts = label_counts(federation)[:clients]
     shown, classes = counts.shape
     cell = min(0.25, 14 / shown, 10 / classes)  # inches
-    figure = Figure(
-        figsize=(max(shown * cell, 2.6) + 2.2, max(classes * cell, 1.6) + 1.3), layout="constrained"
-    )
+    figure = Figure(figsize=(max(shown * cell, 2.6) + 2.2, max(classes * cell, 1.6) + 1.3), layout="constrained")
     axes = figure.add_subplot()
     client, label = np.nonzero(counts)
     number = counts[client, label]

@@ -250,9 +250,7 @@ def _load_images(
     x, y, names = read_image_table(folder / "train.parquet", label, size)
     x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
     names = names if len(names) == classes else ()
-    return Dataset(
-        folder.name, as_samples(x, y), as_samples(x_test, y_test), classes, mean, std, class_names=names
-    )
+    return Dataset(folder.name, as_samples(x, y), as_samples(x_test, y_test), classes, mean, std, class_names=names)
 
 
 def _from_npz(
@@ -276,12 +274,8 @@ def _from_npz(
         inverse = np.unique(np.concatenate(ids), return_inverse=True)[1]
         codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
     elif ids:
-        raise FedraxError(
-            f"{path}: {client}_train and {client}_test must both be integers or strings, one a row."
-        )
-    return Dataset(
-        name, train, test, classes, train_clients=codes[0], test_clients=codes[1], class_names=class_names
-    )
+        raise FedraxError(f"{path}: {client}_train and {client}_test must both be integers or strings, one a row.")
+    return Dataset(name, train, test, classes, train_clients=codes[0], test_clients=codes[1], class_names=class_names)
 
 
 def _read_csv(path: Path, label: str, client: str | None) -> "pl.DataFrame":
@@ -313,9 +307,7 @@ def _classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     return codes.astype(np.int32), tuple(str(label) for label in labels)
 
 
-def _split(
-    y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
     groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
     return split_test(groups, fraction, generator(seed, "test split"))
@@ -345,9 +337,7 @@ def _from_rows(
 
 
 def _idx_files(folder: str) -> tuple[str, ...]:
-    return tuple(
-        f"{folder}/{name(part)}" for part in ("train", "t10k") for name in (_idx_images, _idx_labels)
-    )
+    return tuple(f"{folder}/{name(part)}" for part in ("train", "t10k") for name in (_idx_images, _idx_labels))
 
 
 DATASETS: dict[str, DatasetEntry] = {
@@ -356,9 +346,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("digits", "1,797 8x8 digits bundled with scikit-learn; needs no files", load_digits),
         DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, made on the spot", load_synthetic),
         DatasetEntry("mnist", "70,000 28x28 grey digits", load_mnist, _idx_files("mnist")),
-        DatasetEntry(
-            "fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")
-        ),
+        DatasetEntry("fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")),
         DatasetEntry(
             "cifar10",
             "60,000 32x32 colour images, 10 classes",
@@ -383,9 +371,7 @@ DATASETS: dict[str, DatasetEntry] = {
             load_upcycled_synthetic,
             ("upcycled_synthetic/synthetic_0.5_0.5.npz", "upcycled_synthetic/synthetic_iid.npz"),
         ),
-        DatasetEntry(
-            "har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)
-        ),
+        DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table with a label column and perhaps a client column", load_csv),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),

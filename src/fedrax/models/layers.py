@@ -123,9 +123,7 @@ _conv_by_columns.defvjp(_conv_forward, _conv_backward)
 def _shifts(x: Array, height: int, width: int) -> Array:
     """The height * width windows of x [C, H, W, B] that a kernel's entries see, [h * w, C, H', W', B]."""
     size = (x.shape[0], x.shape[1] - height + 1, x.shape[2] - width + 1, x.shape[3])
-    return lax.map(
-        lambda k: lax.dynamic_slice(x, (0, k // width, k % width, 0), size), jnp.arange(height * width)
-    )
+    return lax.map(lambda k: lax.dynamic_slice(x, (0, k // width, k % width, 0), size), jnp.arange(height * width))
 
 
 def _add_shifts(shifts: Array) -> Array:

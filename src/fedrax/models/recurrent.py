@@ -16,9 +16,7 @@ def init_lstm(key: Array, num_inputs: int, hidden: int) -> dict[str, Array]:
         "hidden_bias": (4 * hidden,),
     }
     keys = jax.random.split(key, len(shapes))
-    return {
-        name: uniform_fan_in(k, shape, hidden) for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    return {name: uniform_fan_in(k, shape, hidden) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
 def lstm(layer: dict[str, Array], x: Array) -> Array:

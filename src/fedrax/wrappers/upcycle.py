@@ -27,10 +27,10 @@ class Upcycled(Algorithm):
     which the privacy accounting rewards.
     """
 
-    inner: Algorithm = FedAvg()  # noqa: RUF009 - immutable
+    inner: Algorithm = FedAvg()
     a: NonNegative = 0.5
     """Extrapolation: mu / (mu + lambda_m) for FedProx (Eq. 6), lambda_m / 2 in Algorithm 1; tuned in 0.1-0.9."""
-    schedule: Schedule = Constant()  # noqa: RUF009 - immutable
+    schedule: Schedule = Constant()
     """Factor on ``a`` by round."""
     extrapolate: Literal["none", "server", "both"] = "none"
     """Also extrapolate the inner method's correction states: the server's, or the server's and the clients'."""
