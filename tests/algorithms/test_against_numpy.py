@@ -33,6 +33,7 @@ def test_float64(case: Case):
     assert_same(simulate(case), method, case, "softmax", rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
 def test_float32(case: Case):
     """A unit of float32 rounding is 6e-8 of numbers near one. Four rounds of at most 24 contracting steps leave

@@ -1,0 +1,197 @@
+"""Which methods are the same, exactly, in which circumstances."""
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from tests import reference
+from tests.algorithms.problems import NUM_CLIENTS, Case, expected, make_algorithm, make_problem, simulate, state_of, vectors
+
+LOCAL = {"lr": 0.1, "epochs": 2, "batch_size": 3}
+FULL = {"lr": 0.1, "steps": 4, "batch_size": "full"}
+EVERYBODY = fedrax.Script(cohorts=[np.arange(NUM_CLIENTS)] * 3)
+
+
+def run(method: str, options: dict, sizes: str = "uneven", **settings) -> np.ndarray:
+    """The flat parameters after three rounds with all clients, in float64."""
+    problem = make_problem("softmax", sizes)
+    defaults = {"rounds": 3, "dtype": "float64", "devices": 1, "script": EVERYBODY, "params": problem.params}
+    result = fedrax.simulate(make_algorithm(method, options), problem.task, problem.federation, **(defaults | settings))
+    return reference.join(problem.problem, result.params)
+
+
+def close(a: np.ndarray, b: np.ndarray) -> None:
+    np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+
+
+@pytest.fixture(scope="module")
+def fedavg() -> np.ndarray:
+    return run("FedAvg", {"local": LOCAL})
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("FedProx", {"local": LOCAL, "mu": 0.0}),
+        ("FedAvg", {"local": LOCAL, "server_optimizer": ("SGD", {"momentum": 0.0})}),
+        ("FedAvg", {"local": LOCAL | {"clip": 1e6}}),
+        ("FedAvg", {"local": LOCAL | {"momentum": 0.0, "weight_decay": 0.0}}),
+        ("FedAvg", {"local": LOCAL | {"prox": ("L1", {"weight": 0.0})}}),
+        ("Upcycled", {"inner": ("FedAvg", {"local": LOCAL}), "a": 0.0}),
+        ("MIFA", {"local": LOCAL}),
+        ("MIFA", {"local": LOCAL, "memory": "server"}),
+    ],
+    ids=["FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server"],
+)
+def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):
+    close(run(method, options), fedavg)
+
+
+def test_episode_unclipped_is_mimesvrg_on_full_batches():
+    close(run("Episode", {"local": FULL}), run("MimeSVRG", {"local": FULL}))
+
+
+@pytest.mark.parametrize("inner", ["FedAvg", "Scaffold"])
+def test_upcycling_is_a_longer_server_step(inner: str):
+    longer = {"local": LOCAL, "server_optimizer": ("SGD", {"lr": 1.4})}
+    close(run("Upcycled", {"inner": (inner, {"local": LOCAL}), "a": 0.4}), run(inner, longer))
+
+
+def test_fedsgd_is_fedavg_with_one_full_step():
+    one = {"lr": 0.3, "steps": 1, "batch_size": "full"}
+    fedsgd = {"local": one, "server_optimizer": ("SGD", {"lr": 0.3})}
+    close(run("FedSGD", fedsgd, weights="samples"), run("FedAvg", {"local": one}, weights="samples"))
+
+
+def test_losac_readings_agree_for_one_block_and_everybody():
+    local = {"lr": 0.05, "steps": 3, "blocks": 1}
+    close(*(run("LoSAC", {"local": local, "reading": reading}) for reading in ("printed", "consistent")))
+
+
+def test_a_clipped_step_of_celgc_is_gamma_long():
+    """A clipped step is exactly gamma long."""
+    local = {"lr": 0.1, "steps": 1, "clip": 1e-3}
+    moved = run("FedAvg", {"local": local}, rounds=1, script=fedrax.Script(cohorts=[[4]]))
+    np.testing.assert_allclose(np.linalg.norm(moved - make_problem().x0), 1e-3, rtol=1e-12)
+
+
+ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("FedAvg", {"local": ONE_STEP}),
+        ("Scaffold", {"local": ONE_STEP}),
+        ("Scaffold", {"local": ONE_STEP, "option": "I"}),
+        ("MimeSVRG", {"local": ONE_STEP}),
+        ("Episode", {"local": ONE_STEP}),
+        ("NaiveParallelClip", {"local": ONE_STEP}),
+        ("FedSGD", {"local": ONE_STEP, "server_optimizer": ("SGD", {"lr": 0.3})}),
+        ("MIFA", {"local": ONE_STEP}),
+        ("FedSaga", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
+        ("LoSAC", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_client_and_one_full_step_is_gradient_descent(method: str, options: dict):
+    problem = make_problem("softmax", (9,))
+    settings = {"rounds": 3, "dtype": "float64", "devices": 1, "cohort_size": 1}
+    algorithm = make_algorithm(method, options)
+    result = fedrax.simulate(algorithm, problem.task, problem.federation, params=problem.params, **settings)
+    client, x = problem.clients(reference.Local())[0], problem.x0
+    for _ in range(3):
+        x = x - 0.3 * client.full_gradient(x)
+    close(reference.join(problem.problem, result.params), x)
+
+
+@pytest.mark.parametrize(
+    ("method", "local"), [("Scaffold", LOCAL), ("Episode", FULL), ("MimeSVRG", FULL)], ids=["Scaffold", "Episode", "MimeSVRG"]
+)
+def test_corrections_vanish_for_identical_clients(method: str, local: dict):
+    base = make_problem("softmax", (8,))
+    x, y = (np.tile(np.asarray(a), (4,) + (1,) * (a.ndim - 1)) for a in base.federation.train)
+    federation = fedrax.Federation.from_arrays(x, y, offsets=np.arange(5) * 8, test=(x[:5], y[:5]), shuffle=False)
+    settings = {"rounds": 3, "cohort_size": 4, "dtype": "float64", "devices": 1}
+    ends = [
+        fedrax.simulate(make_algorithm(m, {"local": local}), base.task, federation, params=base.params, **settings).params
+        for m in (method, "FedAvg")
+    ]
+    close(*(reference.join(base.problem, end) for end in ends))
+
+
+# What the servers remember, after every round of a run in which some clients never take part
+
+
+def _states(case: Case) -> tuple[dict, list[dict]]:
+    """The server's vectors, and each client's, by name."""
+    problem, result = make_problem("softmax", case.sizes).problem, simulate(case)
+    return vectors(problem, result.server), [vectors(problem, result.client_state(i)) for i in range(NUM_CLIENTS)]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("Scaffold", {"local": LOCAL}),
+        ("Scaffold", {"local": LOCAL | {"clip": 0.1, "momentum": 0.5}, "option": "II"}),
+        ("Scaffold", {"local": LOCAL, "option": "I"}),
+        ("Upcycled", {"inner": ("Scaffold", {"local": LOCAL}), "a": 0.4, "extrapolate": "both"}),
+    ],
+    ids=["II", "mean gradient", "I", "upcycled"],
+)
+def test_scaffolds_control_is_the_mean_over_all_clients(method: str, options: dict, rounds: int):
+    server, clients = _states(Case(method, options, rounds=rounds, varying=True))
+    mean = np.mean([client["control"] for client in clients], axis=0)
+    assert np.abs(mean).max() > 1e-3
+    close(server["control"], mean)
+
+
+def test_extrapolating_the_servers_control_alone_breaks_the_mean():
+    case = Case("Upcycled", {"inner": ("Scaffold", {"local": LOCAL}), "a": 0.4, "extrapolate": "server"})
+    server, clients = _states(case)
+    assert np.abs(server["control"] - np.mean([c["control"] for c in clients], axis=0)).max() > 1e-3
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_mifas_server_steps_on_the_mean_of_the_memory(rounds: int):
+    server, clients = _states(Case("MIFA", {"local": LOCAL}, rounds=rounds, varying=True))
+    close(server["mean"], np.mean([client[""] for client in clients], axis=0))
+    kept, _ = _states(Case("MIFA", {"local": LOCAL, "memory": "server"}, rounds=rounds, varying=True))
+    close(server["mean"], kept["mean"])
+    close(kept["mean"], kept["memory"].mean(0))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losacs_phi_is_the_sum_of_all_delayed_gradients(reduction: str, rounds: int):
+    """phi = sum_i sum_j grad f_ij(z_ij), with z_ij where block j of client i was last used, whatever S."""
+    local = {"lr": 0.01, "steps": 5, "blocks": 3, "reduction": reduction}
+    case = Case("LoSAC", {"local": local, "reading": "consistent"}, rounds=rounds, varying=True)
+    server, clients = _states(case)
+    close(server["gradient_sum"], sum(client["block_gradients"].sum(0) / 3 for client in clients))
+    assert np.abs(server["gradient_sum"]).max() > 1e-2
+
+
+def test_fedsagas_phi_is_the_sum_of_the_clients_delayed_gradients():
+    _, clients = _states(Case("FedSaga", {"local": {"lr": 0.05, "steps": 5, "blocks": 3}}))
+    for client in clients:
+        close(client["gradient_sum"], client["block_gradients"].sum(0) / 3)
+
+
+def test_a_client_that_never_took_part_keeps_its_initial_state():
+    result = simulate(Case("Scaffold", {"local": LOCAL}))
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(6)))
+    assert len(state_of(result)[1]) == NUM_CLIENTS
+
+
+def test_the_reference_itself_takes_no_shortcut():
+    """The hand-written gradients are the slopes of the hand-written losses."""
+    for kind in ("softmax", "quadratic"):
+        problem = make_problem(kind)
+        client, h = problem.clients(reference.Local())[2], 1e-6
+        f = lambda x, c=client: c.problem.losses(x, c.a, c.b).mean()  # noqa: E731
+        slopes = [(f(problem.x0 + h * e) - f(problem.x0 - h * e)) / (2 * h) for e in np.eye(len(problem.x0))]
+        np.testing.assert_allclose(client.full_gradient(problem.x0), slopes, atol=1e-8)
+    assert np.isfinite(expected(Case("FedAvg", {"local": LOCAL})).x).all()
