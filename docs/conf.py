@@ -8,14 +8,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fedrax
-from docs import method_table
+from docs import benchmark_pages, method_table
 
 project = "fedrax"
 author = "the fedrax authors"
 version = release = fedrax.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "_generated", "results"]
+exclude_patterns = ["_build", "_generated/*.md", "results"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
@@ -30,7 +30,9 @@ default_role = "code"  # a name in single backquotes is code, as in the Markdown
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-method_table.write(Path(__file__).parent / "_generated" / "methods.md")
+GENERATED = Path(__file__).parent / "_generated"
+method_table.write(GENERATED / "methods.md")
+benchmark_pages.collect(GENERATED)
 
 
 def _escape_norms(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
