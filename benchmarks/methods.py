@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.environments import cache_directory
 from benchmarks.make_arrays import ensure_arrays
-from benchmarks.pages import markdown_table, save_picture, write_page
+from benchmarks.pages import markdown_table, number, save_picture, write_page
 from benchmarks.points import measure_point
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
@@ -150,7 +150,7 @@ def table(measured: list[Measured]) -> str:
     lines = [
         (
             m.name,
-            f"{m.round * 1e3:.3g}",
+            number(m.round * 1e3),
             f"{m.round / reference.round:.2f}" if reference else "",
             f"{m.gradients / reference.gradients:.2f}" if reference else "",
             f"{m.first_round_with_import:.2f}",

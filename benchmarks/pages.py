@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def number(value: float) -> str:
+    """Three digits, or all before the decimal point."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 def markdown_table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.pages import markdown_table, save_picture, write_page
+from benchmarks.pages import markdown_table, number, save_picture, write_page
 from benchmarks.sessions import Session
 from benchmarks.simulators import OURS
 from benchmarks.workloads import WORKLOADS
@@ -113,7 +113,7 @@ def table(session: Session) -> str:
     def cell(row: Row) -> str:
         disturbed = "*" if row.foreign_cpu > FOREIGN_CPU_LIMIT else ""
         ratio = f" ({best[row.workload] / row.round:.2f}×)" if row.workload in best else ""
-        return f"{row.round * 1e3:.4g}{disturbed}{ratio}"
+        return f"{number(row.round * 1e3)}{disturbed}{ratio}"
 
     return pivot(found, cell)
 
@@ -233,12 +233,12 @@ def workload_section(name: str, session: Session, found: list[Row]) -> str:
         cells = (
             row.simulator,
             row.setting,
-            f"{row.round * 1e3:.4g}",
-            f"{row.fastest * 1e3:.4g}–{row.slowest * 1e3:.4g}",
+            number(row.round * 1e3),
+            f"{number(row.fastest * 1e3)}–{number(row.slowest * 1e3)}",
             f"{best[name] / row.round:.2f}" if name in best else "",
-            f"{gflops:.3g}",
+            number(gflops),
             f"{100 * gflops / peak:.2g}",
-            f"{row.round / facts['steps'] * 1e6:.4g}",
+            number(row.round / facts["steps"] * 1e6),
             f"{row.first_round:.2f}",
             f"{row.first_round_with_import:.2f}",
             f"{row.peak_pss_mb:.0f}",
@@ -268,26 +268,29 @@ def draw(found: list[Row], path: Path) -> list[Path]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fastest = fastest_settings(found)
     workloads = sorted({row.workload for row in found})
     figure, axes = plt.subplots(len(workloads), 1, figsize=(7, 1.9 * len(workloads)), squeeze=False)
     for axis, workload in zip(axes[:, 0], workloads, strict=True):
-        shown = sorted((row for (name, _), row in fastest.items() if name == workload), key=lambda row: -row.round)
+        settings = sorted((row for row in found if row.workload == workload), key=lambda row: -row.round)
+        shown = list({row.simulator: row for row in settings}.values())  # of each, the last is the fastest
+        shown.sort(key=lambda row: -row.round)
         for height, row in enumerate(shown):
             colour = "tab:orange" if row.simulator == OURS else "tab:gray"
             axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=colour, linewidth=2)
             axis.plot(row.round * 1e3, height, "o", color=colour)
             axis.annotate(
-                f"{row.round * 1e3:.3g}",
+                number(row.round * 1e3),
                 (row.round * 1e3, height),
                 xytext=(0, 4),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7,
             )
-        axis.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8)
+        axis.set_yticks(range(len(shown)), [row.simulator for row in shown], fontsize=8)
         axis.set_ylim(-0.6, len(shown) - 0.2)
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
         axis.set_title(f"{workload}: {WORKLOADS[workload].model}", fontsize=9, loc="left")
         axis.grid(axis="x", which="both", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from benchmarks.timing import RESULT_PREFIX, STARTED
 
@@ -22,7 +23,7 @@ SAMPLE_SECONDS = 0.25
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-def run_quietly(command: list[str], environment: dict[str, str], max_wait: float, timeout: float) -> dict[str, object]:
+def run_quietly(command: list[str], environment: dict[str, str], max_wait: float, timeout: float) -> dict[str, Any]:
     """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``, with:
 
     ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
@@ -61,7 +62,7 @@ def run(command: list[str], environment: dict[str, str], timeout: float, tree: P
         return process.communicate()[0], False
 
 
-def printed_result(output: str) -> dict[str, object] | None:
+def printed_result(output: str) -> dict[str, Any] | None:
     lines = [line for line in output.splitlines() if line.startswith(RESULT_PREFIX)]
     return json.loads(lines[-1].removeprefix(RESULT_PREFIX)) if lines else None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import cores
-from benchmarks.pages import markdown_table, save_picture, write_page
+from benchmarks.pages import markdown_table, number, save_picture, write_page
 from benchmarks.points import measure_point
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
@@ -177,7 +177,7 @@ def table(measured: dict[str, list[Measured]]) -> str:
                 (
                     axis.label if i == 0 else "",
                     f"{axis.size(m.point):,}",
-                    f"{m.round * 1e3:.3g}",
+                    number(m.round * 1e3),
                     f"{m.round / points[0].round:.2f}",
                     f"{m.first_round_with_import:.2f}",
                     f"{m.peak_pss_mb:.0f}",
@@ -229,6 +229,10 @@ def draw(measured: dict[str, list[Measured]], path: Path) -> list[Path]:
         axis = axes()[name]
         sizes, times = [axis.size(m.point) for m in points], [m.round * 1e3 for m in points]
         panel.loglog(sizes, times, "o-", color="tab:orange")
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
+        for formatted in (panel.xaxis, panel.yaxis):
+            formatted.set_minor_formatter("")
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.set_xlabel(axis.label)
         panel.set_ylabel("ms a round")
         panel.set_title(f"exponent {exponent(axis, points):.2f}", fontsize=9, loc="left")

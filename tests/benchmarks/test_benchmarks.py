@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+
 from benchmarks.fedrax_clock import Times, time_rounds
 from benchmarks.fedrax_problems import federation_of, model_of, parameters_of, random_images
 from benchmarks.make_arrays import WEIGHTS, ensure_arrays, make_arrays
@@ -18,7 +19,6 @@ from benchmarks.scaling import Measured, axes, exponent
 from benchmarks.sessions import Session
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, read_array, steps_per_round
-
 from fedrax import FedAvg, LocalSGD, Script, classification
 
 
@@ -174,6 +174,6 @@ def test_processes_are_watched():
 
 def test_parameters_have_the_zoos_shapes():
     for workload in WORKLOADS.values():
-            ours = parameters_of(workload, WEIGHTS[workload.name](np.random.default_rng(0)))
+        ours = parameters_of(workload, WEIGHTS[workload.name](np.random.default_rng(0)))
         zoo = model_of(workload).init(jax.random.key(0))
         assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, zoo)
