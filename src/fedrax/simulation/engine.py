@@ -37,6 +37,18 @@ def share_of(xs: Block, r: int, d: int) -> Block:
     return Block(*(None if value is None else value[pick[name]] for name, value in xs._asdict().items()))  # type: ignore[arg-type]
 
 
+def whole_round(xs: Block, r: int, rows: int) -> Block:
+    """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device."""
+    shares = [share_of(xs, r, d) for d in range(xs.count.shape[1])]
+    shares = [share._replace(slot=share.slot + d * rows) for d, share in enumerate(shares)]
+    joined = {
+        name: np.concatenate([getattr(share, name)[: share.count] for share in shares])
+        for name in BY_DEVICE
+        if name != "count" and getattr(xs, name) is not None
+    }
+    return shares[0]._replace(**joined, count=xs.count[r].sum())
+
+
 class Program(NamedTuple):
     """What is fixed when the block is compiled, besides the algorithm's static fields."""
 
@@ -157,13 +169,15 @@ class PhaseRunner:
         return Progress(sums, by_place(shape.each), () if self.last else by_place(shape.state), store)
 
     def step(self, i: Array, states: Tree, progress: Progress) -> Progress:
-        """Client i (or chunk i of clients) of this device.
+        """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
 
         Client state comes from the store in the first phase and from ``states`` (by place) in later ones; it
         goes to the store in the last phase and to ``Progress.states`` before.
         """
         chunk, (sums, each, kept, store) = self.program.chunk, progress
-        at: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
+        place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
+        real = place < self.places.count
+        at = jnp.minimum(place, self.places.count - 1) if chunk else place
         slots = self.places.slot[at]
         source, rows = (store, slots) if self.first else (states, at)
         if chunk:
@@ -178,7 +192,7 @@ class PhaseRunner:
             store = put(store, slots, out.state)
         else:
             kept = put(kept, at, out.state)
-        return Progress(self._add(sums, out, at), each, kept, store)
+        return Progress(self._add(sums, out, at, real), each, kept, store)
 
     def run(self, states: Tree, store: Tree) -> Progress:
         """All clients of this device."""
@@ -186,9 +200,9 @@ class PhaseRunner:
         trips = (self.places.count + chunk - 1) // chunk if chunk else self.places.count
         return jax.lax.fori_loop(0, trips, lambda i, p: self.step(i, states, p), self.start(states, store))
 
-    def _add(self, sums: Sums, out: ClientOutput, at: Array) -> Sums:
-        weight, clients = self.places.weight[at], self.places.client[at]
-        real = (clients < self.program.num_clients).astype(jnp.float32)
+    def _add(self, sums: Sums, out: ClientOutput, at: Array, real: Array) -> Sums:
+        clients = self.places.client[at]
+        weight = jnp.where(real, self.places.weight[at], 0) if self.program.chunk else self.places.weight[at]
         if self.program.chunk:
             add = lambda a, u: a + jnp.tensordot(weight.astype(u.dtype), u, 1)  # noqa: E731
         else:
@@ -201,7 +215,7 @@ class PhaseRunner:
 
 
 def _put_rows(table: Tree, rows: Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype), mode="drop"), table, values)
+    return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype)), table, values)
 
 
 def places_of(xs: Block, key: Array) -> Places:
@@ -300,7 +314,14 @@ def compiled_block(program: Program, mesh: Mesh) -> Callable:
         out_specs=(Carry(P(), P(AXIS)), P()),
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=(1,))
+    return jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool]:
+    """XLA's options for a block of rounds. On CPU it copies loop state that is read and then written, a whole
+    client store for each client, unless told to look closer."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_cpu_copy_insertion_use_region_analysis": True} if on_cpu else {}
 
 
 class Engine:

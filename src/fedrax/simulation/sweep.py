@@ -23,7 +23,7 @@ from fedrax.algorithm import Algorithm
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation import backend
-from fedrax.simulation.engine import AXIS, Carry, run_block
+from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
 from fedrax.simulation.evaluate import sample_values
 from fedrax.simulation.events import Event
 from fedrax.simulation.interpreters import NonFiniteError
@@ -116,7 +116,7 @@ class _Together:
             out_specs=(lanes, lanes),
             check_vma=False,
         )
-        self._block = jax.jit(sharded, donate_argnums=(1,))
+        self._block = jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
         evaluate = jax.vmap(jax.vmap(partial(dataset_means, runs[0].task), (0, None)), (0, None))
         evaluated = jax.shard_map(evaluate, mesh=mesh, in_specs=(lanes, P()), out_specs=lanes, check_vma=False)
         self._evaluate = jax.jit(evaluated)
