@@ -121,6 +121,8 @@ def _check_union(hint: Any, value: Any, where: str) -> None:
         return
     problems = []
     for part in typing.get_args(hint):
+        if part is type(None):
+            continue
         try:
             return _check_value(part, value, where)
         except FedraxError as problem:
