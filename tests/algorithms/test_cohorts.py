@@ -1,0 +1,168 @@
+"""Who takes part, how much they do and where: the same for every algorithm and every number of devices."""
+
+import numpy as np
+import pytest
+
+from fedrax.errors import FedraxError
+from fedrax.simulation.cohorts import Planner, Sampler
+from fedrax.simulation.settings import Availability, Script, Settings, WeightedBySamples
+
+SIZES = np.random.default_rng(1).integers(1, 50, 40)
+OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
+
+
+def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, chunk: int = 1, **settings) -> Planner:
+    """A planner of 20 rounds of 9 clients."""
+    changed = Settings(**({"rounds": 20, "cohort_size": 9} | settings))
+    return Planner(
+        Sampler(changed, SIZES), OFFSETS, devices=devices, stateful=stateful, by_samples=by_samples, chunk=chunk
+    )
+
+
+def real(block, r: int) -> dict[int, dict[str, float]]:
+    """What each client of round r got, wherever it runs."""
+    found = {}
+    for d in range(block.count.shape[1]):
+        for k in range(block.count[r, d]):
+            fields = {f: getattr(block, f)[r, d, k] for f in ("offset", "size", "weight")}
+            fields["work"] = 1.0 if block.work is None else block.work[r, d, k]
+            assert int(block.client[r, d, k]) not in found
+            found[int(block.client[r, d, k])] = {name: float(value) for name, value in fields.items()}
+    return found
+
+
+VARIANTS = [
+    {"devices": devices, "stateful": stateful, "by_samples": by_samples, "chunk": chunk}
+    for devices in (1, 2, 3)
+    for stateful in (False, True)
+    for by_samples in (False, True)
+    for chunk in (1, 4)
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "samples"}, {"stragglers": 0.4}], ids=["plain", "samples", "slow"])
+def test_rounds_do_not_depend_on_devices_state_or_plan(settings: dict):
+    base = planner(1, **settings).block(0, 20, 20)
+    for variant in VARIANTS:
+        block = planner(**variant, **settings).block(0, 20, 20)
+        for r in range(20):
+            assert real(block, r) == real(base, r)
+
+
+def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
+    for weights in ("uniform", "samples"):
+        block = planner(weights=weights, dtype="float64").block(0, 20, 20)
+        np.testing.assert_allclose(block.weight.sum((1, 2)), 1, rtol=1e-14)
+        assert (block.cohort_size == 9).all()
+        for r in range(20):
+            clients = real(block, r)
+            assert len(clients) == 9
+            total = sum(SIZES[c] for c in clients)
+            for c, fields in clients.items():
+                assert (fields["offset"], fields["size"]) == (OFFSETS[c], SIZES[c])
+                share = SIZES[c] / total if weights == "samples" else 1 / 9
+                np.testing.assert_allclose(fields["weight"], share, rtol=1e-14)
+
+
+def test_places_beyond_a_devices_clients_weigh_nothing():
+    block = planner(3, stateful=True, chunk=4).block(0, 20, 20)
+    idle = block.client == len(SIZES)
+    assert idle.any()
+    assert not block.weight[idle].any()
+    assert (idle.sum(2) + block.count == block.client.shape[2]).all()
+
+
+def test_a_block_may_start_anywhere():
+    whole, part = planner(stateful=True).block(0, 20, 20), planner(stateful=True).block(12, 5, 8)
+    for r in range(5):
+        assert real(part, r) == real(whole, 12 + r)
+        np.testing.assert_array_equal(part.slot[r], whole.slot[12 + r])
+    np.testing.assert_array_equal(part.round, np.arange(12, 20))
+
+
+def test_a_client_with_state_has_one_home():
+    """Its device and row never change, no two clients share one, and rows fit the capacity."""
+    p = planner(3, stateful=True, by_samples=True)
+    block, homes = p.block(0, 20, 20), {}
+    for r in range(20):
+        for d in range(3):
+            for k in range(block.count[r, d]):
+                where = (d, int(block.slot[r, d, k]))
+                assert homes.setdefault(int(block.client[r, d, k]), where) == where
+                assert where[1] < p.capacity
+    assert len(set(homes.values())) == len(homes)
+    assert homes == p.home
+
+
+def test_work_is_spread_evenly():
+    """Without state, no device has more than the even share plus the largest client."""
+    p = planner(2, by_samples=True)
+    block = p.block(0, 20, 20)
+    loads = np.where(np.arange(block.size.shape[2]) < block.count[..., None], block.size, 0).sum(2)
+    assert (loads.max(1) <= loads.mean(1) + SIZES.max()).all()
+
+
+def test_cohorts_are_drawn_without_replacement_and_evenly():
+    sampler = Sampler(Settings(rounds=4000, cohort_size=9), SIZES)
+    cohorts = np.array([sampler.cohort(r) for r in range(4000)])
+    assert all(len(np.unique(c)) == 9 for c in cohorts[:200])
+    rates = np.bincount(cohorts.ravel(), minlength=40) / 4000
+    np.testing.assert_allclose(rates, 9 / 40, atol=5 * np.sqrt(9 / 40 * 31 / 40 / 4000))
+    assert len(np.unique(cohorts[:500], axis=0)) == 500
+
+
+def test_seeds_differ_and_repeat():
+    draw = lambda seed: [Sampler(Settings(seed=seed), SIZES).cohort(r).tolist() for r in range(5)]  # noqa: E731
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_larger_clients_are_drawn_more_often_where_asked_for():
+    sampler = Sampler(Settings(cohort_size=1, participation=WeightedBySamples()), SIZES)
+    rates = np.bincount([sampler.cohort(r)[0] for r in range(4000)], minlength=40) / 4000
+    chance = SIZES / SIZES.sum()
+    assert (np.abs(rates - chance) < 5 * np.sqrt(chance / 4000) + 1e-3).all()
+
+
+def test_stragglers_are_as_many_as_asked_for_and_do_a_uniform_share():
+    sampler = Sampler(Settings(stragglers=0.4), SIZES)
+    works = np.array([sampler.work(r, 10) for r in range(1000)])
+    assert ((works < 1).sum(1) == 4).all()
+    assert (works > 0).all()
+    slow = works[works < 1]
+    assert abs(slow.mean() - 0.5) < 0.03
+    assert abs((slow < 0.25).mean() - 0.25) < 0.04
+
+
+def test_availability_limits_the_cohort_and_repeats(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("round,client\n0,3\n0,5\n0,3\n1,7\n1,8\n1,9\n1,10\n")
+    sampler = Sampler(Settings(cohort_size=3, participation=Availability(path)), SIZES)
+    for r in (0, 2, 4):
+        assert sampler.cohort(r).tolist() == [3, 5]
+        assert set(sampler.cohort(r + 1)) < {7, 8, 9, 10}
+        assert len(sampler.cohort(r + 1)) == 3
+    assert sampler.varying
+
+
+@pytest.mark.parametrize(
+    ("settings", "script", "sentence"),
+    [
+        ({"cohort_size": 41}, None, "cannot sample 41 clients a round: there are 40"),
+        ({"rounds": 3}, Script(cohorts=[[0], [1]]), "2 cohorts are given for 3 rounds"),
+        ({"rounds": 1}, Script(cohorts=[[0, 40]]), "different clients from 0 to 39"),
+        ({"rounds": 1}, Script(cohorts=[[0, 0]]), "different clients from 0 to 39"),
+        ({"rounds": 1}, Script(cohorts=[[]]), "different clients from 0 to 39"),
+    ],
+)
+def test_impossible_cohorts_are_refused(settings: dict, script: Script | None, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        Sampler(Settings(**settings), SIZES, script)
+
+
+@pytest.mark.parametrize("text", ["", "round,client\n", "a,b\n1,2\n", "round,client\n0,40\n", "round,client\n1,2\n", "round,client\n0,x\n"])
+def test_impossible_traces_are_refused(tmp_path, text: str):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(FedraxError, match=r"availability trace .*trace\.csv"):
+        Sampler(Settings(participation=Availability(path)), SIZES)

@@ -1,0 +1,123 @@
+"""Floating hyper-parameters are inputs of the compiled program; whole numbers and names shape it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.errors import FedraxError
+from fedrax.hyperparameters import check
+from fedrax.proximal import L1
+from fedrax.schedules import CosineDecay, ExponentialDecay
+from fedrax.server_optimizers import SGD, Adam
+from tests.algorithms.problems import make_problem
+
+LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)
+
+
+def counting_task() -> tuple[fedrax.Task, list[int]]:
+    """A task that counts how often its loss is traced."""
+    task, traces = make_problem().task, [0]
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        traces[0] += 1
+        return task.loss(params, batch, key)
+
+    return dataclasses.replace(task, loss=loss), traces
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (fedrax.FedAvg(LOCAL), fedrax.FedAvg(dataclasses.replace(LOCAL, lr=0.2))),
+        (
+            fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.5, clip=0.1, prox=L1(0.1)), Adam(0.1), mu=0.1),
+            fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.6, clip=0.2, prox=L1(0.2)), Adam(0.2, b2=0.9), mu=0.3),
+        ),
+        (fedrax.Episode(LOCAL, gamma=0.001), fedrax.Episode(LOCAL, gamma=0.002)),
+        (
+            fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.9))), 0.3),
+            fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.8))), 0.6),
+        ),
+    ],
+    ids=["FedAvg", "FedProx", "Episode", "Upcycled"],
+)
+def test_a_float_is_not_compiled_in(first: Any, second: Any):
+    """The second run traces the loss as often as a run of the very same algorithm, and ends elsewhere."""
+    (task, traces), problem = counting_task(), make_problem()
+
+    def run(algorithm: Any) -> tuple[int, np.ndarray]:
+        before = traces[0]
+        result = fedrax.simulate(algorithm, task, problem.federation, rounds=2, cohort_size=3, devices=1)
+        return traces[0] - before, np.asarray(result.params["bias"])
+
+    (compiled, start), (again, _), (changed, end) = run(first), run(first), run(second)
+    assert changed <= again < compiled
+    assert np.abs(start - end).max() > 1e-6
+
+
+def test_leaves_are_the_floats():
+    algorithm = fedrax.FedProx(fedrax.LocalSGD(0.1, steps=5, momentum=0.9, schedule=CosineDecay(50, 0.2)), SGD(0.5), 0.3)
+    assert sorted(jax.tree.leaves(algorithm)) == [0.1, 0.2, 0.3, 0.5, 0.9]
+    static = jax.tree.structure(algorithm)
+    assert static == jax.tree.structure(dataclasses.replace(algorithm, mu=0.4))
+    assert static != jax.tree.structure(dataclasses.replace(algorithm, local=dataclasses.replace(algorithm.local, steps=6)))
+    assert static != jax.tree.structure(dataclasses.replace(algorithm, local=dataclasses.replace(algorithm.local, clip=1.0)))
+
+
+def test_a_grid_of_step_sizes_is_one_vmap():
+    lrs = jnp.array([0.1, 0.2, 0.4])
+    local = fedrax.LocalSGD()
+    move = lambda lr: dataclasses.replace(local, lr=lr).move({"w": jnp.ones(2)}, {"w": jnp.ones(2)}, lr, jnp.int32(0))  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(move)(lrs)["w"][:, 0], 1 - lrs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sentence"),
+    [
+        (fedrax.FedAvg(fedrax.LocalSGD(lr=-1.0)), "FedAvg.local.lr must be greater than 0, got -1.0"),
+        (fedrax.FedAvg(fedrax.LocalSGD(lr=float("nan"))), "FedAvg.local.lr must be a finite number, got nan"),
+        (fedrax.FedAvg(fedrax.LocalSGD(momentum=1.0)), "FedAvg.local.momentum must be less than 1, got 1.0"),
+        (fedrax.FedAvg(fedrax.LocalSGD(steps=0)), "FedAvg.local.steps must be at least 1, got 0"),
+        (fedrax.FedAvg(fedrax.LocalSGD(batch_size=2.5)), "FedAvg.local.batch_size must be a whole number, got 2.5"),
+        (fedrax.FedAvg(fedrax.LocalSGD(order="random")), "FedAvg.local.order must be one of 'shuffle', 'stored'"),
+        (fedrax.FedAvg(fedrax.LocalSGD(lr="fast")), "FedAvg.local.lr must be a number, got 'fast'"),
+        (fedrax.FedAvg(fedrax.LocalSGD(steps=2, epochs=1)), "give local steps or local epochs, not both"),
+        (fedrax.FedAvg(fedrax.LocalSGD(epochs=2, blocks=3)), "give local steps, not epochs"),
+        (fedrax.FedAvg(server_optimizer=SGD(momentum=-0.1)), "FedAvg.server_optimizer.momentum must be at least 0"),
+        (fedrax.Scaffold(option="III"), "Scaffold.option must be one of 'I', 'II', got 'III'"),
+        (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),
+        (fedrax.LoSAC(fedrax.LocalSGD(steps=3)), "LoSAC remembers a gradient for each of M fixed blocks"),
+        (fedrax.FedSaga(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "FedSaga has no local momentum"),
+        (fedrax.LoSAC(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "LoSAC has no local momentum"),
+        (fedrax.upcycle(fedrax.FedProx(mu=-1.0)), "Upcycled.inner.mu must be at least 0, got -1.0"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(algorithm: Any, sentence: str):
+    with pytest.raises(FedraxError, match=sentence.replace(".", r"\.")):
+        check(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "sentence"),
+    [
+        (fedrax.Scaffold(LOCAL), {"weights": "samples"}, "Scaffold is defined for uniform aggregation weights only"),
+        (fedrax.MIFA(LOCAL), {"weights": "samples"}, "MIFA is defined for uniform"),
+        (fedrax.upcycle(fedrax.Scaffold(LOCAL)), {"weights": "samples"}, "uniform aggregation weights only"),
+        (
+            fedrax.LoSAC(fedrax.LocalSGD(steps=2, blocks=2)),
+            {"script": fedrax.Script(cohorts=[[0, 1], [2]])},
+            "LoSAC converges to a wrong point when the cohort's size varies",
+        ),
+    ],
+    ids=["Scaffold", "MIFA", "Upcycled", "LoSAC"],
+)
+def test_methods_say_what_they_are_not_defined_for(algorithm: Any, settings: dict, sentence: str):
+    problem = make_problem()
+    with pytest.raises(FedraxError, match=sentence):
+        fedrax.simulate(algorithm, problem.task, problem.federation, **({"rounds": 2, "cohort_size": 3} | settings))

@@ -1,0 +1,153 @@
+"""Orders without tables: permutations, evenly distributed, different in every epoch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from fedrax.client_data import ClientData, Layout
+from fedrax.random_order import shuffled_index, uniform_index
+from fedrax.task import Batch
+
+
+def words(seed: int) -> jax.Array:
+    return jax.random.key_data(jax.random.key(seed))
+
+
+def keys(count: int) -> jax.Array:
+    """Key words as clients have them: [count, 2]."""
+    return jax.random.key_data(jax.random.split(jax.random.key(5), count))
+
+
+@pytest.fixture(scope="module")
+def orders():
+    """(key words [K, 2], epoch, n, length) -> the first ``length`` entries of K shuffles."""
+    one = lambda w, e, n, i: jax.vmap(shuffled_index, (None, None, 0, None))(w, e, i, n)  # noqa: E731
+    return jax.jit(jax.vmap(one, (0, None, None, None)))
+
+
+def test_every_size_up_to_300_is_permuted():
+    sizes = np.arange(1, 301)
+    shuffle = jax.jit(jax.vmap(shuffled_index, (0, None, 0, 0)))
+    for epoch in (0, 1):
+        orders = np.asarray(shuffle(keys(300), epoch, np.minimum(np.arange(300), sizes[:, None] - 1), sizes))
+        for n, order in zip(sizes, orders, strict=True):
+            assert sorted(order[:n].tolist()) == list(range(n))
+
+
+def test_large_sizes_are_permuted():
+    for n in (4096, 4097, 60_000):
+        assert len(np.unique(shuffled_index(words(1), 3, jnp.arange(n), n))) == n
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_every_order_of_a_few_is_equally_likely(n: int, orders):
+    drawn = np.asarray(orders(keys(24_000), 0, n, jnp.arange(n)))
+    _, counts = np.unique(drawn, axis=0, return_counts=True)
+    assert len(counts) == {2: 2, 3: 6, 4: 24, 5: 120}[n]
+    # The bijection is cheap, not perfect: no order may be off by more than a fifth.
+    expected = len(drawn) / len(counts)
+    assert np.abs(counts / expected - 1).max() < 0.2 + 4 / np.sqrt(expected)
+
+
+@pytest.mark.parametrize("n", [7, 10, 32, 100])
+def test_every_sample_is_equally_likely_in_every_place(n: int, orders):
+    drawn = np.asarray(orders(keys(200 * n), 1, n, jnp.arange(n)))
+    for place in (0, 1, n // 2, n - 1):
+        counts = np.bincount(drawn[:, place], minlength=n)
+        assert scipy.stats.chisquare(counts).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("n", [10, 32])
+def test_neighbours_in_an_epoch_are_unrelated(n: int, orders):
+    """All ordered pairs of different samples follow each other equally often."""
+    drawn = np.asarray(orders(keys(100 * n * n), 0, n, jnp.arange(2)))
+    counts = np.bincount(drawn[:, 0] * n + drawn[:, 1], minlength=n * n).reshape(n, n)
+    assert not np.diag(counts).any()
+    counts = counts[~np.eye(n, dtype=bool)]
+    assert np.abs(counts / counts.mean() - 1).max() < 0.2 + 5 / np.sqrt(counts.mean())
+
+
+def test_epochs_and_keys_differ(orders):
+    index, k = jnp.arange(50), keys(40)
+    epochs = [np.asarray(orders(k, epoch, 50, index)) for epoch in range(3)]
+    assert len(np.unique(np.concatenate(epochs), axis=0)) == 120
+    # two random orders of 50 agree in one place on average
+    assert abs((epochs[0] == epochs[1]).sum(1).mean() - 1) < 0.6
+
+
+def test_uniform_draws_are_uniform_and_independent():
+    drawn = np.asarray(uniform_index(words(2), jnp.arange(60_000), 6))
+    assert scipy.stats.chisquare(np.bincount(drawn, minlength=6)).pvalue > 1e-6
+    pairs = np.bincount(drawn[::2] * 6 + drawn[1::2], minlength=36)
+    assert scipy.stats.chisquare(pairs).pvalue > 1e-6
+
+
+def client(sizes: tuple[int, ...], which: int, seed: int = 0) -> ClientData:
+    """A client whose samples are the numbers of their rows."""
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    rows = jnp.arange(offsets[-1])
+    return ClientData(
+        None,
+        Layout.of(np.array(sizes)),
+        Batch(rows, rows),
+        offset=jnp.int32(offsets[which]),
+        size=jnp.int32(sizes[which]),
+        key=jax.random.key(seed),
+        round=jnp.int32(0),
+        num_clients=len(sizes),
+        cohort_size=jnp.float32(1),
+    )
+
+
+def rows_of(data: ClientData, step: int, batch_size: int, order: str) -> list[int]:
+    """The rows of a batch that count."""
+    batch, weights = data.batch(step, batch_size, order)  # type: ignore[arg-type]
+    return np.asarray(batch.x)[slice(None) if weights is None else np.asarray(weights)].tolist()
+
+
+@pytest.mark.parametrize("sizes", [(7, 4, 9), (6, 6, 6), (6, 3, 9)])
+@pytest.mark.parametrize("order", ["shuffle", "stored"])
+def test_an_epoch_visits_every_sample_once(sizes: tuple[int, ...], order: str):
+    for which in range(3):
+        data = client(sizes, which)
+        first = sum(sizes[:which])
+        own, per_epoch = list(range(first, first + sizes[which])), -(-sizes[which] // 3)
+        assert int(data.batches(3)) == per_epoch
+        epochs = [
+            [rows_of(data, epoch * per_epoch + step, 3, order) for step in range(per_epoch)] for epoch in range(2)
+        ]
+        for epoch in epochs:
+            assert [len(batch) for batch in epoch] == [3] * (sizes[which] // 3) + [sizes[which] % 3] * (sizes[which] % 3 > 0)
+            assert sorted(sum(epoch, [])) == own
+            assert order == "shuffle" or sum(epoch, []) == own
+
+
+def test_drawing_with_replacement_stays_with_the_client():
+    data = client((7, 4, 9), 1)
+    drawn = sum((rows_of(data, step, 3, "replacement") for step in range(200)), [])
+    assert set(drawn) == {7, 8, 9, 10}
+    assert scipy.stats.chisquare(np.bincount(drawn)[7:]).pvalue > 1e-6
+
+
+def test_a_fresh_batch_is_another_one():
+    data = client((200, 200), 0)
+    assert rows_of(data, 0, 20, "shuffle") != rows_of(data.fresh(), 0, 20, "shuffle")
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 11])
+@pytest.mark.parametrize("sizes", [(7, 4, 9), (6, 6, 6), (12, 12)])
+def test_blocks_cut_the_data_once(sizes: tuple[int, ...], blocks: int):
+    """Every sample is in one block, and block sizes differ by one at most."""
+    for which, size in enumerate(sizes):
+        ranges = [tuple(map(int, client(sizes, which).block_rows(j, blocks))) for j in range(blocks)]
+        covered = [row for first, rows in ranges for row in range(first, first + rows)]
+        assert covered == list(range(size))
+        assert max(rows for _, rows in ranges) - min(rows for _, rows in ranges) <= 1
+
+
+def test_blocks_are_drawn_evenly():
+    data = client((12, 12), 0)
+    drawn = np.asarray(jax.vmap(lambda t: data.block_index(t, 5))(jnp.arange(10_000)))
+    assert scipy.stats.chisquare(np.bincount(drawn, minlength=5)).pvalue > 1e-6
