@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fedrax.algorithms.scaffold import Scaffold
     from fedrax.client_data import ClientData
     from fedrax.data import Dataset, Federation
-    from fedrax.hyperparameters import hyperparameters
     from fedrax.local import LocalSGD, Step
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
     from fedrax.task import Batch, Task, classification, regression, scale
@@ -40,7 +39,6 @@ _HOMES = {
     "fedrax.algorithms.scaffold": ("Scaffold",),
     "fedrax.client_data": ("ClientData",),
     "fedrax.data": ("Dataset", "Federation"),
-    "fedrax.hyperparameters": ("hyperparameters",),
     "fedrax.local": ("LocalSGD", "Step"),
     "fedrax.simulation": ("Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores"),
     "fedrax.task": ("Batch", "Task", "classification", "regression", "scale"),
@@ -50,7 +48,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - by topic
     "FedraxError",
-    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step", "hyperparameters",
+    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "LoSAC", "LocalSGD", "MIFA", "MimeSVRG",
     "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "classification", "regression", "scale",
