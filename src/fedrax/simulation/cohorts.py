@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedrax.errors import FedraxError
+from fedrax.local import LocalSGD
 from fedrax.simulation.settings import Availability, Script, Settings, WeightedBySamples
 
 _COHORT, _STRAGGLER = 1, 2
@@ -43,7 +44,8 @@ class Sampler:
         if len(cohorts) < self.settings.rounds:
             raise FedraxError(f"{len(cohorts)} cohorts are given for {self.settings.rounds} rounds")
         for r, cohort in enumerate(cohorts):
-            inside = cohort.size and cohort.min() >= 0 and cohort.max() < self.num_clients
+            numbers = cohort.ndim == 1 and cohort.size and cohort.dtype.kind in "iu"
+            inside = numbers and cohort.min() >= 0 and cohort.max() < self.num_clients
             if not inside or len(np.unique(cohort)) != cohort.size:
                 raise FedraxError(
                     f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}"
@@ -89,26 +91,39 @@ def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray
 
     path = participation.trace
     try:
-        table = pl.read_csv(path)
-        rounds, clients = table["round"].cast(pl.Int64).to_numpy(), table["client"].cast(pl.Int64).to_numpy()
+        table = pl.read_csv(path, infer_schema_length=None).select("round", "client")
     except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(
-            f"the availability trace {path} is not a CSV with whole numbers round, client: {error}"
-        ) from error
+        raise FedraxError(f"the availability trace {path} is not a CSV with columns round, client: {error}") from error
+    if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
+        raise FedraxError(f"the availability trace {path} must hold whole numbers only")
+    rounds, clients = np.unique(table.to_numpy(), axis=0).T
     if not len(rounds) or rounds.min() < 0 or clients.min() < 0 or clients.max() >= num_clients:
         raise FedraxError(f"the availability trace {path} must name rounds from 0 and clients 0 to {num_clients - 1}")
-    rows = [np.unique(clients[rounds == r]) for r in range(int(rounds.max()) + 1)]
-    for r, row in enumerate(rows):
-        if not len(row):
-            raise FedraxError(f"the availability trace {path} has no client in round {r}")
-    return rows
+    named, starts = np.unique(rounds, return_index=True)
+    gaps = np.flatnonzero(named != np.arange(len(named)))
+    if len(gaps):
+        raise FedraxError(f"the availability trace {path} has no client in round {gaps[0]}")
+    return np.split(clients, starts[1:])
+
+
+def check_blocks(script: Script | None, sampler: Sampler, local: LocalSGD | None) -> None:
+    """Refuse given blocks that do not fit the rounds, cohorts and local steps."""
+    if script is None or script.blocks is None:
+        return
+    if local is None or local.blocks is None or local.steps is None:
+        raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
+    blocks, need = np.asarray(script.blocks), (sampler.settings.rounds, sampler.largest, local.steps)
+    if blocks.ndim != 3 or blocks.dtype.kind not in "iu" or any(a < b for a, b in zip(blocks.shape, need, strict=True)):
+        raise FedraxError(f"the given blocks must be whole numbers [rounds, clients, steps] of shape {need} or more")
+    if blocks.min() < 0 or blocks.max() >= local.blocks:
+        raise FedraxError(f"the given blocks must be from 0 to {local.blocks - 1}")
 
 
 class Block(NamedTuple):
     """The clients of up to B consecutive rounds as arrays over (round, device, place on the device).
 
-    Places beyond a device's clients repeat a real client with weight zero. ``client`` holds num_clients there,
-    ``slot`` a row beyond the state store. A field is None where nothing needs it.
+    In places beyond a device's clients ``client`` holds num_clients and ``weight`` zero; the rest means nothing
+    there. A field is None where nothing needs it.
     """
 
     round: np.ndarray  # int32 [B]
@@ -141,7 +156,8 @@ class Planner:
         script: Script | None = None,
     ):
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
-        self.by_samples, self.blocks = by_samples, None if script is None else script.blocks
+        self.by_samples = by_samples
+        self.blocks = None if script is None or script.blocks is None else np.asarray(script.blocks)
         self.straggling = sampler.settings.stragglers > 0
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
@@ -159,6 +175,13 @@ class Planner:
     def capacity(self) -> int:
         """Rows of client state a device needs."""
         return max(1, *self.rows) if self.devices > 1 else max(1, self.rows[0])
+
+    def owners(self) -> np.ndarray:
+        """The client of each row of the state store, all devices' one after another; int32, -1 where none."""
+        owners = np.full(self.capacity * self.devices if self.stateful else 0, -1, np.int32)
+        for client, (device, row) in self.home.items():
+            owners[device * self.capacity + row] = client
+        return owners
 
     def _assign(self, round: int) -> list[list[int]]:
         """For each device the places (in the cohort) of its clients, heaviest first to the least loaded."""

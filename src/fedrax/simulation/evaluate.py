@@ -71,7 +71,8 @@ class Evaluator:
             result[f"{prefix}_{name}"] = float(values.mean())
             if per_client and self.offsets is not None:
                 sizes = np.diff(self.offsets)
-                sums = np.add.reduceat(np.append(values, 0.0), self.offsets[:-1])
+                # the last offset ends the last client: rows after it are of clients outside the federation
+                sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
                 by_client = sums[sizes > 0] / sizes[sizes > 0]
                 worst = by_client.max() if name == "loss" else by_client.min()
                 result[f"{prefix}_{name}_worst_client"] = float(worst)

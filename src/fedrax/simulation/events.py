@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedrax.errors import FedraxError
+from fedrax.files import replacing
 
 Event = dict[str, Any]
 FILE = "events.jsonl"
@@ -52,16 +54,14 @@ class Sink(Protocol):
 
 
 class EventFile:
-    """Appends events to ``events.jsonl``, flushed line by line."""
+    """Appends events to ``events.jsonl``, handed to the operating system at once."""
 
     def __init__(self, directory: Path, keep: list[Event]):
         """Start the file with the events ``keep``; what a killed run wrote after its checkpoint is dropped."""
         self.path = directory / FILE
-        part = directory / f".{FILE}.part"
+        with replacing(self.path) as file:
+            file.write("".join(line(event) for event in keep).encode())
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            part.write_text("".join(line(event) for event in keep))
-            os.replace(part, self.path)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
         except OSError as error:
             raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
@@ -74,9 +74,17 @@ class EventFile:
         except OSError as error:
             raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
 
+    def sync(self) -> None:
+        """Wait until all events are on disk: a checkpoint must not outlive the events before it."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
+
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):  # of a disk that ``append`` has reported as full
+            self._file.close()
 
 
 def line(event: Event) -> str:

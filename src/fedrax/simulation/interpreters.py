@@ -162,16 +162,20 @@ class DebugEngine(Engine):
         return None
 
     def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Block, rounds: int) -> tuple[Carry, dict]:
-        """As :meth:`Engine.run`, but raises NonFiniteError at the first non-finite number."""
+        """As :meth:`Engine.run`: an unsound round is not applied."""
         records: list[dict] = []
         with jax.disable_jit():
             for r in range(rounds):
-                carry, record = self.round(algorithm, carry, key, share_of(xs, r, 0))
+                try:
+                    carry, record = self.round(algorithm, carry, key, share_of(xs, r, 0))
+                except NonFiniteError:
+                    records.append({"sound": False, "bad": self.program.num_clients})
+                    break
                 records.append({name: np.asarray(value) for name, value in record.items()})
-        return carry, {name: np.asarray([record[name] for record in records]) for name in records[0]}
+        return carry, {n: np.asarray([record[n] for record in records if n in record]) for n in records[0]}
 
     def round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Block) -> tuple[Carry, dict]:
-        """One round on one device; ``xs`` without round and device axes."""
+        """One round on one device; ``xs`` without round and device axes. NonFiniteError names what went wrong."""
         where = f"{type(algorithm).__name__}, round {int(xs.round)}"
         xs = jax.tree.map(jnp.asarray, xs)
         places, samples = places_of(xs, key), _shard(self.samples, 0)

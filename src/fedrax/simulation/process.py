@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedrax.errors import FedraxError
+from fedrax.files import replacing
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,12 +23,16 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interrupt_flag() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one interrupts at once."""
+    """An event that the first Ctrl-C sets; a second one interrupts at once.
+
+    Ctrl-C stays ignored where the process ignores it, as one in the background of a shell script does.
+    """
     flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    ignored = before is None or before is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield flag
         return
-    before = signal.getsignal(signal.SIGINT)
 
     def handler(number: int, frame: Any) -> None:
         flag.set()
@@ -55,9 +59,5 @@ def write_environment(directory: Path) -> None:
         "devices": [str(device) for device in devices],
         "device_kind": devices[0].device_kind,
     }
-    part = directory / ".environment.json.part"
-    try:
-        part.write_text(json.dumps(facts, indent=1) + "\n")
-        part.replace(directory / "environment.json")
-    except OSError as error:
-        raise FedraxError(f"cannot write {directory / 'environment.json'}: {error.strerror}") from error
+    with replacing(directory / "environment.json") as file:
+        file.write((json.dumps(facts, indent=1) + "\n").encode())

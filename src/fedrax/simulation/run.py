@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.hyperparameters import check
 from fedrax.simulation import backend, checkpoint
-from fedrax.simulation.cohorts import Planner, Sampler
+from fedrax.simulation.cohorts import Planner, Sampler, check_blocks
 from fedrax.simulation.communication import message_bytes
-from fedrax.simulation.engine import Carry, Engine, Program, share_of
+from fedrax.simulation.engine import Carry, Engine, Program, whole_round
 from fedrax.simulation.evaluate import Evaluator
 from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, read_events
 from fedrax.simulation.interpreters import DebugEngine, LoopEngine, NonFiniteError
@@ -37,6 +37,14 @@ _LONGEST_BLOCK = 64
 _BLOCK_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
 _HIDDEN = ("sound", "bad")
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds: the state, and which client each row of the store belongs to (-1: none)."""
+
+    server: Any
+    store: Tree
+    owners: np.ndarray
 
 
 def simulate(
@@ -92,9 +100,12 @@ class Simulation:
         self.initial_client = algorithm.init_client(self.start)
         sampler = Sampler(settings, federation.sizes, script)
         check_settings(algorithm, settings.weights, sampler.varying)
+        local = getattr(algorithm, "local", None)
+        check_blocks(script, sampler, local)
+        if settings.target is not None and not (len(federation.test[1]) and "accuracy" in task.metrics):
+            raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
         mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)
         self.plan, chunk = choose_plan(settings, mesh, self.start, sampler.largest)
-        local = getattr(algorithm, "local", None)
         self.planner = Planner(
             sampler,
             federation.offsets,
@@ -108,9 +119,11 @@ class Simulation:
         engines = {"loop": LoopEngine, "debug": DebugEngine}
         samples = Batch(*federation.train)
         self.engine = engines.get(self.plan, Engine)(program, mesh, samples)  # type: ignore[arg-type]
-        self.evaluators = {"test": Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)}
+        self.evaluators = {}
+        if len(federation.test[1]):
+            self.evaluators["test"] = Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)
         if settings.eval_train or (settings.per_client and federation.test_offsets is None):
-            self.evaluators["train"] = Evaluator(task, mesh, samples, federation.offsets)
+            self.evaluators["train"] = Evaluator(task, mesh, self.engine.samples, federation.offsets)
         down, up = message_bytes(program, algorithm, self.start, self.initial_client, samples)
         self.info = RunInfo(
             algorithm=type(algorithm).__name__,
@@ -124,9 +137,10 @@ class Simulation:
             parameters=sum(x.size for x in jax.tree.leaves(self.start)),
             directory=directory,
         )
-        self.identity = hashlib.sha256(
-            repr((algorithm, dataclasses.replace(settings, rounds=0), federation.sizes.tobytes())).encode()
-        ).hexdigest()
+        what = hashlib.sha256(repr((algorithm, dataclasses.replace(settings, rounds=0))).encode())
+        for array in (federation.sizes, *([] if params is None else jax.tree.leaves(self.start))):
+            what.update(np.asarray(array).tobytes())
+        self.identity = what.hexdigest()
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -141,30 +155,55 @@ class Simulation:
         where = self.directory / "checkpoint"
         if not checkpoint.exists(where):
             return self._fresh(), []
-        state, meta = checkpoint.load(where, jax.eval_shape(self._fresh_shapes))
+        meta = checkpoint.load_meta(where)
         if meta.get("identity") != self.identity:
             raise FedraxError(f"the checkpoint in {self.directory} belongs to another experiment")
+        done = meta["round"]
+        if done > self.settings.rounds:
+            raise FedraxError(f"{self.directory} is at round {done}, beyond the {self.settings.rounds} asked for")
+        saved = checkpoint.load(where, jax.eval_shape(lambda: self._state_like(meta["rows"])))[0]
         events = read_events(self.directory)
-        if len(events) < meta["round"]:
-            raise FedraxError(f"{self.directory} has {len(events)} events, fewer than its checkpoint's {meta['round']}")
-        return self.engine.put(*state), events[: meta["round"]]
+        if len(events) < done:
+            raise FedraxError(f"{self.directory} has {len(events)} events, fewer than its checkpoint's {done}")
+        return self.engine.put(saved.server, self._rehouse(saved)), events[:done]
 
-    def _fresh_shapes(self) -> Carry:
+    def _state_like(self, rows: int) -> Saved:
         server = self.algorithm.init(self.start, self.info.num_clients)
-        rows = self.planner.capacity * self.planner.devices
         repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
-        return Carry(server, jax.tree.map(repeat, self.initial_client) if self.planner.stateful else ())
+        return Saved(server, jax.tree.map(repeat, self.initial_client), jnp.zeros(rows, jnp.int32))
 
-    def _checkpoint(self, carry: Carry, events: list[Event]) -> None:
+    def _rehouse(self, saved: Saved) -> Tree:
+        """Saved client state where this run keeps it: more rounds or other devices give clients other rows."""
+        owners = self.planner.owners()
+        if np.array_equal(saved.owners, owners):
+            return saved.store
+        row_of = {client: row for row, client in enumerate(owners.tolist()) if client >= 0}
+        moves = [(row, row_of[c]) for row, c in enumerate(saved.owners.tolist()) if c in row_of]
+        old, new = np.array(moves, int).reshape(-1, 2).T
+
+        def move(initial: Any, rows: np.ndarray) -> np.ndarray:
+            table = np.repeat(np.asarray(initial)[None], len(owners), 0)
+            table[new] = rows[old]
+            return table
+
+        return jax.tree.map(move, self.initial_client, saved.store)
+
+    def _save(self, name: str, carry: Carry, round: int, **more: str) -> None:
+        owners = self.planner.owners()
+        meta = {"round": round, "rows": len(owners), "identity": self.identity, "algorithm": self.info.algorithm}
         if self.directory is not None:
-            meta = {"round": len(events), "identity": self.identity, "algorithm": self.info.algorithm}
-            checkpoint.save(self.directory / "checkpoint", carry, meta)
+            checkpoint.save(self.directory / name, Saved(*carry, owners), meta | more)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def run(self, resume: bool, sinks: Sequence[Sink]) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
-        carry, events = self._restore() if resume and self.directory is not None else (self._fresh(), [])
+        if resume and self.directory is None:
+            raise FedraxError("there is no directory to resume a run from")
+        carry, events = self._restore() if resume else (self._fresh(), [])
+        if self.directory is not None:
+            for name in ("failure",) if resume else ("checkpoint", "failure"):
+                checkpoint.discard(self.directory / name)  # of an earlier run, whose events go too
         log = EventFile(self.directory, events) if self.directory is not None else None
         if self.directory is not None:
             write_environment(self.directory)
@@ -198,7 +237,7 @@ class Simulation:
             xs = self.planner.block(len(events), rounds, _LONGEST_BLOCK)
             carry, records = self.engine.run(self.algorithm, carry, self.key, xs, rounds)
             if not records["sound"].all():
-                self._fail(carry, xs, records, events, log)
+                self._fail(carry, xs, records, events, log, sinks)
             new = self.events_of(records, xs, events, time.monotonic() - began)
             evaluate = (len(events) + rounds) % self.settings.eval_every == 0
             if evaluate or len(events) + rounds == self.settings.rounds:
@@ -206,16 +245,13 @@ class Simulation:
                     new[-1] |= evaluator(carry.server.params, name, self.settings.per_client)
                 new[-1]["seconds"] = round_seconds(events, time.monotonic() - began)
             pace = max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
-            events.extend(new)
-            if log is not None:
-                log.append(new)
-            for event in new:
-                for sink in sinks:
-                    sink.event(event)
+            report(new, events, log, sinks)
             stopped = "target" if self._reached(new) else "rounds"
             over = stopped == "target" or len(events) == self.settings.rounds or interrupted.is_set()
             if over or self._checkpoint_due(len(events), saved):
-                self._checkpoint(carry, events)
+                if log is not None:
+                    log.sync()
+                self._save("checkpoint", carry, len(events))
                 saved = time.monotonic()
             if interrupted.is_set() and not (stopped == "target" or len(events) == self.settings.rounds):
                 raise Interrupted
@@ -259,8 +295,7 @@ class Simulation:
         return new
 
     def _result(self, carry: Carry, events: list[Event], stopped: str) -> Result:
-        capacity = self.planner.capacity
-        homes = {client: device * capacity + row for client, (device, row) in self.planner.home.items()}
+        homes = {client: row for row, client in enumerate(self.planner.owners().tolist()) if client >= 0}
         return Result(
             params=carry.server.params,
             server=carry.server,
@@ -273,32 +308,48 @@ class Simulation:
             initial_client=self.initial_client,
         )
 
-    def _fail(self, carry: Carry, xs: Any, records: dict, events: list[Event], log: EventFile | None) -> None:
+    def _fail(
+        self,
+        carry: Carry,
+        xs: Any,
+        records: dict,
+        events: list[Event],
+        log: EventFile | None,
+        sinks: Sequence[Sink],
+    ) -> None:
         """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
-        r = len(records["sound"]) - 1 if records["sound"].all() else int(np.argmin(records["sound"]))
-        sound = {name: values[:r] for name, values in records.items()}
-        if r and log is not None:
-            log.append(self.events_of(sound, xs, events, 0.0))
-        where = f"{self.info.algorithm}, round {len(events) + r + 1}"
-        message = self._culprit(carry, xs, r) or f"{where}: the server state is not finite"
+        r = int(np.argmin(records["sound"]))
+        if r:
+            sound = {name: values[:r] for name, values in records.items()}
+            report(self.events_of(sound, xs, events, 0.0), events, log, sinks)
+        message = self._culprit(carry, xs, r)
         if self.directory is not None:
-            checkpoint.save(self.directory / "failure", carry, {"round": len(events) + r, "error": message})
+            self._save("failure", carry, len(events), error=message)
             message += f"; the state it starts from is in {self.directory / 'failure'}"
         raise NonFiniteError(message)
 
-    def _culprit(self, carry: Carry, xs: Any, r: int) -> str | None:
+    def _culprit(self, carry: Carry, xs: Any, r: int) -> str:
         """Repeat the round client by client from its starting state; the first non-finite tensor, in words."""
         debug = DebugEngine(self.engine.program._replace(chunk=0), backend.make_mesh(1), self.engine.samples)
-        rows = self.planner.capacity
-        for d in range(self.planner.devices):
-            mine = slice(d * rows, (d + 1) * rows)
-            store = jax.tree.map(lambda a, mine=mine: np.asarray(a)[mine], carry.store)
-            server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
-            try:
-                debug.round(self.algorithm, Carry(server, store), self.key, share_of(xs, r, d))
-            except NonFiniteError as error:
-                return str(error)
-        return None
+        share = whole_round(xs, r, self.planner.capacity)
+        store = jax.tree.map(lambda a: np.asarray(a[share.slot]), carry.store)
+        server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
+        share = share._replace(slot=np.arange(share.count, dtype=np.int32))
+        try:
+            debug.round(self.algorithm, Carry(server, store), self.key, share)
+        except NonFiniteError as error:
+            return str(error)
+        return f"{self.info.algorithm}, round {int(share.round)}: the server state is not finite"
+
+
+def report(new: list[Event], events: list[Event], log: EventFile | None, sinks: Sequence[Sink]) -> None:
+    """Add ``new`` events to ``events`` and tell everybody."""
+    events.extend(new)
+    if log is not None:
+        log.append(new)
+    for event in new:
+        for sink in sinks:
+            sink.event(event)
 
 
 def round_seconds(events: list[Event], more: float) -> float:
