@@ -64,7 +64,7 @@ def test_fedrax_does_the_same_work(regression):
     workload = replace(WORKLOADS["W2"], epochs=2)
     w, b = np.zeros((60, 10)), np.zeros(10)
     for cohort in regression.cohorts[:2]:
-        total, mean_w, mean_b = sum(regression.size(k) for k in cohort), 0.0, 0.0
+        total, mean_w, mean_b = sum(regression.size(k) for k in cohort), np.zeros_like(w), np.zeros_like(b)
         for k in cohort:
             cw, cb = w.copy(), b.copy()
             x, y = regression.x[regression.rows(k)].astype(float), regression.y[regression.rows(k)]
