@@ -28,32 +28,22 @@ class Step:
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
         self.index = index
         self.key = jax.random.fold_in(data.key, index)
-        self._local, self._data, self._evaluations = local, data, 0
+        self._local, self._data = local, data
         self.block: Array | None = None
         """The block this step works on (M fixed blocks only)."""
         if local.blocks is not None:
             self.block = data.block_index(index, local.blocks)
-            self.rows = data.block_rows(self.block, local.blocks)[1]
-        elif local.batch_size == "full":
-            self.rows = data.size
-        else:
+        elif local.batch_size != "full":
             self._samples, self._weights = data.batch(index, local.batch_size, local.order)
-            self.rows = len(jax.tree.leaves(self._samples)[0]) if self._weights is None else self._weights.sum()
 
     def gradient(self, params: Tree) -> tuple[Array, Tree]:
         """Loss and raw gradient of this step's batch at ``params``."""
-        self._evaluations += 1
         local, data = self._local, self._data
         if local.blocks is not None and self.block is not None:
             return data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
         if local.batch_size == "full":
             return data.full_gradient(params, local.reduction)
         return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
-
-    @property
-    def evaluations(self) -> Array | int:
-        """Evaluations of one sample's gradient so far."""
-        return self._evaluations * self.rows
 
 
 Direction = Callable[[Tree, Tree, Any, Step], tuple[Tree, Any]]
@@ -130,6 +120,18 @@ class LocalSGD:
         per_epoch = 1 if self.batch_size == "full" else data.batches(self.batch_size)
         return epochs * per_epoch
 
+    def samples(self, data: ClientData, steps: Array | int) -> Array:
+        """Samples that ``steps`` local steps take gradients of (their mean over draws of uneven blocks)."""
+        if self.blocks is not None:
+            return jnp.asarray(steps * data.size / self.blocks, float)
+        if self.batch_size == "full":
+            return jnp.asarray(steps * data.size, float)
+        batch = min(self.batch_size, data.layout.largest)
+        if self.order == "replacement":
+            return jnp.asarray(steps * batch, float)
+        epochs, rest = steps // data.batches(batch), steps % data.batches(batch)
+        return jnp.asarray(epochs * data.size + jnp.minimum(rest * batch, data.size), float)
+
     @property
     def steps_are_gradients(self) -> bool:
         """Whether (x - x_i) / (T eta) is the mean direction: no momentum, decay, clipping or prox between."""
@@ -165,7 +167,7 @@ class LocalSGD:
         lr, steps = self.step_size(data.round), self.num_steps(data)
 
         def body(index: Array | int, carry: tuple) -> tuple:
-            x, memory, velocity, total, loss, evaluations = carry
+            x, memory, velocity, total, loss = carry
             step = Step(self, data, index)
             step_loss, gradient = step.gradient(x)
             total = tree.add(total, gradient) if mean_gradient else None
@@ -174,7 +176,7 @@ class LocalSGD:
                 gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
             d, memory = direction(gradient, x, memory, step)
             x = self.move(x, d, lr, data.round)
-            return x, memory, velocity, total, loss + step_loss, evaluations + step.evaluations
+            return x, memory, velocity, total, loss + step_loss
 
         zeros = tree.zeros_like(params)
         carry = (
@@ -183,19 +185,18 @@ class LocalSGD:
             zeros if self.momentum is not None else None,
             zeros if mean_gradient else None,
             jnp.zeros((), jax.tree.leaves(params)[0].dtype),
-            jnp.zeros(()),
         )
         if data.unroll and isinstance(steps, int):
             for index in range(steps):
                 carry = body(index, carry)
         else:
             carry = jax.lax.fori_loop(0, steps, body, carry)
-        x, memory, _, total, loss, evaluations = carry
+        x, memory, _, total, loss = carry
         count = jnp.asarray(steps, float)
         return LocalResult(
             params=x,
             steps=count,
             memory=memory,
             mean_gradient=tree.scale(1 / count, total) if mean_gradient else None,
-            info={"loss": loss / count, "gradients": evaluations},
+            info={"loss": loss / count, "gradients": self.samples(data, steps)},
         )

@@ -39,7 +39,7 @@ def _resample(local: LocalSGD, message: Tree, data: ClientData) -> tuple[Tree, I
     """The gradient at x on one fresh batch, and its info."""
     step = Step(local, data.fresh(), 0)
     loss, gradient = step.gradient(message)
-    return gradient, {"loss": loss, "gradients": jnp.asarray(step.evaluations, jnp.float32)}
+    return gradient, {"loss": loss, "gradients": local.samples(data, 1)}
 
 
 @hyperparameters

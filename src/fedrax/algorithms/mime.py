@@ -70,7 +70,8 @@ class MimeSVRG(Algorithm):
             return jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient), memory
 
         result = self.local.run(data, message.params, direction)
-        return ClientOutput(upload=tree.sub(result.params, message.params), info=result.info)
+        info = {**result.info, "gradients": 2 * result.info["gradients"]}
+        return ClientOutput(upload=tree.sub(result.params, message.params), info=info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """One step of the server optimizer on the mean update."""
