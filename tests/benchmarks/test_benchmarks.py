@@ -55,7 +55,7 @@ def test_fedrax_starts_from_the_same_model(name, shape):
     weights = WEIGHTS[name](rng)
     x = rng.standard_normal((4, *shape), np.float32)
     ours = model_of(workload).apply(parameters_of(workload, weights), x)
-    theirs = MODELS[name](parameters(workload, weights), x)
+    theirs = MODELS[name](parameters(workload, weights), jax.numpy.asarray(x))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
