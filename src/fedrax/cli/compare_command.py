@@ -128,7 +128,16 @@ def run_all(
                 seen.append(sinks.ProgressSink(title, bar))
             resume = run is not None and bool(run.events)
             try:
-                simulate(spec.algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen)
+                simulate(
+                    spec.algorithm,
+                    task,
+                    federation,
+                    spec.run,
+                    directory=directory,
+                    resume=resume,
+                    sinks=seen,
+                    keep_clients=False,
+                )
             except NonFiniteError as error:
                 if not options.quiet:
                     print(f"fedrax: {error}", file=sys.stderr)

@@ -58,6 +58,7 @@ def simulate(
     directory: Path | str | None = None,
     resume: bool = False,
     sinks: Sequence[Sink] = (),
+    keep_clients: bool = True,
     **changes: Any,
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
@@ -65,7 +66,8 @@ def simulate(
     settings: see :class:`Settings`; ``changes`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
     params: starting parameters, instead of ``task.init``. script: given cohorts and blocks, instead of draws.
     directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default.
-    resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events.
+    resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
+    client states, which can be large, in the checkpoint of the finished run, so that it can go on for more rounds.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C.
@@ -74,7 +76,7 @@ def simulate(
     backend.use_all_cores()
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
         path = None if directory is None else Path(directory)
-        return Simulation(algorithm, task, federation, settings, params, script, path).run(resume, sinks)
+        return Simulation(algorithm, task, federation, settings, params, script, path).run(resume, sinks, keep_clients)
 
 
 class Simulation:
@@ -147,7 +149,7 @@ class Simulation:
     def _fresh(self) -> Carry:
         server = self.algorithm.init(self.start, self.info.num_clients)
         store = self.engine.new_store(self.initial_client, self.planner.capacity) if self.planner.stateful else ()
-        return self.engine.put(server, store)
+        return self.engine.put(server, ())._replace(store=store)  # the store is nobody else's: no copy
 
     def _restore(self) -> tuple[Carry, list[Event]]:
         """State and events at the last checkpoint, or at the start if there is none."""
@@ -161,6 +163,8 @@ class Simulation:
         done = meta["round"]
         if done > self.settings.rounds:
             raise FedraxError(f"{self.directory} is at round {done}, beyond the {self.settings.rounds} asked for")
+        if done < self.settings.rounds and self.planner.stateful and not meta["rows"]:
+            raise FedraxError(f"the finished run in {self.directory} kept no client states: it cannot go on")
         saved = checkpoint.load(where, jax.eval_shape(lambda: self._state_like(meta["rows"])))[0]
         events = read_events(self.directory)
         if len(events) < done:
@@ -188,15 +192,17 @@ class Simulation:
 
         return jax.tree.map(move, self.initial_client, saved.store)
 
-    def _save(self, name: str, carry: Carry, round: int, **more: str) -> None:
-        owners = self.planner.owners()
+    def _save(self, name: str, carry: Carry, round: int, clients: bool = True, **more: str) -> None:
+        owners, store = self.planner.owners(), carry.store
+        if not clients:
+            owners, store = owners[:0], jax.tree.map(lambda a: np.asarray(a[:0]), store)
         meta = {"round": round, "rows": len(owners), "identity": self.identity, "algorithm": self.info.algorithm}
         if self.directory is not None:
-            checkpoint.save(self.directory / name, Saved(*carry, owners), meta | more)
+            checkpoint.save(self.directory / name, Saved(carry.server, store, owners), meta | more)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def run(self, resume: bool, sinks: Sequence[Sink]) -> Result:
+    def run(self, resume: bool, sinks: Sequence[Sink], keep_clients: bool = True) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         if resume and self.directory is None:
             raise FedraxError("there is no directory to resume a run from")
@@ -212,7 +218,7 @@ class Simulation:
         result = None
         try:
             with interrupt_flag() as interrupted:
-                carry, stopped = self._rounds(carry, events, log, sinks, interrupted)
+                carry, stopped = self._rounds(carry, events, log, sinks, interrupted, keep_clients)
             result = self._result(carry, events, stopped)
             return result
         finally:
@@ -228,8 +234,9 @@ class Simulation:
         log: EventFile | None,
         sinks: Sequence[Sink],
         interrupted: threading.Event,
+        keep_clients: bool,
     ) -> tuple[Carry, str]:
-        pace, saved = 1, time.monotonic()
+        pace, due = 1, time.monotonic() + _CHECKPOINT_SECONDS
         stopped = "target" if self._reached(events) else "rounds"
         while len(events) < self.settings.rounds and stopped == "rounds":
             began = time.monotonic()
@@ -247,13 +254,15 @@ class Simulation:
             pace = max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
             report(new, events, log, sinks)
             stopped = "target" if self._reached(new) else "rounds"
-            over = stopped == "target" or len(events) == self.settings.rounds or interrupted.is_set()
-            if over or self._checkpoint_due(len(events), saved):
+            over = stopped == "target" or len(events) == self.settings.rounds
+            if over or interrupted.is_set() or self._checkpoint_due(len(events), due):
                 if log is not None:
                     log.sync()
-                self._save("checkpoint", carry, len(events))
-                saved = time.monotonic()
-            if interrupted.is_set() and not (stopped == "target" or len(events) == self.settings.rounds):
+                began = time.monotonic()
+                self._save("checkpoint", carry, len(events), clients=keep_clients or not over)
+                took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
+                due = time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
+            if interrupted.is_set() and not over:
                 raise Interrupted
         return carry, stopped
 
@@ -264,10 +273,10 @@ class Simulation:
         )
         return min(self.settings.rounds - done, *(n - done % n for n in every if n), _LONGEST_BLOCK)
 
-    def _checkpoint_due(self, done: int, saved: float) -> bool:
+    def _checkpoint_due(self, done: int, due: float) -> bool:
         if self.settings.checkpoint_every is not None:
             return done % self.settings.checkpoint_every == 0
-        return time.monotonic() - saved > _CHECKPOINT_SECONDS
+        return time.monotonic() > due
 
     def _reached(self, events: list[Event]) -> bool:
         target = self.settings.target
