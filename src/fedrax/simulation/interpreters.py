@@ -176,7 +176,7 @@ class DebugEngine(Engine):
 
     def round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Block) -> tuple[Carry, dict]:
         """One round on one device; ``xs`` without round and device axes. NonFiniteError names what went wrong."""
-        where = f"{type(algorithm).__name__}, round {int(xs.round)}"
+        where = f"{type(algorithm).__name__}, round {int(xs.round) + 1}"  # as events count them
         xs = jax.tree.map(jnp.asarray, xs)
         places, samples = places_of(xs, key), _shard(self.samples, 0)
         clients = [int(c) for c in xs.client[: int(xs.count)]]

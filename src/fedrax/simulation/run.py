@@ -44,7 +44,7 @@ class Saved(NamedTuple):
 
     server: Any
     store: Tree
-    owners: np.ndarray
+    owners: Any
 
 
 def simulate(
@@ -343,12 +343,12 @@ class Simulation:
         share = whole_round(xs, r, self.planner.capacity)
         store = jax.tree.map(lambda a: np.asarray(a[share.slot]), carry.store)
         server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
-        share = share._replace(slot=np.arange(share.count, dtype=np.int32))
+        share = share._replace(slot=np.arange(len(share.slot), dtype=np.int32))
         try:
             debug.round(self.algorithm, Carry(server, store), self.key, share)
         except NonFiniteError as error:
             return str(error)
-        return f"{self.info.algorithm}, round {int(share.round)}: the server state is not finite"
+        return f"{self.info.algorithm}, round {int(share.round) + 1}: the server state is not finite"
 
 
 def report(new: list[Event], events: list[Event], log: EventFile | None, sinks: Sequence[Sink]) -> None:

@@ -1,0 +1,71 @@
+"""A run in a process of its own, to be killed: python child.py DATA METHOD DIRECTORY ROUNDS [SLEEP_AT].
+
+It goes on with the run in DIRECTORY, says each round on standard output, and leaves the final state in
+DIRECTORY/final.npz. In round SLEEP_AT the sink sleeps for a minute. Exit status: 3 Interrupted, 4 a bare
+KeyboardInterrupt.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedrax
+from fedrax.models import Logistic
+from fedrax.simulation import Interrupted
+
+METHODS = {
+    "scaffold": fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.02, steps=3, batch_size=5)),
+    "losac": fedrax.LoSAC(local=fedrax.LocalSGD(lr=0.02, steps=3, blocks=4)),
+}
+CLIENTS = 12
+
+
+class Rounds:
+    """A sink that prints the number of each round."""
+
+    def __init__(self, sleep_at: int):
+        self.sleep_at = sleep_at
+
+    def start(self, run: Any) -> None:
+        """Say where the run goes on."""
+        print(run.first_round, flush=True)
+
+    def event(self, event: dict) -> None:
+        """Say which round is over."""
+        print(event["round"], flush=True)
+        if event["round"] == self.sleep_at:
+            time.sleep(60)
+
+    def finish(self, result: Any) -> None:
+        """Nothing to close."""
+
+
+def main(data: str, method: str, directory: str, rounds: str, sleep_at: str = "-1") -> None:
+    """Run to the end, or until somebody objects."""
+    with np.load(data) as file:
+        x, y = file["x"], file["y"]
+    owner = (np.arange(len(y)) * CLIENTS) // len(y)
+    federation = fedrax.Federation.from_arrays(x, y, owner, test=(x[:300], y[:300]), num_classes=10)
+    task = fedrax.classification(Logistic().build(x.shape[1:], 10))
+    settings = fedrax.Settings(rounds=int(rounds), cohort_size=4, checkpoint_every=1, eval_every=7, stragglers=0.3)
+    result = fedrax.simulate(
+        METHODS[method], task, federation, settings, directory=directory, resume=True, sinks=[Rounds(int(sleep_at))]
+    )
+    state = (result.params, result.server, [result.client_state(i) for i in range(CLIENTS)])
+    np.savez(Path(directory) / "final.npz", *[np.asarray(a) for a in jax.tree.leaves(state)])
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main(*sys.argv[1:])
+    except Interrupted:
+        sys.exit(3)
+    except KeyboardInterrupt:
+        sys.exit(4)

@@ -1,0 +1,70 @@
+"""Small federations that many of these tests share, and what is compared of two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedrax
+from fedrax.models import Logistic
+
+FEATURES, CLASSES = 4, 3
+SIZES = (3, 7, 4, 12, 6, 5, 9, 4)
+
+
+def make_federation(sizes: tuple[int, ...] = SIZES, test_rows: int = 23) -> fedrax.Federation:
+    """Clients of unlike sizes with random samples; test data belong to nobody."""
+    rng = np.random.default_rng(3)
+    rows = sum(sizes) + test_rows
+    x = rng.normal(size=(rows, FEATURES)).astype(np.float32)
+    y = rng.integers(0, CLASSES, rows)
+    n = sum(sizes)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    test = (x[n:], y[n:]) if test_rows else None
+    return fedrax.Federation.from_arrays(x[:n], y[:n], offsets=offsets, test=test, num_classes=CLASSES)
+
+
+TASK = fedrax.classification(Logistic().build((FEATURES,), CLASSES))
+FEDERATION = make_federation()
+LOCAL = fedrax.LocalSGD(lr=0.05, steps=3, batch_size=2)
+MODEL_BYTES = 4 * (FEATURES * CLASSES + CLASSES)
+
+
+def run(
+    algorithm: fedrax.Algorithm | None = None, federation: fedrax.Federation = FEDERATION, **options: Any
+) -> fedrax.Result:
+    """A short run; of FedAvg unless told otherwise."""
+    defaults: dict[str, Any] = {"rounds": 4, "cohort_size": 3, "eval_every": 100}
+    task = options.pop("task", TASK)
+    return fedrax.simulate(algorithm or fedrax.FedAvg(local=LOCAL), task, federation, **(defaults | options))
+
+
+def without_times(events: list[dict]) -> list[dict]:
+    """What must repeat of events."""
+    return [{k: v for k, v in event.items() if not k.startswith("seconds")} for event in events]
+
+
+def state_of(result: fedrax.Result, clients: int = len(SIZES)) -> list[np.ndarray]:
+    """The arrays of the server's and all clients' states."""
+    return [np.asarray(a) for a in jax.tree.leaves((result.server, [result.client_state(i) for i in range(clients)]))]
+
+
+def assert_identical(a: fedrax.Result, b: fedrax.Result) -> None:
+    """Bit for bit the same states, and the same events but for times."""
+    assert without_times(a.events) == without_times(b.events)
+    for one, other in zip(state_of(a), state_of(b), strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def assert_close(a: fedrax.Result, b: fedrax.Result, tolerance: float = 1e-5) -> None:
+    """The same states up to rounding."""
+    for one, other in zip(state_of(a), state_of(b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    """All files below a directory."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
