@@ -24,8 +24,8 @@ Preprocess = Callable[[Array], Array]
 class Batch(NamedTuple):
     """Samples as the data set stores them; `Task` turns them into what the model reads."""
 
-    x: Array  # [B, ...], any dtype
-    y: Array  # [B]
+    x: Array | np.ndarray  # [B, ...], any dtype
+    y: Array | np.ndarray  # [B]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +112,8 @@ def _supervised(model: Model, preprocess: Preprocess | None, loss, metrics: Mapp
     """A task from a model and functions (outputs, y) -> one value a sample."""
     preprocess = scale() if preprocess is None else preprocess
 
-    def inputs(params: Params, x: Array) -> Array:
-        x = preprocess(x)
+    def inputs(params: Params, x: Array | np.ndarray) -> Array:
+        x = preprocess(jnp.asarray(x))
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x  # tokens, indices: the model knows what they are
         return x.astype(jnp.result_type(*jax.tree.leaves(params)))

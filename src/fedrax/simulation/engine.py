@@ -339,8 +339,9 @@ class Engine:
 
     def put(self, server: Any, store: Tree) -> Carry:
         """Server and store on the mesh; the arrays are given away to the next block."""
+        # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
         return Carry(
-            jax.device_put(server, NamedSharding(self.mesh, P()), may_alias=False),
+            jax.device_put(jax.tree.map(jnp.copy, server), NamedSharding(self.mesh, P()), may_alias=False),
             jax.device_put(store, self.store_sharding, may_alias=False),
         )
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from fedrax.simulation.engine import AXIS
 from fedrax.tree import Tree
 
-_ROWS = 500
+_ROWS = 250
+"""Of one chunk: a convolution's columns take half a megabyte an image."""
 
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
@@ -36,9 +37,10 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.
             part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), samples)
             return sample_values(task, params, part)
 
-        return jax.lax.map(one, starts)
+        # gathered, so that every process of several has all values
+        return jax.lax.all_gather(jax.lax.map(one, starts), AXIS, tiled=True)
 
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
     return jax.jit(sharded), starts
 
 

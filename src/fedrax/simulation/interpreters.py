@@ -89,8 +89,8 @@ class LoopEngine(Engine):
         cohort = Cohort(
             mean=total.upload,
             each=jax.tree.map(lambda *e: jnp.concatenate(e), *[each for _, each in parts]),
-            clients=xs.client.reshape(-1),
-            weights=xs.weight.reshape(-1),
+            clients=jnp.asarray(xs.client).reshape(-1),
+            weights=jnp.asarray(xs.weight).reshape(-1),
             size=jnp.asarray(xs.cohort_size),
             num_clients=self.program.num_clients,
             round=jnp.asarray(xs.round),

@@ -66,6 +66,7 @@ def simulate(
     settings: see :class:`Settings`; ``changes`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
     params: starting parameters, instead of ``task.init``. script: given cohorts and blocks, instead of draws.
     directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default.
+    With ``jax.distributed`` every process calls simulate alike, and the first one writes.
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of the finished run, so that it can go on for more rounds.
 
@@ -108,11 +109,17 @@ class Simulation:
             raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
         mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)
         self.plan, chunk = choose_plan(settings, mesh, self.start, sampler.largest)
+        self.alone = jax.process_count() == 1
+        stateful = bool(jax.tree.leaves(self.initial_client))
+        if not self.alone and directory is not None and stateful:
+            raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
+        if jax.process_index() > 0:
+            self.directory = None  # the first process writes
         self.planner = Planner(
             sampler,
             federation.offsets,
             devices=mesh.devices.size,
-            stateful=bool(jax.tree.leaves(self.initial_client)),
+            stateful=stateful,
             by_samples=federation.sizes.min() != federation.sizes.max() and getattr(local, "steps", None) is None,
             chunk=max(chunk, 1),
             script=script,
@@ -139,7 +146,9 @@ class Simulation:
             parameters=sum(x.size for x in jax.tree.leaves(self.start)),
             directory=directory,
         )
-        what = hashlib.sha256(repr((algorithm, dataclasses.replace(settings, rounds=0))).encode())
+        what = hashlib.sha256(
+            repr((algorithm, dataclasses.replace(settings, rounds=0, checkpoint_every=None))).encode()
+        )
         for array in (federation.sizes, *([] if params is None else jax.tree.leaves(self.start))):
             what.update(np.asarray(array).tobytes())
         self.identity = what.hexdigest()
@@ -236,7 +245,7 @@ class Simulation:
         interrupted: threading.Event,
         keep_clients: bool,
     ) -> tuple[Carry, str]:
-        pace, due = 1, time.monotonic() + _CHECKPOINT_SECONDS
+        pace, due = 1 if self.alone else _LONGEST_BLOCK, time.monotonic() + _CHECKPOINT_SECONDS
         stopped = "target" if self._reached(events) else "rounds"
         while len(events) < self.settings.rounds and stopped == "rounds":
             began = time.monotonic()
@@ -251,7 +260,8 @@ class Simulation:
                 for name, evaluator in self.evaluators.items():
                     new[-1] |= evaluator(carry.server.params, name, self.settings.per_client)
                 new[-1]["seconds"] = round_seconds(events, time.monotonic() - began)
-            pace = max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
+            if self.alone:  # several processes must agree on blocks, and so may not look at the clock
+                pace = max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
             report(new, events, log, sinks)
             stopped = "target" if self._reached(new) else "rounds"
             over = stopped == "target" or len(events) == self.settings.rounds

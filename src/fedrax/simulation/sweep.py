@@ -8,6 +8,7 @@ another inside the same call; the grid is spread over the devices.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -53,7 +54,8 @@ def sweep(
     The algorithms must be of one kind: the same class and the same static fields, different floats.
     ``together`` runs them in one compiled call, ``in turn`` one after another; ``auto`` picks by model size and
     backend. A run that diverges ends where it did, with ``stopped = "diverged"``, and does not disturb the others.
-    Runs together keep no directory; see ``fedrax compare`` for runs on disk.
+    Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds of their events are
+    those of all runs.
 
     Raises FedraxError if the algorithms cannot run together.
     """
@@ -139,6 +141,7 @@ class _Together:
         events: list[list[list[Event]]] = [[[] for _ in self.runs] for _ in range(self.count)]
         done = 0
         while done < total:
+            began = time.monotonic()
             rounds = min(self.settings.eval_every - done % self.settings.eval_every, total - done, 64)
             blocks = [run.planner.block(done, rounds, 64) for run in self.runs]
             xs = jax.tree.map(lambda *x: np.stack(x), *blocks)
@@ -148,20 +151,22 @@ class _Together:
             if done % self.settings.eval_every == 0 or done == total:
                 means = {name: np.asarray(v) for name, v in self._evaluate(carry.server.params, self.test).items()}
             records = {name: np.asarray(value) for name, value in records.items()}
+            took = time.monotonic() - began
             for z, run in enumerate(self.runs):
                 for g in range(self.count):
                     mine = {name: value[z, g, :rounds] for name, value in records.items()}
-                    self._extend(events[g][z], run, mine, blocks[z], {n: float(v[z, g]) for n, v in means.items()})
+                    evaluated = {name: float(value[z, g]) for name, value in means.items()}
+                    self._extend(events[g][z], run, mine, blocks[z], took, evaluated)
         return [[self._result(events[g][z], carry, z, g) for z in range(len(self.runs))] for g in range(self.count)]
 
-    def _extend(self, events: list[Event], run: Simulation, records: dict, xs: Any, means: dict[str, float]) -> None:
+    def _extend(
+        self, events: list[Event], run: Simulation, records: dict, xs: Any, took: float, means: dict[str, float]
+    ) -> None:
         if events and events[-1].get("diverged"):
             return
         sound = records["sound"]
         kept = len(sound) if sound.all() else int(np.argmin(sound))
-        new = run.events_of({name: value[:kept] for name, value in records.items()}, xs, events, 0.0)
-        for event in new:
-            del event["seconds"]
+        new = run.events_of({name: value[:kept] for name, value in records.items()}, xs, events, took)
         if kept == len(sound) and new:
             new[-1] |= {f"test_{name}": value for name, value in means.items()}
         events.extend(new)

@@ -1,0 +1,67 @@
+"""Several processes with several devices each, joined by jax.distributed, against one process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+CHILD = """
+import json, os, sys
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+import jax
+process, processes, devices, port = map(int, sys.argv[1:])
+jax.config.update("jax_num_cpu_devices", devices)
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+import numpy as np
+import fedrax
+from fedrax.data import Federation, load
+from fedrax.data.partition import Shards
+from fedrax.models import Logistic
+
+data = load("digits")
+federation = Federation.from_dataset(data, Shards(clients=20), seed=0)
+task = fedrax.classification(Logistic().build(data.train.x.shape[1:], 10))
+results = []
+for algorithm in (fedrax.FedAvg(), fedrax.Scaffold(), fedrax.MIFA(memory="server"), fedrax.Episode(gamma=0.05)):
+    result = fedrax.simulate(algorithm, task, federation, rounds=6, cohort_size=7, eval_every=3)
+    last = {k: v for k, v in result.events[-1].items() if not k.startswith("seconds")}
+    results.append([result.plan, np.asarray(result.params["output"]["weight"]).tolist(), last])
+print(json.dumps(results))
+"""
+
+
+def start(process: int, processes: int, devices: int, port: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", CHILD, *map(str, (process, processes, devices, port))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def output(child: subprocess.Popen) -> list:
+    text, _ = child.communicate(timeout=240)
+    assert child.returncode == 0
+    return json.loads(text.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_of_two_devices_equal_one_of_four(port: int) -> None:
+    children = [start(process, 2, 2, port) for process in range(2)]
+    first, second = map(output, children)
+    alone = output(start(0, 1, 4, port))
+    for mine, other, reference in zip(first, second, alone, strict=True):
+        assert "4 CPU cores" in mine[0]
+        assert mine == other
+        np.testing.assert_allclose(mine[1], reference[1], rtol=2e-6, atol=2e-7)  # another order of the same sums
+        assert mine[2].keys() == reference[2].keys()
+        for key, value in reference[2].items():
+            assert mine[2][key] == pytest.approx(value, rel=1e-5)
