@@ -1,6 +1,7 @@
-"""Every method once more, in NumPy float64 and plain loops, to compare fedrax with number by number.
+"""Problems, local work and server rules once more, in NumPy float64 and plain loops; methods are in
+``reference_methods``.
 
-Nothing here comes from fedrax: gradients are written by hand, and each method follows its paper's equations one
+Nothing here comes from fedrax: gradients are written by hand, and everything follows the papers' equations one
 line after another, with no thought for speed. Parameters are one flat vector; a client walks its data in the
 order in which it is stored.
 """
@@ -8,13 +9,14 @@ order in which it is stored.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-Vector = np.ndarray
+Vector = Any
+"""A float64 array of one axis (sums over clients start from the number 0)."""
 
 
 # ---------------------------------------------------------------------------------------------- problems
@@ -134,7 +136,7 @@ class Local:
     steps: int | None = None
     epochs: int | None = None
     batch_size: int | str = 10
-    blocks: int | None = None
+    blocks: Any = None
     reduction: str = "mean"
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -156,6 +158,8 @@ class Client:
     a: np.ndarray
     b: np.ndarray
     local: Local
+    evaluated: int = 0
+    """Gradients of one sample's loss taken so far."""
 
     @property
     def size(self) -> int:
@@ -164,6 +168,7 @@ class Client:
 
     def gradient(self, x: Vector, rows: range) -> Vector:
         """What a batch says of the gradient of f_i, the mean (or sum) of all the client's losses."""
+        self.evaluated += len(rows)
         mean = self.problem.gradients(x, self.a[rows], self.b[rows]).mean(0)
         return self.size * mean if self.local.reduction == "sum" else mean
 
@@ -180,6 +185,7 @@ class Client:
         rows = self.block(j)
         if len(rows) == 0:
             return np.zeros_like(x)
+        self.evaluated += len(rows)
         total = self.problem.gradients(x, self.a[rows], self.b[rows]).sum(0)
         return self.local.blocks * (total if self.local.reduction == "sum" else total / self.size)
 
@@ -256,319 +262,3 @@ class ServerRule:
         elif self.name == "Yogi":
             self.v = self.v - (1 - o["b2"]) * square * np.sign(self.v - square)
         return x + lr * self.m / (np.sqrt(self.v) + o["tau"])
-
-
-# ---------------------------------------------------------------------------------------------- methods
-
-
-@dataclass
-class Part:
-    """One client's part in a round: its number and weight, its share of the work, its blocks."""
-
-    client: int
-    weight: float
-    round: int
-    work: float = 1.0
-    blocks: Any = None
-
-
-@dataclass
-class Method:
-    """Base: N clients, the parameters x, and the server rule."""
-
-    clients: list[Client]
-    x: Vector
-    server: tuple[str, dict] = ("SGD", {})
-    default_server = ("SGD", {})
-    rule: ServerRule = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rule = ServerRule(*self.server)
-        self.start()
-
-    def start(self) -> None:
-        """Set the state before the first round."""
-
-    def round(self, parts: list[Part]) -> None:
-        """One round with the given cohort."""
-        raise NotImplementedError
-
-    def server_state(self) -> dict[str, Vector]:
-        """Vectors of the server's state by name, without x."""
-        return {}
-
-    def client_state(self, i: int) -> dict[str, np.ndarray]:
-        """Vectors (or stacks of vectors) of client i's state by name."""
-        return {}
-
-
-class FedAvg(Method):
-    def round(self, parts):
-        delta = 0
-        for p in parts:
-            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p).params - self.x)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-
-
-@dataclass
-class FedProx(Method):
-    mu: float = 0.1
-
-    def round(self, parts):
-        delta = 0
-        for p in parts:
-            pull = lambda g, x, t: g + self.mu * (x - self.x)  # noqa: E731
-            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, pull).params - self.x)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-
-
-@dataclass
-class FedSGD(Method):
-    server: tuple[str, dict] = ("SGD", {"lr": 0.1})
-
-    def round(self, parts):
-        gradient = 0
-        for p in parts:
-            client = self.clients[p.client]
-            own = client.full_gradient(self.x) + client.local.weight_decay * self.x
-            gradient = gradient + p.weight * own
-        self.x = self.rule.step(self.x, -gradient, parts[0].round)
-
-
-@dataclass
-class Scaffold(Method):
-    option: str = "II"
-
-    def start(self):
-        self.c = np.zeros_like(self.x)
-        self.ci = [np.zeros_like(self.x) for _ in self.clients]
-
-    def renewed(self, p: Part, result: Any) -> Vector:
-        """c_i after the local steps."""
-        client = self.clients[p.client]
-        if self.option == "I":
-            return client.full_gradient(self.x)
-        if not client.local.plain:
-            return result.mean_gradient
-        return self.ci[p.client] - self.c + (self.x - result.params) / (result.steps * result.eta)
-
-    def round(self, parts):
-        delta, change, renewed = 0, 0, {}
-        for p in parts:
-            old = self.ci[p.client]
-            result = self.clients[p.client].descend(self.x, p, lambda g, x, t, o=old: g - o + self.c)
-            renewed[p.client] = self.renewed(p, result)
-            delta = delta + (result.params - self.x) / len(parts)
-            change = change + (renewed[p.client] - old) / len(parts)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-        self.c = self.c + len(parts) / len(self.clients) * change
-        for i, value in renewed.items():
-            self.ci[i] = value
-
-    def server_state(self):
-        return {"control": self.c}
-
-    def client_state(self, i):
-        return {"control": self.ci[i]}
-
-
-class FedSaga(Method):
-    def start(self):
-        blocks = self.clients[0].local.blocks
-        self.y = [np.zeros((blocks, len(self.x))) for _ in self.clients]
-        self.phi = [np.zeros_like(self.x) for _ in self.clients]
-
-    def round(self, parts):
-        delta = 0
-        for p in parts:
-            client, i = self.clients[p.client], p.client
-
-            def saga(gij, x, t, client=client, i=i, p=p):
-                j = p.blocks[t]
-                d = gij - self.y[i][j] + self.phi[i]
-                self.phi[i] = self.phi[i] + (gij - self.y[i][j]) / client.local.blocks
-                self.y[i][j] = gij
-                return d
-
-            delta = delta + p.weight * (client.descend(self.x, p, saga).params - self.x)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-
-    def client_state(self, i):
-        return {"gradient_sum": self.phi[i], "block_gradients": self.y[i]}
-
-
-@dataclass
-class LoSAC(Method):
-    reading: str = "printed"
-
-    def start(self):
-        blocks = self.clients[0].local.blocks
-        self.y = [np.zeros((blocks, len(self.x))) for _ in self.clients]
-        self.phi = np.zeros_like(self.x)
-
-    def round(self, parts):
-        n, s = len(self.clients), len(parts)
-        delta, change = 0, 0
-        for p in parts:
-            client, i = self.clients[p.client], p.client
-            phi = SimpleNamespace(now=self.phi)
-            share = 1.0 if self.reading == "printed" else 1 / client.local.blocks
-
-            def losac(gij, x, t, i=i, p=p, phi=phi, share=share):
-                j = p.blocks[t]
-                d = phi.now / n - self.y[i][j] + gij
-                phi.now = phi.now + share * (gij - self.y[i][j])
-                self.y[i][j] = gij
-                return d
-
-            delta = delta + client.descend(self.x, p, losac).params - self.x
-            change = change + phi.now - self.phi
-        if self.reading == "printed":
-            self.x, self.phi = self.x + delta / n, self.phi + n / s * change
-        else:
-            self.x, self.phi = self.x + delta / s, self.phi + change
-
-    def server_state(self):
-        return {"gradient_sum": self.phi}
-
-    def client_state(self, i):
-        return {"block_gradients": self.y[i]}
-
-
-class MimeSVRG(Method):
-    def round(self, parts):
-        self.c = sum(p.weight * self.clients[p.client].full_gradient(self.x) for p in parts)
-        delta = 0
-        for p in parts:
-            client = self.clients[p.client]
-            svrg = lambda g, x, t, k=client, p=p: g - k.step_gradient(self.x, t, p.blocks) + self.c  # noqa: E731
-            delta = delta + p.weight * (client.descend(self.x, p, svrg).params - self.x)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-
-    def server_state(self):
-        return {"gradient": self.c}
-
-
-@dataclass
-class Episode(Method):
-    gamma: float | None = None
-
-    def round(self, parts):
-        own = {p.client: self.first_batch(p) for p in parts}
-        self.g = sum(p.weight * own[p.client] for p in parts)
-        eta = self.clients[0].local.lr
-        self.clipped = self.gamma is not None and math.sqrt(float(self.g @ self.g)) > self.gamma / eta
-        delta = 0
-        for p in parts:
-            episode = lambda g, x, t, i=p.client: self.shorten(g - own[i] + self.g, eta)  # noqa: E731
-            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, episode).params - self.x)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-
-    def first_batch(self, p: Part) -> Vector:
-        """The gradient at x on the fresh batch: in stored order the first one."""
-        client = self.clients[p.client]
-        return client.gradient(self.x, client.batches()[0])
-
-    def shorten(self, d: Vector, eta: float) -> Vector:
-        """d, or (gamma / eta) d / |d| in a clipped round; the schedule multiplies gamma and eta alike."""
-        length = math.sqrt(float(d @ d))
-        return self.gamma / eta * d / length if self.clipped and length > 0 else d
-
-    def server_state(self):
-        return {"gradient": self.g}
-
-
-class NaiveParallelClip(Method):
-    def round(self, parts):
-        g = 0
-        for p in parts:
-            client = self.clients[p.client]
-            g = g + p.weight * (client.gradient(self.x, client.batches()[0]) + client.local.weight_decay * self.x)
-        client = self.clients[0]
-        scale = factor(client.local.schedule, parts[0].round)
-        gamma = None if client.local.clip is None else client.local.clip * scale
-        self.x = client.move(self.x, g, client.local.lr * scale, gamma)
-
-
-@dataclass
-class MIFA(Method):
-    memory: str = "clients"
-
-    def start(self):
-        self.updates = np.zeros((len(self.clients), len(self.x)))
-
-    def round(self, parts):
-        renewed = {p.client: self.clients[p.client].descend(self.x, p).params - self.x for p in parts}
-        for i, update in renewed.items():
-            self.updates[i] = update
-        self.x = self.rule.step(self.x, self.updates.mean(0), parts[0].round)
-
-    def server_state(self):
-        kept = {"memory": self.updates} if self.memory == "server" else {}
-        return {"mean": self.updates.mean(0)} | kept
-
-    def client_state(self, i):
-        return {"": self.updates[i]} if self.memory == "clients" else {}
-
-
-@dataclass
-class Upcycled(Method):
-    """The inner method, then x <- x + a (x - x-); for SCAFFOLD also c and c_i, where asked for."""
-
-    inner: Any = None
-    a: float = 0.5
-    schedule: tuple[str, dict] | None = None
-    extrapolate: str = "none"
-
-    def round(self, parts):
-        a = self.a * factor(self.schedule, parts[0].round)
-        x = self.inner.x
-        c, ci = getattr(self.inner, "c", None), list(getattr(self.inner, "ci", []))
-        self.inner.round(parts)
-        self.x = self.inner.x = self.inner.x + a * (self.inner.x - x)
-        if self.extrapolate != "none" and c is not None:
-            self.inner.c = self.inner.c + a * (self.inner.c - c)
-        if self.extrapolate == "both" and c is not None:
-            for p in parts:
-                new = self.inner.ci[p.client]
-                self.inner.ci[p.client] = new + a * (new - ci[p.client])
-
-    def server_state(self):
-        return self.inner.server_state()
-
-    def client_state(self, i):
-        return self.inner.client_state(i)
-
-
-METHODS = {
-    m.__name__: m
-    for m in (FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled)
-}
-
-
-def build(clients: list[Client], x: Vector, name: str, options: dict) -> Method:
-    """The method ``name`` with ``options`` as in the table of tests."""
-    options = {k: v for k, v in options.items() if k != "local"}
-    if "server_optimizer" in options:
-        options["server"] = options.pop("server_optimizer")
-    if "inner" in options:
-        options["inner"] = build(clients, x, *options.pop("inner"))
-    return METHODS[name](clients, x, **options)
-
-
-def run(method: Method, cohorts: list, weights: str = "uniform", works: Any = None, blocks: Any = None) -> Method:
-    """All rounds; works [r][k] and blocks [r][k][t] follow the order of ``cohorts[r]``."""
-    for r, cohort in enumerate(cohorts):
-        sizes = [method.clients[i].size if weights == "samples" else 1 for i in cohort]
-        parts = [
-            Part(
-                int(i),
-                sizes[k] / sum(sizes),
-                r,
-                1.0 if works is None else works[r][k],
-                None if blocks is None else blocks[r][k],
-            )
-            for k, i in enumerate(cohort)
-        ]
-        method.round(parts)
-    return method

@@ -14,7 +14,7 @@ import numpy as np
 import fedrax
 from fedrax import proximal, schedules, server_optimizers
 from fedrax.algorithm import Algorithm, find_algorithm
-from tests import reference
+from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3
 SIZES = {
@@ -82,7 +82,7 @@ def make_problem(kind: str = "softmax", sizes: str | tuple[int, ...] = "uneven")
     else:
         task, problem = quadratic_task(), reference.Quadratic(FEATURES)
         y = rng.normal(size=offsets[-1]).astype(np.float32)
-    federation = fedrax.Federation.from_arrays(x, y, offsets=offsets, test=(x[:5], y[:5]), shuffle=False)
+    federation = fedrax.Federation.from_arrays(x, y, offsets=offsets, shuffle=False)
     size = sum(int(np.prod(shape)) for shape in problem.shapes.values())
     return Problem(task, federation, problem, 0.5 * rng.normal(size=size))
 
@@ -161,13 +161,13 @@ def simulate(case: Case, kind: str = "softmax", **settings: Any) -> fedrax.Resul
     )
 
 
-def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference.Method:
+def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference_methods.Method:
     """The case in NumPy."""
     problem, script = make_problem(kind, case.sizes), case.script()
     clients = problem.clients(reference.Local(**case.local))
-    method = reference.build(clients, problem.x0, case.method, case.options)
+    method = reference_methods.build(clients, problem.x0, case.method, case.options)
     assert script.cohorts is not None
-    return reference.run(method, list(script.cohorts), case.weights, works, script.blocks)
+    return reference_methods.run(method, list(script.cohorts), case.weights, works, script.blocks)
 
 
 def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
@@ -184,10 +184,17 @@ def _flat(problem: reference.Problem, arrays: Any) -> np.ndarray:
     return reference.join(problem, arrays, leading)
 
 
-def assert_same(result: fedrax.Result, method: reference.Method, case: Case, kind: str, **tolerance: float) -> None:
-    """Parameters, server state and every client's state agree."""
+def assert_same(
+    result: fedrax.Result, method: reference_methods.Method, case: Case, kind: str, tolerance: float
+) -> None:
+    """Parameters, server state and every client's state agree within ``tolerance`` of the larger of 1 and their
+    largest entry.
+    """
     problem = make_problem(kind, case.sizes).problem
-    close = lambda a, b, what: np.testing.assert_allclose(a, b, err_msg=what, **tolerance)  # noqa: E731
+
+    def close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * max(1, np.abs(theirs).max()), err_msg=what)
+
     close(reference.join(problem, result.params), method.x, "parameters")
     _same_vectors(vectors(problem, result.server), method.server_state(), "server", close)
     for i in range(len(method.clients)):

@@ -29,25 +29,27 @@ def test_the_table_names_no_case_twice():
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_float64(case: Case):
     """Both sides compute in float64; they differ by the order of their sums alone."""
-    method = expected(case, works=works_of(case))
-    assert_same(simulate(case), method, case, "softmax", rtol=1e-10, atol=1e-12)
+    method, result = expected(case, works=works_of(case)), simulate(case)
+    assert_same(result, method, case, "softmax", tolerance=1e-12)
+    if "blocks" not in case.local:  # blocks of different sizes are counted by their mean
+        assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
 
 
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
 def test_float32(case: Case):
-    """A unit of float32 rounding is 6e-8 of numbers near one. Four rounds of at most 24 contracting steps leave
-    some 1e-6 in x; divided by T eta >= 0.4 in SCAFFOLD's c_i, and with room for other compilers, 2e-5.
+    """A unit of float32 rounding is 6e-8 of numbers near one; some 30 contracting steps one after another, and the
+    division by T eta in SCAFFOLD's c_i, leave at most 5e-7. The tolerance has room for other compilers.
     """
     method = expected(case, works=works_of(case))
-    assert_same(simulate(case, dtype="float32"), method, case, "softmax", rtol=2e-5, atol=2e-5)
+    assert_same(simulate(case, dtype="float32"), method, case, "softmax", tolerance=3e-6)
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "Episode"])
 def test_float64_on_the_quadratic(name: str):
     """Another loss, with one leaf of parameters and floating targets."""
     case = Case(name, {"local": {"lr": 0.05, "epochs": 2, "batch_size": 3}})
-    assert_same(simulate(case, "quadratic"), expected(case, "quadratic"), case, "quadratic", rtol=1e-10, atol=1e-12)
+    assert_same(simulate(case, "quadratic"), expected(case, "quadratic"), case, "quadratic", tolerance=1e-12)
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)

@@ -1,5 +1,7 @@
 """Who takes part, how much they do and where: the same for every algorithm and every number of devices."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
 
 def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, chunk: int = 1, **settings) -> Planner:
     """A planner of 20 rounds of 9 clients."""
-    changed = Settings(**({"rounds": 20, "cohort_size": 9} | settings))
+    defaults: dict[str, Any] = {"rounds": 20, "cohort_size": 9}
+    changed = Settings(**(defaults | settings))
     return Planner(
         Sampler(changed, SIZES), OFFSETS, devices=devices, stateful=stateful, by_samples=by_samples, chunk=chunk
     )
@@ -40,7 +43,9 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"weights": "samples"}, {"stragglers": 0.4}], ids=["plain", "samples", "slow"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"weights": "samples"}, {"stragglers": 0.4}], ids=["plain", "samples", "slow"]
+)
 def test_rounds_do_not_depend_on_devices_state_or_plan(settings: dict):
     base = planner(1, **settings).block(0, 20, 20)
     for variant in VARIANTS:
@@ -160,7 +165,9 @@ def test_impossible_cohorts_are_refused(settings: dict, script: Script | None, s
         Sampler(Settings(**settings), SIZES, script)
 
 
-@pytest.mark.parametrize("text", ["", "round,client\n", "a,b\n1,2\n", "round,client\n0,40\n", "round,client\n1,2\n", "round,client\n0,x\n"])
+@pytest.mark.parametrize(
+    "text", ["", "round,client\n", "a,b\n1,2\n", "round,client\n0,40\n", "round,client\n1,2\n", "round,client\n0,x\n"]
+)
 def test_impossible_traces_are_refused(tmp_path, text: str):
     path = tmp_path / "trace.csv"
     path.write_text(text)

@@ -48,7 +48,9 @@ def biased_point(mu: float = 0.0) -> np.ndarray:
     for hi in h:
         k = hi + mu * eye
         moves.append((eye - np.linalg.matrix_power(eye - LR * k, STEPS)) @ np.linalg.inv(k))
-    return np.linalg.solve(sum(a @ hi for a, hi in zip(moves, h, strict=True)), sum(a @ bi for a, bi in zip(moves, b, strict=True)))
+    return np.linalg.solve(
+        sum(a @ hi for a, hi in zip(moves, h, strict=True)), sum(a @ bi for a, bi in zip(moves, b, strict=True))
+    )
 
 
 @cache
@@ -60,7 +62,9 @@ def run(method: str, options: dict, rounds: int = 600, cohort: int = NUM_CLIENTS
     """A float64 run with full participation unless told otherwise."""
     p = problem()
     defaults = {"rounds": rounds, "cohort_size": cohort, "dtype": "float64", "devices": 1, "eval_every": 10_000}
-    return fedrax.simulate(make_algorithm(method, options), p.task, p.federation, params=p.params, **(defaults | settings))
+    return fedrax.simulate(
+        make_algorithm(method, options), p.task, p.federation, params=p.params, **(defaults | settings)
+    )
 
 
 def distance(result: fedrax.Result, point: np.ndarray) -> float:
@@ -159,7 +163,7 @@ def test_the_two_clients_of_the_episode_paper(gamma: float):
         loss=lambda params, batch, key: params["x"] ** 2 / 2 + batch.x * params["x"],
     )
     a, y = np.array([-gamma - 1, gamma + 2]), np.zeros(2, np.float32)
-    federation = fedrax.Federation.from_arrays(a, y, offsets=np.arange(3), test=(a, y), shuffle=False)
+    federation = fedrax.Federation.from_arrays(a, y, offsets=np.arange(3), shuffle=False)
     settings = {"rounds": 10, "cohort_size": 2, "dtype": "float64", "devices": 1}
     one = {"lr": 1.0, "steps": 1, "batch_size": 1}
     celgc = fedrax.simulate(make_algorithm("FedAvg", {"local": one | {"clip": gamma}}), task, federation, **settings)
@@ -185,7 +189,7 @@ def distances(method: str, options: dict, rounds: int) -> np.ndarray:
     task = fedrax.Task(init=lambda key: {"x": jnp.ones(())}, loss=loss)
     for h in HETEROGENEITY:
         a, y = np.array([h, -2 * h], np.float32), np.zeros(2, np.float32)
-        federation = fedrax.Federation.from_arrays(a, y, offsets=np.arange(3), test=(a, y), shuffle=False)
+        federation = fedrax.Federation.from_arrays(a, y, offsets=np.arange(3), shuffle=False)
         roots = np.roots([4, -9, -h, 1])
         best = min(roots.real, key=lambda x, h=h: x**4 - 3 * x**3 - h / 2 * x**2 + x)
         ends = [

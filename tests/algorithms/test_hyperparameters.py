@@ -61,12 +61,18 @@ def test_a_float_is_not_compiled_in(first: Any, second: Any):
 
 
 def test_leaves_are_the_floats():
-    algorithm = fedrax.FedProx(fedrax.LocalSGD(0.1, steps=5, momentum=0.9, schedule=CosineDecay(50, 0.2)), SGD(0.5), 0.3)
+    algorithm = fedrax.FedProx(
+        fedrax.LocalSGD(0.1, steps=5, momentum=0.9, schedule=CosineDecay(50, 0.2)), SGD(0.5), 0.3
+    )
     assert sorted(jax.tree.leaves(algorithm)) == [0.1, 0.2, 0.3, 0.5, 0.9]
     static = jax.tree.structure(algorithm)
     assert static == jax.tree.structure(dataclasses.replace(algorithm, mu=0.4))
-    assert static != jax.tree.structure(dataclasses.replace(algorithm, local=dataclasses.replace(algorithm.local, steps=6)))
-    assert static != jax.tree.structure(dataclasses.replace(algorithm, local=dataclasses.replace(algorithm.local, clip=1.0)))
+    assert static != jax.tree.structure(
+        dataclasses.replace(algorithm, local=dataclasses.replace(algorithm.local, steps=6))
+    )
+    assert static != jax.tree.structure(
+        dataclasses.replace(algorithm, local=dataclasses.replace(algorithm.local, clip=1.0))
+    )
 
 
 def test_a_grid_of_step_sizes_is_one_vmap():
@@ -76,6 +82,11 @@ def test_a_grid_of_step_sizes_is_one_vmap():
     np.testing.assert_allclose(jax.vmap(move)(lrs)["w"][:, 0], 1 - lrs, rtol=1e-6)
 
 
+def bad(**options: Any) -> dict[str, Any]:
+    """Options of types that a type checker would refuse."""
+    return options
+
+
 @pytest.mark.parametrize(
     ("algorithm", "sentence"),
     [
@@ -83,13 +94,13 @@ def test_a_grid_of_step_sizes_is_one_vmap():
         (fedrax.FedAvg(fedrax.LocalSGD(lr=float("nan"))), "FedAvg.local.lr must be a finite number, got nan"),
         (fedrax.FedAvg(fedrax.LocalSGD(momentum=1.0)), "FedAvg.local.momentum must be less than 1, got 1.0"),
         (fedrax.FedAvg(fedrax.LocalSGD(steps=0)), "FedAvg.local.steps must be at least 1, got 0"),
-        (fedrax.FedAvg(fedrax.LocalSGD(batch_size=2.5)), "FedAvg.local.batch_size must be a whole number, got 2.5"),
-        (fedrax.FedAvg(fedrax.LocalSGD(order="random")), "FedAvg.local.order must be one of 'shuffle', 'stored'"),
-        (fedrax.FedAvg(fedrax.LocalSGD(lr="fast")), "FedAvg.local.lr must be a number, got 'fast'"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**bad(batch_size=2.5))), "local.batch_size must be a whole number, got 2.5"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**bad(order="random"))), "local.order must be one of 'shuffle', 'stored'"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**bad(lr="fast"))), "FedAvg.local.lr must be a number, got 'fast'"),
         (fedrax.FedAvg(fedrax.LocalSGD(steps=2, epochs=1)), "give local steps or local epochs, not both"),
         (fedrax.FedAvg(fedrax.LocalSGD(epochs=2, blocks=3)), "give local steps, not epochs"),
         (fedrax.FedAvg(server_optimizer=SGD(momentum=-0.1)), "FedAvg.server_optimizer.momentum must be at least 0"),
-        (fedrax.Scaffold(option="III"), "Scaffold.option must be one of 'I', 'II', got 'III'"),
+        (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3)), "LoSAC remembers a gradient for each of M fixed blocks"),
         (fedrax.FedSaga(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "FedSaga has no local momentum"),
@@ -117,7 +128,7 @@ def test_bad_values_are_refused_by_name(algorithm: Any, sentence: str):
     ],
     ids=["Scaffold", "MIFA", "Upcycled", "LoSAC"],
 )
-def test_methods_say_what_they_are_not_defined_for(algorithm: Any, settings: dict, sentence: str):
-    problem = make_problem()
+def test_methods_say_what_they_are_not_defined_for(algorithm: Any, settings: dict[str, Any], sentence: str):
+    problem, defaults = make_problem(), bad(rounds=2, cohort_size=3)
     with pytest.raises(FedraxError, match=sentence):
-        fedrax.simulate(algorithm, problem.task, problem.federation, **({"rounds": 2, "cohort_size": 3} | settings))
+        fedrax.simulate(algorithm, problem.task, problem.federation, **(defaults | settings))

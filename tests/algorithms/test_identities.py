@@ -1,12 +1,23 @@
 """Which methods are the same, exactly, in which circumstances."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 import fedrax
 from tests import reference
-from tests.algorithms.problems import NUM_CLIENTS, Case, expected, make_algorithm, make_problem, simulate, state_of, vectors
+from tests.algorithms.problems import (
+    NUM_CLIENTS,
+    Case,
+    expected,
+    make_algorithm,
+    make_problem,
+    simulate,
+    state_of,
+    vectors,
+)
 
 LOCAL = {"lr": 0.1, "epochs": 2, "batch_size": 3}
 FULL = {"lr": 0.1, "steps": 4, "batch_size": "full"}
@@ -21,7 +32,7 @@ def run(method: str, options: dict, sizes: str = "uneven", **settings) -> np.nda
     return reference.join(problem.problem, result.params)
 
 
-def close(a: np.ndarray, b: np.ndarray) -> None:
+def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
 
 
@@ -107,15 +118,19 @@ def test_one_client_and_one_full_step_is_gradient_descent(method: str, options: 
 
 
 @pytest.mark.parametrize(
-    ("method", "local"), [("Scaffold", LOCAL), ("Episode", FULL), ("MimeSVRG", FULL)], ids=["Scaffold", "Episode", "MimeSVRG"]
+    ("method", "local"),
+    [("Scaffold", LOCAL), ("Episode", FULL), ("MimeSVRG", FULL)],
+    ids=["Scaffold", "Episode", "MimeSVRG"],
 )
 def test_corrections_vanish_for_identical_clients(method: str, local: dict):
     base = make_problem("softmax", (8,))
     x, y = (np.tile(np.asarray(a), (4,) + (1,) * (a.ndim - 1)) for a in base.federation.train)
-    federation = fedrax.Federation.from_arrays(x, y, offsets=np.arange(5) * 8, test=(x[:5], y[:5]), shuffle=False)
+    federation = fedrax.Federation.from_arrays(x, y, offsets=np.arange(5) * 8, shuffle=False)
     settings = {"rounds": 3, "cohort_size": 4, "dtype": "float64", "devices": 1}
     ends = [
-        fedrax.simulate(make_algorithm(m, {"local": local}), base.task, federation, params=base.params, **settings).params
+        fedrax.simulate(
+            make_algorithm(m, {"local": local}), base.task, federation, params=base.params, **settings
+        ).params
         for m in (method, "FedAvg")
     ]
     close(*(reference.join(base.problem, end) for end in ends))
@@ -195,3 +210,10 @@ def test_the_reference_itself_takes_no_shortcut():
         slopes = [(f(problem.x0 + h * e) - f(problem.x0 - h * e)) / (2 * h) for e in np.eye(len(problem.x0))]
         np.testing.assert_allclose(client.full_gradient(problem.x0), slopes, atol=1e-8)
     assert np.isfinite(expected(Case("FedAvg", {"local": LOCAL})).x).all()
+
+
+def test_scaffold_survives_a_step_size_of_zero():
+    """Rounds in which a schedule allows no step leave x and every control variate as they were."""
+    local = LOCAL | {"schedule": ("CosineDecay", {"rounds": 2, "final": 0.0})}
+    short, long = (simulate(Case("Scaffold", {"local": local}, rounds=rounds)) for rounds in (2, 4))
+    jax.tree.map(close, state_of(long), state_of(short))

@@ -64,5 +64,5 @@ def test_leaves_that_are_no_matrix_have_no_nuclear_norm():
 
 
 def test_an_impossible_box_is_refused():
-    with pytest.raises(FedraxError, match="Box.low must not exceed Box.high"):
+    with pytest.raises(FedraxError, match=r"Box\.low must not exceed Box\.high"):
         check(Box(1.0, -1.0))
