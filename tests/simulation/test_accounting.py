@@ -1,0 +1,168 @@
+"""Bytes by hand; what clients remember, where it is kept and how much room it takes; float64 from end to end."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.client_data import ClientData
+from fedrax.hyperparameters import hyperparameters
+from fedrax.models import Logistic
+from fedrax.tree import Tree
+from tests.simulation.problems import LOCAL, MODEL_BYTES, SIZES, TASK, assert_close, make_federation, run
+
+BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "down", "up"),
+    [
+        (fedrax.FedAvg(local=LOCAL), 1, 1),  # x; Delta_i
+        (fedrax.Scaffold(local=LOCAL), 2, 2),  # x, c; Delta_i, Delta c_i
+        (fedrax.LoSAC(local=BLOCKS), 2, 2),  # x, phi; Delta x_i, Delta phi_i
+        (fedrax.MimeSVRG(local=LOCAL), 3, 2),  # x, then x and c; the full gradient, then Delta_i
+        (fedrax.Episode(local=LOCAL, gamma=0.1), 3, 2),  # x, then x and G; G_i, then Delta_i
+        (fedrax.MIFA(local=LOCAL, memory="server"), 1, 1),  # x; Delta_i
+        (fedrax.MIFA(local=LOCAL, memory="clients"), 1, 1),  # x; the change of Delta_i
+        (fedrax.FedSaga(local=BLOCKS), 1, 1),  # x; Delta_i
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else str(value),
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bytes(algorithm: Algorithm, down: int, up: int, dtype: str):
+    events = run(algorithm, dtype=dtype, rounds=3).events
+    each = MODEL_BYTES * (2 if dtype == "float64" else 1)
+    assert [event["bytes_down"] for event in events] == [down * each * 3 * r for r in (1, 2, 3)]
+    assert [event["bytes_up"] for event in events] == [up * each * 3 * r for r in (1, 2, 3)]
+
+
+class Tally(NamedTuple):
+    """How often a client took part, and which rounds it saw."""
+
+    times: jax.Array
+    rounds: jax.Array
+
+
+class TallyServer(NamedTuple):
+    """What came up in the two phases."""
+
+    params: Tree
+    first: jax.Array
+    second: jax.Array
+
+
+@hyperparameters
+class Tallying(Algorithm):
+    """Counts: every number it holds is an integer known beforehand. State passes between phases and rounds."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Two."""
+        return (Phase(self.broadcast, self.begin, self.middle), Phase(lambda s: s.first, self.end, self.server))
+
+    def init(self, params: Tree, num_clients: int) -> TallyServer:
+        """Zeros; one number a client in ``first``."""
+        return TallyServer(params, jnp.zeros(num_clients), jnp.zeros(()))
+
+    def init_client(self, params: Tree) -> Tally:
+        """A hundred, to tell it from zero."""
+        return Tally(jnp.float32(100), jnp.zeros(2))
+
+    def begin(self, message: Tree, state: Tally, data: ClientData) -> ClientOutput:
+        """Phase 1: hand over the count; keep it, doubled, for phase 2."""
+        return ClientOutput(upload=(), each=state.times, state=(state, 2 * state.times))
+
+    def middle(self, server: TallyServer, cohort: Cohort) -> tuple[TallyServer, Info]:
+        """Phase 1: remember the counts by client."""
+        return server._replace(first=server.first.at[cohort.clients].set(cohort.each, mode="drop")), {}
+
+    def end(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
+        """Phase 2: count on."""
+        before, doubled = state
+        seen = before.rounds + jnp.stack([data.round.astype(float), doubled])
+        return ClientOutput(upload=doubled, state=Tally(before.times + 1, seen.astype(jnp.float32)))
+
+    def server(self, server: TallyServer, cohort: Cohort) -> tuple[TallyServer, Info]:
+        """Phase 2: add up."""
+        return server._replace(second=server.second + cohort.mean * cohort.size), {}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *({"plan": "scan", "devices": d} for d in (1, 2)),
+        *({"plan": "vmap", "devices": d, "chunk": c} for d in (1, 2) for c in (1, 2, 3)),
+        *({"plan": "loop", "devices": d} for d in (1, 2)),
+        {"plan": "debug"},
+    ],
+    ids=lambda plan: "-".join(str(value) for value in plan.values()),
+)
+def test_state_across_phases_rounds_and_devices(plan: dict):
+    cohorts = [[4, 1], [1, 2, 4], [0], [6, 4, 2, 1, 0], [1, 6]]  # 3, 5 and 7 never take part
+    result = run(Tallying(), script=fedrax.Script(cohorts=cohorts), rounds=5, **plan)
+    times, rounds, doubled, first, second = [100] * 8, [0] * 8, [0] * 8, [0] * 8, 0
+    for r, cohort in enumerate(cohorts):
+        for c in cohort:
+            first[c], rounds[c], doubled[c] = times[c], rounds[c] + r, doubled[c] + 2 * times[c]
+            second += 2 * times[c]
+            times[c] += 1
+    np.testing.assert_array_equal(result.server.first, first)
+    np.testing.assert_allclose(result.server.second, second, rtol=1e-6)
+    for c in range(8):
+        state = result.client_state(c)
+        np.testing.assert_array_equal(state.times, times[c])
+        np.testing.assert_array_equal(state.rounds, [rounds[c], doubled[c]])
+
+
+def test_who_never_took_part_has_the_initial_state():
+    result = run(fedrax.LoSAC(local=BLOCKS), cohort_size=2, rounds=2)
+    absent = set(range(len(SIZES))) - set(result.homes)
+    assert absent and len(absent) >= 4
+    for client in range(len(SIZES)):
+        leaves = jax.tree.leaves(result.client_state(client))
+        assert all(leaf.shape[0] == 2 for leaf in leaves)  # M blocks
+        assert any(np.any(leaf) for leaf in leaves) == (client not in absent)
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(1, 4), (2, 6)])
+def test_the_store_has_a_row_for_each_participant(devices: int, rows: int):
+    """On two devices clients 0, 2 and 5 live on the first and 1 on the second, which has as many rows."""
+    script = fedrax.Script(cohorts=[[0, 1], [1, 2], [2, 0], [5, 1]])
+    result = run(fedrax.Scaffold(local=LOCAL), script=script, devices=devices)
+    assert set(result.homes) == {0, 1, 2, 5}
+    assert {len(leaf) for leaf in jax.tree.leaves(result.store)} == {rows}
+
+
+def test_a_large_federation_with_state_stays_small():
+    """200,000 clients, of which 3 x 20 take part at most: no table of all of them is made."""
+    n, features = 200_000, 50
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(n, features)).astype(np.float32), rng.integers(0, 10, n)
+    federation = fedrax.Federation.from_arrays(x, y, offsets=np.arange(n + 1), shuffle=False)
+    task = fedrax.classification(Logistic().build((features,), 10))
+    result = run(fedrax.Scaffold(local=LOCAL), federation, task=task, cohort_size=20, rounds=3)
+    rows = {len(leaf) for leaf in jax.tree.leaves(result.store)}
+    assert len(result.homes) <= max(rows) <= 64
+    assert not np.any(result.client_state(next(c for c in range(n) if c not in result.homes)).control["output"]["bias"])
+
+
+def test_float64_from_end_to_end(tmp_path):
+    """Parameters, states, checkpoint and resumed run are float64, and better than float32."""
+    algorithm, options = fedrax.Scaffold(local=LOCAL), {"dtype": "float64", "directory": tmp_path, "rounds": 3}
+    run(algorithm, **options)
+    result = run(algorithm, **(options | {"rounds": 5}), resume=True)
+    leaves = jax.tree.leaves((result.params, result.server, [result.client_state(c) for c in range(8)]))
+    assert {str(leaf.dtype) for leaf in leaves} == {"float64"}
+    assert_close(result, run(algorithm, dtype="float64", rounds=5, devices=1), 1e-14)
+    with pytest.raises(AssertionError):
+        assert_close(result, run(algorithm, rounds=5), 1e-12)
+
+
+def test_initial_parameters_are_taken_in_the_dtype_asked_for():
+    start = {"output": {"weight": np.ones((4, 3), np.float64), "bias": np.zeros(3)}}
+    result = run(params=start, rounds=1, federation=make_federation(test_rows=5), task=TASK)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(result.params)} == {"float32"}

@@ -1,0 +1,208 @@
+"""State on disk: whole or refused; a checkpoint that cannot be written leaves the one before."""
+
+import errno
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError
+from fedrax.simulation import checkpoint
+from tests.simulation.problems import LOCAL, assert_close, assert_identical, bytes_of, run
+
+SCAFFOLD = fedrax.Scaffold(local=LOCAL)
+STATE = {"a": np.arange(6.0).reshape(2, 3), "b": (np.int32(4), np.array([1.5], np.float32))}
+LIKE = {"a": jnp.zeros((2, 3)), "b": (jnp.int32(0), jnp.zeros(1))}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with a small checkpoint."""
+    state = {"a": STATE["a"].astype(np.float32), "b": STATE["b"]}
+    checkpoint.save(tmp_path / "c", state, {"round": 3})
+    return tmp_path / "c"
+
+
+def test_there_and_back(saved: Path):
+    state, meta = checkpoint.load(saved, LIKE)
+    assert meta == {"round": 3} == checkpoint.load_meta(saved)
+    np.testing.assert_array_equal(state["a"], STATE["a"])
+    assert state["b"][0] == 4 and state["b"][1].dtype == np.float32
+    assert [path.name for path in saved.iterdir()] == [checkpoint.FILE]
+
+
+def test_every_flipped_byte_and_truncation_is_refused_or_harmless(saved: Path):
+    """A byte that no reader looks at, a date say, may change; what is read is never wrong."""
+    file = saved / checkpoint.FILE
+    whole, refused = file.read_bytes(), 0
+    damaged = [whole[:n] for n in range(0, len(whole), 7)]
+    damaged += [whole[:i] + bytes([whole[i] ^ flip]) + whole[i + 1 :] for i in range(len(whole)) for flip in (1, 0x80)]
+    for content in damaged:
+        file.write_bytes(content)
+        try:
+            state, meta = checkpoint.load(saved, LIKE)
+        except FedraxError as error:
+            assert str(file) in str(error)
+            refused += 1
+        else:
+            assert meta == {"round": 3}
+            np.testing.assert_array_equal(state["a"], STATE["a"])
+            assert state["b"][0] == 4 and state["b"][1] == 1.5
+    assert refused > len(damaged) / 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"not a checkpoint", b"\x80\x04\x95pickle."]
+)
+def test_something_else_is_refused(content: bytes, saved: Path):
+    (saved / checkpoint.FILE).write_bytes(content)
+    with pytest.raises(FedraxError, match="damaged or not a checkpoint"):
+        checkpoint.load(saved, LIKE)
+
+
+def test_a_bomb_is_not_unpacked(saved: Path):
+    """A member that unpacks to a gigabyte is refused by its announced size."""
+    with zipfile.ZipFile(saved / checkpoint.FILE, "w", zipfile.ZIP_DEFLATED) as file:
+        for name in ("000000:a", "000001:b/0", "000002:b/1", "meta"):
+            with file.open(f"{name}.npy", "w") as member:
+                for _ in range(64):
+                    member.write(bytes(1 << 20))
+    with pytest.raises(FedraxError, match="too long"):
+        checkpoint.load_meta(saved)
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        LIKE | {"a": jnp.zeros((3, 2))},
+        LIKE | {"a": jnp.zeros((2, 3), jnp.int32)},
+        LIKE | {"c": jnp.zeros(1)},
+        {"a": LIKE["a"], "b": (LIKE["b"][0], jnp.zeros(2))},
+    ],
+)
+def test_other_shapes_are_refused(like: dict, saved: Path):
+    with pytest.raises(FedraxError, match="belongs to another algorithm or model"):
+        checkpoint.load(saved, like)
+
+
+def test_a_full_disk_leaves_the_old_one(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    before = bytes_of(saved)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module, name in ((np, "savez"), (os, "fsync"), (os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(FedraxError, match="No space left on device"):
+                checkpoint.save(saved, {"a": np.ones(4)}, {})
+        assert bytes_of(saved) == before
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    for where in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(FedraxError, match="cannot write"):
+            checkpoint.save(where, STATE, {})
+        with pytest.raises(FedraxError, match="cannot write"):
+            run(directory=where)
+
+
+def test_a_run_on_a_disk_that_fills_up(tmp_path: Path):
+    """A real limit on file sizes: one sentence, and the run goes on from what was written."""
+    code = f"""
+import resource, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_disable_most_optimizations", True)  # as here, or the last digits differ
+from tests.simulation.test_checkpoint import SCAFFOLD, run
+from fedrax import FedraxError
+run(SCAFFOLD, rounds=4, checkpoint_every=2, directory={str(tmp_path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+try:
+    run(SCAFFOLD, rounds=90, checkpoint_every=10, directory={str(tmp_path)!r}, resume=True)
+except FedraxError as error:
+    print(error)
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(9000)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    ).stdout
+    assert out.startswith(f"cannot write {tmp_path}") and "File too large" in out
+    assert not list(tmp_path.rglob("*.part"))
+    resumed = run(SCAFFOLD, rounds=90, checkpoint_every=10, directory=tmp_path, resume=True)
+    whole = run(SCAFFOLD, rounds=90)
+    evaluated = resumed.events.pop(3), whole.events.pop(3)  # once the last round, and so evaluated
+    assert evaluated[0]["train_loss"] == evaluated[1]["train_loss"]
+    assert_identical(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"algorithm": fedrax.FedAvg(local=LOCAL)},
+        {"algorithm": fedrax.Scaffold(local=LOCAL, option="I")},
+        {"seed": 1},
+        {"cohort_size": 2},
+        {"params": {"output": {"weight": np.ones((4, 3)), "bias": np.ones(3)}}},
+    ],
+)
+def test_another_experiment_does_not_resume(other: dict, tmp_path: Path):
+    run(SCAFFOLD, rounds=2, directory=tmp_path)
+    before = bytes_of(tmp_path)
+    with pytest.raises(FedraxError, match="belongs to another experiment"):
+        run(**({"algorithm": SCAFFOLD, "rounds": 2, "directory": tmp_path, "resume": True} | other))
+    assert bytes_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
+def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Client state finds its new place where there are other devices or more clients to come."""
+    from fedrax.simulation import backend
+
+    whole, make_mesh = run(SCAFFOLD, rounds=8), backend.make_mesh
+    for count, rounds in zip(devices, (3, 8), strict=True):
+        monkeypatch.setattr(backend, "make_mesh", lambda _, count=count: make_mesh(count))
+        resumed = run(SCAFFOLD, rounds=rounds, directory=tmp_path, resume=True)
+    assert_close(resumed, whole)
+    again = run(SCAFFOLD, rounds=8, directory=tmp_path, resume=True)
+    assert_identical(again, resumed)
+
+
+def test_fewer_rounds_than_are_done(tmp_path: Path):
+    run(SCAFFOLD, rounds=3, directory=tmp_path)
+    with pytest.raises(FedraxError, match="is at round 3, beyond the 2 asked for"):
+        run(SCAFFOLD, rounds=2, directory=tmp_path, resume=True)
+
+
+def test_no_directory_to_resume():
+    with pytest.raises(FedraxError, match="no directory"):
+        run(resume=True)
+
+
+def test_a_new_run_does_not_inherit_the_old_checkpoint(tmp_path: Path):
+    """A run begun anew and cut short before its first checkpoint starts from scratch."""
+    run(SCAFFOLD, rounds=4, directory=tmp_path)
+
+    class Cut:
+        def start(self, info: object) -> None:
+            raise RuntimeError("cut")
+
+        def finish(self, result: object) -> None:
+            """Nothing to do."""
+
+    with pytest.raises(RuntimeError, match="cut"):
+        run(SCAFFOLD, rounds=4, directory=tmp_path, sinks=[Cut()])  # type: ignore[list-item]
+    resumed = run(SCAFFOLD, rounds=4, directory=tmp_path, resume=True)
+    assert_identical(resumed, run(SCAFFOLD, rounds=4))

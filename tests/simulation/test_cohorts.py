@@ -1,0 +1,216 @@
+"""Who takes part: draws, traces, given cohorts and blocks, weights, stragglers; and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError
+from fedrax.simulation import Availability, Script, Settings, WeightedBySamples
+from fedrax.simulation.cohorts import Planner, Sampler
+from tests.simulation.problems import FEDERATION, LOCAL, SIZES, assert_close, assert_identical, run
+
+N = len(SIZES)
+BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
+
+
+def write_trace(path: Path, rows: list[tuple[int, int]]) -> Availability:
+    """A trace file of (round, client) rows."""
+    path.write_text("client,round\n" + "".join(f"{client},{round}\n" for round, client in rows))
+    return Availability(path)
+
+
+def cohorts(rounds: int, **settings: Any) -> list[list[int]]:
+    """The cohorts of the first rounds."""
+    sampler = Sampler(Settings(**settings), np.array(SIZES))
+    return [sampler.cohort(r).tolist() for r in range(rounds)]
+
+
+def test_uniform_draws_everybody_equally():
+    drawn = np.bincount(np.ravel(cohorts(4000, cohort_size=3)), minlength=N)
+    np.testing.assert_allclose(drawn / 4000, 3 / N, atol=0.03)
+    assert cohorts(5, cohort_size=3, seed=1) != cohorts(5, cohort_size=3)
+    assert all(len(set(cohort)) == 3 for cohort in cohorts(50, cohort_size=3))
+
+
+def test_weighted_draws_in_proportion_to_samples():
+    drawn = np.bincount(np.ravel(cohorts(4000, cohort_size=1, participation=WeightedBySamples())), minlength=N)
+    np.testing.assert_allclose(drawn / 4000, np.array(SIZES) / sum(SIZES), atol=0.03)
+
+
+def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):
+    trace = write_trace(tmp_path / "t.csv", [(0, 1), (0, 3), (0, 5), (1, 2), (2, 0), (2, 7), (2, 6), (2, 0)])
+    available = [{1, 3, 5}, {2}, {0, 6, 7}]
+    drawn = cohorts(12, cohort_size=2, participation=trace)
+    assert all(set(cohort) <= available[r % 3] for r, cohort in enumerate(drawn))
+    assert [len(cohort) for cohort in drawn] == [2, 1, 2] * 4
+    assert {client for cohort in drawn for client in cohort} == {0, 1, 2, 3, 5, 6, 7}
+    result = run(fedrax.Scaffold(local=LOCAL), participation=trace, cohort_size=2, rounds=3)
+    assert [event["clients"] for event in result.events] == [2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("round,client\n0,1\n2,3\n", "no client in round 1"),
+        ("round,client\n1,1\n", "no client in round 0"),
+        ("round,client\n0,1\n999999999999,1\n", "no client in round 1"),
+        ("round,client\n0,8\n", "clients 0 to 7"),
+        ("round,client\n0,-1\n", "clients 0 to 7"),
+        ("round,client\n-1,1\n", "rounds from 0"),
+        ("round,client\n0,1.5\n", "whole numbers"),
+        ("round,client\n0,\n", "whole numbers"),
+        ("round,client\n0,x\n", "whole numbers"),
+        ("round,client\n", "whole numbers"),
+        ("round,who\n0,1\n", "columns round, client"),
+        ("", "columns round, client"),
+        ("round,client\n0,1,2,3\n", "columns round, client"),
+        (b"\xff\xfe\x00round", "columns round, client"),
+        (None, "columns round, client"),
+    ],
+)
+def test_traces_that_are_refused(text: str | bytes | None, words: str, tmp_path: Path):
+    if text is not None:
+        (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FedraxError, match=words) as caught:
+        run(participation=Availability(tmp_path / "t.csv"))
+    assert "t.csv" in str(caught.value)
+
+
+def test_a_long_trace_is_read_quickly(tmp_path: Path):
+    rows = [(round, client) for round in range(20_000) for client in range(N)]
+    sampler = Sampler(Settings(participation=write_trace(tmp_path / "t.csv", rows), cohort_size=8), np.array(SIZES))
+    assert sampler.trace is not None and len(sampler.trace) == 20_000
+    assert sampler.cohort(19_999).tolist() == list(range(N))
+
+
+@pytest.mark.parametrize(
+    "cohort", [[], [0, 8], [-1, 2], [1, 1], [0.5, 1.0], [True, False], [[0, 1], [2, 3]], ["a"], [None]]
+)
+def test_given_cohorts_that_are_refused(cohort: list):
+    with pytest.raises(FedraxError, match="the given cohort of round 1 must hold different clients from 0 to 7"):
+        run(script=Script(cohorts=[[0, 1], cohort]), rounds=2)
+
+
+def test_too_few_given_cohorts_and_too_many_clients():
+    with pytest.raises(FedraxError, match="2 cohorts are given for 3 rounds"):
+        run(script=Script(cohorts=[[0], [1]]), rounds=3)
+    with pytest.raises(FedraxError, match="cannot sample 9 clients"):
+        run(cohort_size=9)
+
+
+def test_given_cohorts_are_those_drawn():
+    drawn = cohorts(4, cohort_size=3)
+    assert_identical(run(script=Script(cohorts=np.array(drawn))), run())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        (np.zeros((1, 3, 2), int), r"shape \(2, 3, 2\)"),
+        (np.zeros((2, 2, 2), int), r"shape \(2, 3, 2\)"),
+        (np.zeros((2, 3, 1), int), r"shape \(2, 3, 2\)"),
+        (np.zeros((2, 3), int), r"shape \(2, 3, 2\)"),
+        (np.zeros((2, 3, 2)), "whole numbers"),
+        (np.full((2, 3, 2), 2), "from 0 to 1"),
+        (np.full((2, 3, 2), -1), "from 0 to 1"),
+    ],
+)
+def test_given_blocks_that_are_refused(blocks: np.ndarray, words: str):
+    with pytest.raises(FedraxError, match=words):
+        run(fedrax.FedAvg(local=BLOCKS), script=Script(blocks=blocks), rounds=2)
+    with pytest.raises(FedraxError, match=r"no local\.blocks"):
+        run(script=Script(blocks=blocks), rounds=2)
+
+
+def test_given_blocks_are_worked_on():
+    """The first block only, as one whole pass over a federation that has nothing else."""
+    halves = np.diff(FEDERATION.offsets) // 2
+    rows = np.concatenate([np.arange(a, a + h) for a, h in zip(FEDERATION.offsets, halves, strict=False)])
+    x, y = (a[rows] for a in FEDERATION.train)
+    half = fedrax.Federation.from_arrays(
+        x, y, offsets=np.concatenate([[0], np.cumsum(halves)]), shuffle=False, num_classes=3
+    )
+    weighted = [2 * h / n for h, n in zip(halves, SIZES, strict=True)]  # M / n_i times a sum over n_i / M rows
+    even = [i for i, w in enumerate(weighted) if w == 1]
+    script = Script(cohorts=[even[:3]] * 2, blocks=np.zeros((2, 3, 2), int).tolist())  # type: ignore[arg-type]
+    given = run(fedrax.FedAvg(local=BLOCKS), script=script, rounds=2)
+    full = fedrax.LocalSGD(lr=0.02, steps=2, batch_size="full")
+    plain = run(fedrax.FedAvg(local=full), federation=half, script=Script(cohorts=[even[:3]] * 2), rounds=2)
+    np.testing.assert_allclose(given.params["output"]["weight"], plain.params["output"]["weight"], rtol=1e-5)
+
+
+def test_stragglers_are_the_same_for_every_algorithm():
+    """Shares come from (seed, round) alone; half of four is two."""
+    sampler = Sampler(Settings(stragglers=0.5, cohort_size=4), np.array(SIZES))
+    for round in range(20):
+        work = sampler.work(round, 4)
+        assert (work > 0).all() and (work <= 1).all() and (work < 1).sum() == 2
+    local = fedrax.LocalSGD(lr=0.02, steps=10, batch_size=2)
+    runs = [run(kind(local=local), stragglers=0.5, cohort_size=4) for kind in (fedrax.FedAvg, fedrax.Scaffold)]
+    counts = [[event["gradients"] for event in result.events] for result in runs]
+    assert counts[0] == counts[1]
+    by_hand = np.cumsum([2 * np.ceil(np.float32(sampler.work(r, 4)) * 10).sum() for r in range(4)])
+    # a client of 7 or 9 samples has a last batch of one: not more than two a step
+    assert all(0.6 * most <= count <= most for count, most in zip(counts[0], by_hand, strict=True))
+    assert counts[0][-1] < run(fedrax.FedAvg(local=local), cohort_size=4).events[-1]["gradients"]
+
+
+def test_sample_weights_by_hand():
+    """With full gradients and one step, weights by samples make one large client of the cohort."""
+    local = fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full")
+    script = Script(cohorts=[[1, 4, 6]])
+    result = run(fedrax.FedAvg(local=local), script=script, rounds=1, weights="samples")
+    rows = np.concatenate([np.arange(FEDERATION.offsets[c], FEDERATION.offsets[c + 1]) for c in (1, 4, 6)])
+    x, y = (a[rows] for a in FEDERATION.train)
+    one = fedrax.Federation.from_arrays(x, y, offsets=np.array([0, len(rows)]), num_classes=3)
+    whole = run(fedrax.FedAvg(local=local), federation=one, rounds=1, cohort_size=1)
+    np.testing.assert_allclose(
+        result.params["output"]["weight"], whole.params["output"]["weight"], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_settings_that_a_method_refuses(tmp_path: Path):
+    for method in (fedrax.Scaffold(local=LOCAL), fedrax.MIFA(local=LOCAL)):
+        with pytest.raises(FedraxError, match="uniform aggregation weights only"):
+            run(method, weights="samples")
+    printed = fedrax.LoSAC(local=BLOCKS)
+    with pytest.raises(FedraxError, match="wrong point when the cohort's size varies"):
+        run(printed, script=Script(cohorts=[[0], [1, 2]]), rounds=2)
+    trace = write_trace(tmp_path / "t.csv", [(0, 1), (1, 2), (1, 3)])
+    with pytest.raises(FedraxError, match="wrong point when the cohort's size varies"):
+        run(printed, participation=trace, cohort_size=2)
+    run(printed, participation=trace, cohort_size=1, rounds=2)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_planner_places_everybody_once(devices: int, stateful: bool):
+    sampler = Sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), np.array(SIZES))
+    planner = Planner(sampler, FEDERATION.offsets, devices=devices, stateful=stateful, by_samples=True, chunk=2)
+    block, homes = planner.block(0, 30, 32), {}
+    for r in range(30):
+        placed = []
+        for d in range(devices):
+            n = block.count[r, d]
+            clients = block.client[r, d, :n]
+            placed += clients.tolist()
+            assert (block.client[r, d, n:] == N).all() and (block.weight[r, d, n:] == 0).all()
+            assert (block.size[r, d, :n] == np.array(SIZES)[clients]).all()
+            for client, slot in zip(clients.tolist(), block.slot[r, d, :n].tolist(), strict=True):
+                assert not stateful or homes.setdefault(client, (d, slot)) == (d, slot)
+        assert sorted(placed) == sampler.cohort(r).tolist()
+        assert block.weight[r].sum() == pytest.approx(1)
+    assert len(set(homes.values())) == len(homes)
+    owners = planner.owners()
+    assert sorted(owners[owners >= 0].tolist()) == sorted(homes)
+    assert (block.count[30:] == 0).all()
+
+
+def test_one_client_at_a_time_leaves_a_device_idle():
+    for plan in ("scan", "vmap", "loop"):
+        options = {"plan": plan, "cohort_size": 1, "rounds": 3}
+        algorithm = fedrax.Scaffold(local=LOCAL)
+        assert_close(run(algorithm, **options), run(algorithm, **(options | {"plan": "scan", "devices": 1})))

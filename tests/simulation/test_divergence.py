@@ -1,0 +1,108 @@
+"""A number that stops being finite ends the run and is named: algorithm, round, client and tensor."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.algorithm import Cohort
+from fedrax.hyperparameters import hyperparameters
+from fedrax.simulation import NonFiniteError, checkpoint, read_events
+from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
+
+SICK = 5
+PLANS = ["scan", "vmap", "loop", "debug"]
+COHORTS = [[0, 1, 2], [6, 4, 3], [7, 2, 0], [1, SICK, 3], [0, 1, 2]]
+"""The sick client takes part in round 4 for the first time."""
+
+
+def sick_federation(sick: int = SICK) -> fedrax.Federation:
+    """One client's samples lie so far out that the loss is not a number."""
+    x, y = (np.array(a) for a in FEDERATION.train)
+    x[FEDERATION.offsets[sick] : FEDERATION.offsets[sick + 1]] = np.nan
+    return dataclasses.replace(FEDERATION, train=type(FEDERATION.train)(x, y))
+
+
+@hyperparameters
+class Overflowing(fedrax.FedAvg):
+    """The server, not a client, leaves the finite numbers, in round 3."""
+
+    def server(self, server: Any, cohort: Cohort):
+        """Blow up."""
+        server, info = super().server(server, cohort)
+        return server._replace(params={"w": server.params["w"] / jnp.where(cohort.round == 2, 0.0, 1.0)}), info
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold", "MimeSVRG"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_sick_client_is_named(plan: str, method: str, tmp_path: Path):
+    algorithm = getattr(fedrax, method)(local=LOCAL)
+    script = fedrax.Script(cohorts=COHORTS)
+    options = {"script": script, "rounds": 5, "plan": plan, "chunk": 2}
+    seen: list[dict] = []
+    sink = type("Seen", (), {"start": lambda s, i: None, "event": lambda s, e: seen.append(e), "finish": seen.append})
+    with pytest.raises(NonFiniteError) as caught:
+        run(algorithm, sick_federation(), directory=tmp_path, sinks=[sink()], **options)
+    message = str(caught.value)
+    assert message.startswith(f"{method}, round 4, client {SICK}: ")
+    assert message.endswith(f" is not finite; the state it starts from is in {tmp_path / 'failure'}")
+    healthy = run(algorithm, **(options | {"rounds": 3}))
+    events = read_events(tmp_path)
+    assert [{k: v for k, v in e.items() if "test" not in k} for e in without_times(events)] == [
+        {k: v for k, v in e.items() if "test" not in k} for e in without_times(healthy.events)
+    ]
+    assert seen == [*events, None]
+    meta = checkpoint.load_meta(tmp_path / "failure")
+    assert meta["round"] == 3 and meta["error"] in message
+    with np.load(tmp_path / "failure" / checkpoint.FILE) as file:
+        kept = [file[name] for name in sorted(file.files) if "params" in name]
+    for ours, theirs in zip(kept, [healthy.params["output"][n] for n in ("bias", "weight")], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [2, 3])
+def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
+    """Places that fill up a chunk must not be filled with whoever comes first."""
+    script = fedrax.Script(cohorts=[[1, 2, 3, 4, 5], [6, 7, 1, 2, 3]])
+    for devices in (1, 2):
+        options = {"script": script, "rounds": 2, "devices": devices}
+        result = run(federation=sick_federation(0), plan="vmap", chunk=chunk, **options)
+        plain = run(federation=sick_federation(0), plan="scan", **options)
+        np.testing.assert_allclose(result.params["output"]["weight"], plain.params["output"]["weight"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_too_long(plan: str):
+    with pytest.raises(NonFiniteError, match=r"^FedAvg, round \d+, client \d+: .+ is not finite$"):
+        run(fedrax.FedAvg(local=dataclasses.replace(LOCAL, lr=1e38)), rounds=20, plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["scan", "loop", "debug"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_server_that_overflows(plan: str, size: int, tmp_path: Path):
+    """Nobody of the cohort is to blame; with one client, one of the two devices has none."""
+    task = fedrax.Task(
+        init=lambda key: {"w": jnp.ones(4)}, loss=lambda params, batch, key: (batch.x @ params["w"] - 1) ** 2
+    )
+    algorithm = Overflowing(local=LOCAL)
+    with pytest.raises(NonFiniteError, match=r"^Overflowing, round 3: server/params/w is not finite"):
+        run(algorithm, task=task, plan=plan, cohort_size=size, rounds=6, directory=tmp_path)
+    assert len(read_events(tmp_path)) == 2
+
+
+def test_a_new_run_in_the_directory_takes_the_failure_away(tmp_path: Path):
+    script = fedrax.Script(cohorts=COHORTS)
+    with pytest.raises(NonFiniteError):
+        run(federation=sick_federation(), script=script, rounds=5, directory=tmp_path)
+    run(federation=sick_federation(), script=script, rounds=3, directory=tmp_path)
+    assert not (tmp_path / "failure").exists()
+    assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] == 3
+
+
+def test_task_is_healthy():
+    """The sickness above is the data's."""
+    assert np.isfinite(run(task=TASK, rounds=2).events[-1]["train_loss"])

@@ -1,0 +1,113 @@
+"""Losses and metrics of the global parameters, against NumPy."""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError
+from fedrax.simulation import backend, evaluate
+from fedrax.simulation.evaluate import Evaluator, compiled_evaluation
+from tests.simulation.problems import FEATURES, FEDERATION, TASK, make_federation, run
+
+
+def by_hand(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cross entropy and accuracy of every sample."""
+    w, b = (np.asarray(params["output"][name], np.float64) for name in ("weight", "bias"))
+    logits = x.astype(np.float64) @ w + b
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]
+    return losses, (logits.argmax(1) == y).astype(float)
+
+
+def some_params() -> Any:
+    """Parameters at which samples differ."""
+    return jax.tree.map(
+        lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape), a.dtype), TASK.init(jax.random.key(0))
+    )
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Seven rows a chunk."""
+    monkeypatch.setattr(evaluate, "_ROWS", 7)
+    compiled_evaluation.cache_clear()
+    yield
+    compiled_evaluation.cache_clear()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("rows", [1, 6, 7, 8, 14, 23, 43])
+def test_means_over_any_number_of_rows(rows: int, devices: int):
+    rng = np.random.default_rng(rows)
+    x, y = rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows).astype(np.int32)
+    params = some_params()
+    result = Evaluator(TASK, backend.make_mesh(devices), fedrax.Batch(x, y))(params, "test")
+    losses, hits = by_hand(params, x, y)
+    assert result.keys() == {"test_loss", "test_accuracy"}
+    np.testing.assert_allclose(result["test_loss"], losses.mean(), rtol=1e-6)
+    assert result["test_accuracy"] == pytest.approx(hits.mean())
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 5, 16, 23], [0, 0, 5, 16, 16], [0, 4, 9, 12, 19]])
+def test_per_client(offsets: list[int]):
+    """Clients without test rows do not count; rows after the last client's are nobody's."""
+    x, y = FEDERATION.test
+    params = some_params()
+    evaluator = Evaluator(TASK, backend.make_mesh(2), fedrax.Batch(x, y), np.array(offsets))
+    result = evaluator(params, "test", per_client=True)
+    for name, values in zip(("loss", "accuracy"), by_hand(params, x, y), strict=True):
+        means = [values[a:b].mean() for a, b in pairwise(offsets) if b > a]
+        worst = max(means) if name == "loss" else min(means)
+        np.testing.assert_allclose(result[f"test_{name}"], values.mean(), rtol=1e-6)
+        np.testing.assert_allclose(result[f"test_{name}_worst_client"], worst, rtol=1e-6)
+        np.testing.assert_allclose(result[f"test_{name}_client_mean"], np.mean(means), rtol=1e-6)
+        np.testing.assert_allclose(result[f"test_{name}_client_std"], np.std(means), rtol=1e-5)
+
+
+def test_which_rounds_and_what():
+    result = run(rounds=7, eval_every=3, eval_train=True)
+    for prefix in ("test", "train"):
+        evaluated = [round for round, _ in result.metric(f"{prefix}_accuracy")]
+        assert evaluated == [3, 6, 7]
+    _, hits = by_hand(result.params, *FEDERATION.train)
+    np.testing.assert_allclose(result.events[-1]["train_accuracy"], hits.mean())
+    losses, _ = by_hand(result.params, *FEDERATION.test)
+    np.testing.assert_allclose(result.events[-1]["test_loss"], losses.mean(), rtol=1e-6)
+
+
+def test_per_client_is_of_the_training_data_where_test_data_are_nobodys():
+    result = run(per_client=True)
+    losses, _ = by_hand(result.params, *FEDERATION.train)
+    ends = FEDERATION.offsets
+    means = [losses[a:b].mean() for a, b in pairwise(ends)]
+    np.testing.assert_allclose(result.events[-1]["train_loss_worst_client"], max(means), rtol=1e-6)
+    assert "test_loss_worst_client" not in result.events[-1]
+
+
+def test_target_stops_the_run():
+    events = run(rounds=8, eval_every=2, seed=1).events
+    target = events[3]["test_accuracy"]
+    first = next(event for event in events if event.get("test_accuracy", -1) >= target)
+    result = run(rounds=8, eval_every=2, seed=1, target=target)
+    assert result.stopped == "target"
+    assert len(result.events) == first["round"]
+    assert run(rounds=3, target=1.0).stopped == "rounds"
+
+
+def test_no_test_data():
+    result = run(federation=make_federation(test_rows=0), per_client=True)
+    assert "test_loss" not in result.events[-1]
+    assert "train_loss_worst_client" in result.events[-1]
+    with pytest.raises(FedraxError, match="needs test data"):
+        run(federation=make_federation(test_rows=0), target=0.5)
+
+
+def test_target_without_accuracy():
+    with pytest.raises(FedraxError, match="metric accuracy"):
+        run(task=dataclasses.replace(TASK, metrics={}), target=0.5)

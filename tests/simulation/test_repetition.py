@@ -1,0 +1,81 @@
+"""The same experiment and seed give the same numbers, however rounds are cut into blocks."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.simulation import run as running
+from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_close, assert_identical, run, state_of
+
+SCAFFOLD = fedrax.Scaffold(local=LOCAL)
+OPTIONS = {"rounds": 9, "eval_every": 4, "stragglers": 0.3, "seed": 5, "per_client": True}
+
+
+@pytest.fixture(scope="module")
+def reference() -> fedrax.Result:
+    """What the others are compared with."""
+    return run(SCAFFOLD, **OPTIONS)
+
+
+@pytest.mark.parametrize(("longest", "seconds"), [(64, 1.0), (1, 1.0), (2, 100.0), (64, 0.0)])
+def test_blocks_do_not_matter(reference: fedrax.Result, longest: int, seconds: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(running, "_LONGEST_BLOCK", longest)
+    monkeypatch.setattr(running, "_BLOCK_SECONDS", seconds)
+    assert_identical(run(SCAFFOLD, **OPTIONS), reference)
+
+
+def test_nor_do_checkpoints(reference: fedrax.Result, tmp_path):
+    for every in (1, 2):
+        again = run(SCAFFOLD, **OPTIONS, checkpoint_every=every, directory=tmp_path / str(every))
+        assert_identical(again, reference)
+
+
+def test_seeds_differ_in_everything_drawn(reference: fedrax.Result):
+    other = run(SCAFFOLD, **(OPTIONS | {"seed": 6}))
+    assert not np.allclose(state_of(other)[0], state_of(reference)[0])
+    assert set(other.homes) != set(reference.homes) or other.events[0] != reference.events[0]
+    largest = run(SCAFFOLD, **(OPTIONS | {"seed": 2**32 - 1}))
+    assert not np.allclose(state_of(largest)[0], state_of(other)[0])
+
+
+def test_devices_agree_to_rounding(reference: fedrax.Result):
+    alone = run(SCAFFOLD, **OPTIONS, devices=1)
+    assert_close(alone, reference)
+    assert set(alone.homes) == set(reference.homes)  # the same clients have taken part
+    assert [event["gradients"] for event in alone.events] == [event["gradients"] for event in reference.events]
+
+
+def make_simulation(algorithm: fedrax.Algorithm, task: fedrax.Task, **changes: int) -> running.Simulation:
+    """A run in the making."""
+    settings = fedrax.Settings(cohort_size=3, **changes)
+    return running.Simulation(algorithm, task, FEDERATION, settings, None, None, None)
+
+
+def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCaptureFixture):
+    """The second round of runs finds the programs of the first, state on clients or not."""
+    task, ends = dataclasses.replace(TASK, name="of its own"), []
+    compiled = lambda: sum("Compiling jit(run_block)" in record.getMessage() for record in caplog.records)  # noqa: E731
+    with jax.log_compiles():
+        for lr, seed in ((0.1, 0), (0.2, 1), (0.4, 2)):
+            local = dataclasses.replace(LOCAL, lr=lr)
+            run(fedrax.FedAvg(local=local), task=task, seed=seed, rounds=3 + seed)
+            ends.append(run(fedrax.Scaffold(local=local), task=task, rounds=3).params["output"]["weight"])
+            assert compiled() == 2
+    assert not np.allclose(ends[0], ends[1])
+
+
+def test_one_simulation_runs_twice():
+    """The arrays it starts from are not given away."""
+    simulation = make_simulation(SCAFFOLD, TASK, rounds=3)
+    assert_identical(simulation.run(False, ()), simulation.run(False, ()))
+
+
+def test_given_parameters_stay_the_callers():
+    """Also where they are arrays of a run before, on the devices already."""
+    first = run(rounds=1)
+    onward = [run(rounds=2, params=first.params) for _ in range(2)]
+    assert_identical(*onward)
+    assert np.isfinite(first.params["output"]["weight"]).all()

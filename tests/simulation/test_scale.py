@@ -1,0 +1,52 @@
+"""A million clients: memory follows the data, and a round's cost does not follow the number of clients."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import json, resource, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+import fedrax
+from fedrax.models import Logistic
+n, features = int(sys.argv[1]), 20
+rng = np.random.default_rng(0)
+x = rng.standard_normal((2 * n, features), np.float32)
+federation = fedrax.Federation.from_arrays(
+    x, rng.integers(0, 2, 2 * n), offsets=np.arange(0, 2 * n + 1, 2), test=(x[:100], np.zeros(100, int)), shuffle=False
+)
+task = fedrax.classification(Logistic().build((features,), 2))
+algorithm = fedrax.FedAvg(local=fedrax.LocalSGD(steps=200, batch_size=2))
+result = fedrax.simulate(algorithm, task, federation, rounds=40, cohort_size=50, eval_every=2)
+times = [event["seconds"] for event in result.events]
+rounds = [b - a for a, b in zip(times[2:-2:2], times[4::2])]
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps({"round": min(rounds) / 2, "gib": peak, "loss": result.events[-1]["train_loss"]}))
+"""
+
+
+def measure(clients: int) -> dict[str, float]:
+    """Seconds of the fastest round, peak memory in GiB, and the last loss, in a process of its own."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(clients)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux only")
+def test_a_million_clients():
+    few, many = measure(1000), measure(1_000_000)
+    assert 0 < many["loss"] < 2
+    assert many["gib"] < 2.0  # the samples are 0.17 GiB
+    assert many["round"] < 2 * few["round"] + 0.002
