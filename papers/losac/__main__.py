@@ -9,6 +9,7 @@ import argparse
 import csv
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -25,7 +26,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 TARGET = 0.85
 HETEROGENEITY = (0, 25, 50, 75, 100)
-STEP_SIZES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 TUNED_AT = 100
 
 
@@ -183,13 +184,21 @@ def write_table(
 ) -> None:
     """A Markdown table in results/ and on the terminal."""
     command = f"python -m papers.losac {name}" + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
-    machine = f"{platform.machine()}, {platform.system()}, {datetime.date.today().isoformat()}"
+    machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
     lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     text = "\n".join(lines) + "\n"
     experiment.write_text(arguments.results / f"{name}.md", text)
     print(text)
+
+
+def processor() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":
