@@ -29,10 +29,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +44,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config import ALGORITHM, Choice, Reader, Table
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
 from fedrax.errors import FedraxError
+from fedrax.files import replacing
 from fedrax.hyperparameters import check
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
@@ -180,18 +179,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """As ``write_text``, for bytes."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise FedraxError(f"{path} cannot be written: {error.strerror or error}.") from error
+    with replacing(path) as file:
+        file.write(content)
 
 
 def load_federation(experiment: Experiment, data_dir: str | Path | None = None) -> Federation:

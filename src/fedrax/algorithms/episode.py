@@ -12,27 +12,13 @@ import jax.numpy as jnp
 
 from fedrax import tree
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.algorithms.mime import Message, Server
 from fedrax.client_data import ClientData
 from fedrax.errors import FedraxError
 from fedrax.hyperparameters import Positive, hyperparameters
 from fedrax.local import LocalSGD, Step
 from fedrax.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
-
-
-class Server(NamedTuple):
-    """Global parameters, G = mean of the cohort's G_i, and the server optimizer's state."""
-
-    params: Tree
-    gradient: Tree
-    optimizer: Tree
-
-
-class Message(NamedTuple):
-    """x and G."""
-
-    params: Tree
-    gradient: Tree
 
 
 def _resample(local: LocalSGD, message: Tree, data: ClientData) -> tuple[Tree, Info]:

@@ -16,7 +16,7 @@ from fedrax.tree import Tree
 
 
 class Server(NamedTuple):
-    """Global parameters, c = mean of the cohort's full gradients at x, and the server optimizer's state."""
+    """Global parameters, the cohort's mean gradient at x, and the server optimizer's state."""
 
     params: Tree
     gradient: Tree
@@ -24,7 +24,7 @@ class Server(NamedTuple):
 
 
 class Message(NamedTuple):
-    """x and c."""
+    """The global parameters x and the cohort's mean gradient there."""
 
     params: Tree
     gradient: Tree

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from fedrax.algorithm import Algorithm, check_settings
 from fedrax.client_data import Layout
@@ -128,11 +129,7 @@ class Simulation:
         engines = {"loop": LoopEngine, "debug": DebugEngine}
         samples = Batch(*federation.train)
         self.engine = engines.get(self.plan, Engine)(program, mesh, samples)  # type: ignore[arg-type]
-        self.evaluators = {}
-        if len(federation.test[1]):
-            self.evaluators["test"] = Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)
-        if settings.eval_train or (settings.per_client and federation.test_offsets is None):
-            self.evaluators["train"] = Evaluator(task, mesh, self.engine.samples, federation.offsets)
+        self.evaluators = self._evaluators(federation, mesh)
         down, up = message_bytes(program, algorithm, self.start, self.initial_client, samples)
         self.info = RunInfo(
             algorithm=type(algorithm).__name__,
@@ -146,12 +143,24 @@ class Simulation:
             parameters=sum(x.size for x in jax.tree.leaves(self.start)),
             directory=directory,
         )
-        what = hashlib.sha256(
-            repr((algorithm, dataclasses.replace(settings, rounds=0, checkpoint_every=None))).encode()
-        )
+        self.identity = self._identity(federation, params)
+
+    def _evaluators(self, federation: Federation, mesh: Mesh) -> dict[str, Evaluator]:
+        """One for each data set to evaluate on, by the prefix of its metrics."""
+        found = {}
+        if len(federation.test[1]):
+            found["test"] = Evaluator(self.task, mesh, Batch(*federation.test), federation.test_offsets)
+        if self.settings.eval_train or (self.settings.per_client and federation.test_offsets is None):
+            found["train"] = Evaluator(self.task, mesh, self.engine.samples, federation.offsets)
+        return found
+
+    def _identity(self, federation: Federation, params: Tree | None) -> str:
+        """A digest of what decides the numbers; a checkpoint of another is refused."""
+        settings = dataclasses.replace(self.settings, rounds=0, checkpoint_every=None)
+        what = hashlib.sha256(repr((self.algorithm, settings)).encode())
         for array in (federation.sizes, *([] if params is None else jax.tree.leaves(self.start))):
             what.update(np.asarray(array).tobytes())
-        self.identity = what.hexdigest()
+        return what.hexdigest()
 
     # -- state -------------------------------------------------------------------------------------------------
 
