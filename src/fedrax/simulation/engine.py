@@ -317,11 +317,19 @@ def compiled_block(program: Program, mesh: Mesh) -> Callable:
     return jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool]:
-    """XLA's options for a block of rounds. On CPU it copies loop state that is read and then written, a whole
-    client store for each client, unless told to look closer."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return {"xla_cpu_copy_insertion_use_region_analysis": True} if on_cpu else {}
+def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
+    """XLA's options for a block of rounds.
+
+    On CPU it copies loop state that is read and then written, a whole client store for each client, unless told
+    to look closer. And it splits a batch's gather over threads by the size of the whole data set, which costs a
+    local step more than the gather; where each core is a device, no operation is to be split.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return {}
+    options: dict[str, bool | str] = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    if len(jax.devices()) > 1:
+        options["xla_disable_hlo_passes"] = "cpu-parallel-task-assigner"
+    return options
 
 
 class Engine:
