@@ -8,7 +8,7 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.simulation import Availability, Script, Settings, WeightedBySamples
+from fedrax.simulation import Availability, FixedList, Script, Settings, WeightedBySamples
 from fedrax.simulation.cohorts import Planner, Sampler
 from tests.simulation.problems import FEDERATION, LOCAL, SIZES, assert_close, assert_identical, run
 
@@ -38,6 +38,19 @@ def test_uniform_draws_everybody_equally():
 def test_weighted_draws_in_proportion_to_samples():
     drawn = np.bincount(np.ravel(cohorts(4000, cohort_size=1, participation=WeightedBySamples())), minlength=N)
     np.testing.assert_allclose(drawn / 4000, np.array(SIZES) / sum(SIZES), atol=0.03)
+
+
+def test_a_fixed_list_limits_the_draw():
+    chosen = FixedList((5, 1, 3))
+    assert cohorts(3, cohort_size=3, participation=chosen) == [[1, 3, 5]] * 3
+    assert cohorts(2, cohort_size=7, participation=chosen) == [[1, 3, 5]] * 2
+    drawn = cohorts(40, cohort_size=2, participation=chosen)
+    assert {tuple(cohort) for cohort in drawn} == {(1, 3), (1, 5), (3, 5)}
+    sampler = Sampler(Settings(cohort_size=7, participation=chosen), np.array(SIZES))
+    assert (sampler.largest, sampler.varying) == (3, False)
+    for wrong in ((), (1, 1), (-1,), (N,)):
+        with pytest.raises(FedraxError, match="must hold different clients"):
+            Sampler(Settings(cohort_size=1, participation=FixedList(wrong)), np.array(SIZES))
 
 
 def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):

@@ -35,7 +35,7 @@ print(json.dumps({"round": min(rounds) / 2, "gib": peak, "loss": result.events[-
 
 
 def measure(clients: int) -> dict[str, float]:
-    """Seconds (of processor time) of the fastest round, peak memory in GiB, and the last loss, in a process of its own."""
+    """Processor seconds of the fastest round, peak memory in GiB, last loss; in a process of its own."""
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(clients)],

@@ -6,12 +6,13 @@ from fedrax.simulation.interpreters import NonFiniteError
 from fedrax.simulation.process import Interrupted
 from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate
-from fedrax.simulation.settings import Availability, Script, Settings, Uniform, WeightedBySamples
+from fedrax.simulation.settings import Availability, FixedList, Script, Settings, Uniform, WeightedBySamples
 from fedrax.simulation.sweep import sweep
 
 __all__ = [
     "Availability",
     "Event",
+    "FixedList",
     "Interrupted",
     "NonFiniteError",
     "Result",

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.local import LocalSGD
-from fedrax.simulation.settings import Availability, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import Availability, FixedList, Script, Settings, WeightedBySamples
 
 _COHORT, _STRAGGLER = 1, 2
 
@@ -36,6 +36,8 @@ class Sampler:
             raise FedraxError(f"cannot sample {settings.cohort_size} clients a round: there are {self.num_clients}")
         elif isinstance(settings.participation, Availability):
             self.trace = read_trace(settings.participation, self.num_clients)
+        elif isinstance(settings.participation, FixedList):
+            self.trace = [check_list(settings.participation.clients, self.num_clients)]
         self.empty = np.flatnonzero(sizes == 0)
         if len(self.empty):
             raise FedraxError(f"client {self.empty[0]} has no samples ({len(self.empty)} such clients)")
@@ -56,6 +58,8 @@ class Sampler:
         """The most clients any round can have."""
         if self.given is not None:
             return max(len(cohort) for cohort in self.given[: self.settings.rounds])
+        if self.trace is not None:
+            return min(self.settings.cohort_size, max(len(row) for row in self.trace))
         return self.settings.cohort_size
 
     @property
@@ -63,7 +67,7 @@ class Sampler:
         """Whether rounds can differ in their number of clients."""
         if self.given is not None:
             return len({len(cohort) for cohort in self.given[: self.settings.rounds]}) > 1
-        return self.trace is not None and any(len(row) < self.settings.cohort_size for row in self.trace)
+        return self.trace is not None and len({min(len(row), self.settings.cohort_size) for row in self.trace}) > 1
 
     def cohort(self, round: int) -> np.ndarray:
         """The clients of a round, int64 [S], sorted unless given."""
@@ -83,6 +87,13 @@ class Sampler:
         slow = rng.choice(size, int(np.floor(self.settings.stragglers * size + 0.5)), replace=False)
         share[slow] = 1 - rng.random(len(slow))
         return share
+
+
+def check_list(clients: tuple[int, ...], num_clients: int) -> np.ndarray:
+    """The clients of a fixed list, sorted."""
+    if not clients or len(set(clients)) < len(clients) or min(clients) < 0 or max(clients) >= num_clients:
+        raise FedraxError(f"the list of clients that take part must hold different clients from 0 to {num_clients - 1}")
+    return np.sort(np.array(clients, np.int64))
 
 
 def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:

@@ -35,7 +35,15 @@ class Availability:
     """The CSV file."""
 
 
-Participation = Uniform | WeightedBySamples | Availability
+@dataclass(frozen=True)
+class FixedList:
+    """Draw the cohort uniformly from a list of clients; all of them take part where it is no longer than the cohort."""
+
+    clients: tuple[int, ...]
+    """The clients, by number."""
+
+
+Participation = Uniform | WeightedBySamples | Availability | FixedList
 
 
 @dataclass(frozen=True)
