@@ -1,0 +1,68 @@
+"""The command that reproduces LoSAC's Table 2, on a part of it and on stand-in files of MNIST's format."""
+
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomlkit
+
+from fedrax import comparison
+from papers.losac import __main__ as losac
+
+HERE = Path(losac.__file__).parent
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """2,000 training and 500 test images of noise whose brightness tells the label."""
+    rng, folder = np.random.default_rng(0), tmp_path / "data" / "mnist"
+    folder.mkdir(parents=True)
+    for part, rows in (("train", 2000), ("t10k", 500)):
+        labels = np.tile(np.arange(10, dtype=np.uint8), rows // 10)
+        images = (rng.integers(0, 60, (rows, 28, 28)) + 18 * labels[:, None, None]).astype(np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, rows, 28, 28) + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, rows) + labels.tobytes())
+    return folder.parent
+
+
+def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tomlkit.parse((HERE / "table2.toml").read_text()).unwrap()
+    table["compare"] = [entry for entry in table["compare"] if "T=2, M=5" in entry["label"]]
+    (tmp_path / "table2.toml").write_text(tomlkit.dumps(table))
+    lines = (HERE / "table2_printed.csv").read_text().splitlines()
+    kept = [lines[0], *(line for line in lines if ",2,5," in line)]
+    (tmp_path / "table2_printed.csv").write_text("\n".join(kept) + "\n")
+    monkeypatch.setattr(losac, "HERE", tmp_path)
+    out, results = tmp_path / "runs", tmp_path / "results"
+    command = ["losac", "table2", "--out", str(out), "--results", str(results), "--rounds", "2", "--seeds", "0", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(data_dir)])
+    assert losac.main() == 0
+    text = (results / "table2.md").read_text()
+    assert "| SCAFFOLD, T=2, M=5 | 57 | " in text
+    assert "| LoSAC, T=2, M=5 | 44 | " in text
+    assert "--rounds 2" in text
+    assert (results / "table2.png").stat().st_size > 10_000
+    runs = {run.directory.parent.name: run for method in losac.stored(out / "table2") for run in method.runs}
+    assert len(runs) == 2
+    assert all(len(run.events) == 2 for run in runs.values())
+
+
+@pytest.mark.parametrize(("file", "methods"), [("table2.toml", 18), ("figure2.toml", 6)])
+def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
+    spec = comparison.read([HERE / file])
+    spec.check()
+    assert len(spec.methods) == methods
+    assert spec.seeds == (0, 1, 2)
+    for method in spec.methods:
+        local = method.algorithm.local  # type: ignore[attr-defined]
+        assert (local.reduction, local.lr) == ("sum", 1e-4 if file == "table2.toml" else 4e-4)
+        assert local.blocks is not None
+        assert local.steps is not None
+
+
+def test_what_was_not_reached_is_said() -> None:
+    assert losac.against(57, [], ".0f") == ["57", "not reached", ""]
+    assert losac.against(57, [60, 64], ".0f") == ["57", "62 ± 3", "+5"]
+    assert losac.spread([0.5], ".2f") == "0.50 ± 0.00"
