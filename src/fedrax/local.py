@@ -103,7 +103,7 @@ class LocalSGD:
         """Refuse combinations that contradict each other."""
         if self.steps is not None and self.epochs is not None:
             raise FedraxError("give local steps or local epochs, not both")
-        if self.epochs is not None and self.blocks is not None:
+        if self.blocks is not None and self.steps is None:
             raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
 
     def step_size(self, round: Array) -> Array | float:
