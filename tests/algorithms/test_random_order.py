@@ -48,7 +48,7 @@ def test_every_order_of_a_few_is_equally_likely(n: int, orders):
     drawn = np.asarray(orders(keys(24_000), 0, n, jnp.arange(n)))
     _, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(counts) == {2: 2, 3: 6, 4: 24, 5: 120}[n]
-    # The bijection is cheap, not perfect: no order may be off by more than a fifth.
+    # The bijection is cheap, not perfect: no order may be off by more than a twentieth (and chance).
     expected = len(drawn) / len(counts)
     assert np.abs(counts / expected - 1).max() < 0.05 + 4 / np.sqrt(expected)
 
