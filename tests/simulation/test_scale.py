@@ -8,7 +8,7 @@ import sys
 import pytest
 
 CODE = """
-import json, resource, sys, time
+import json, sys, time
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
 import numpy as np
@@ -29,7 +29,8 @@ class Clock:
     def finish(self, result): pass
 result = fedrax.simulate(algorithm, task, federation, rounds=40, cohort_size=50, eval_every=2, sinks=[Clock()])
 rounds = [b - a for a, b in zip(times[3:-2:2], times[5::2])]
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+status = open("/proc/self/status").read()  # getrusage would also count the process that started this one
+peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20
 print(json.dumps({"round": min(rounds) / 2, "gib": peak, "loss": result.events[-1]["train_loss"]}))
 """
 
@@ -48,9 +49,9 @@ def measure(clients: int) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux only")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_a_million_clients():
     few, many = measure(1000), measure(1_000_000)
     assert 0 < many["loss"] < 2
-    assert many["gib"] < 2.0  # the samples are 0.17 GiB
+    assert many["gib"] < 1.2  # the samples are 0.17 GiB, a copy on each device
     assert many["round"] < 1.5 * few["round"]
