@@ -106,8 +106,6 @@ def _check_value(hint: Any, value: Any, where: str) -> None:
                 raise FedraxError(f"{where} {problem}, got {value}")
     elif origin in (typing.Union, types.UnionType):
         _check_union(hint, value, where)
-    elif dataclasses.is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
-        raise FedraxError(f"{where} must be a {hint.__name__}, got {value!r}")
     elif origin is Literal and value not in typing.get_args(hint):
         raise FedraxError(f"{where} must be one of {', '.join(map(repr, typing.get_args(hint)))}, got {value!r}")
     elif hint is float and not _is_number(value):
@@ -116,6 +114,8 @@ def _check_value(hint: Any, value: Any, where: str) -> None:
         raise FedraxError(f"{where} must be a finite number, got {value}")
     elif hint is int and (isinstance(value, bool) or not isinstance(value, int)):
         raise FedraxError(f"{where} must be a whole number, got {value!r}")
+    elif dataclasses.is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
+        raise FedraxError(f"{where} must be a {hint.__name__}, got {value!r}")
 
 
 def _check_union(hint: Any, value: Any, where: str) -> None:

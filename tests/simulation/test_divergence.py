@@ -106,3 +106,16 @@ def test_a_new_run_in_the_directory_takes_the_failure_away(tmp_path: Path):
 def test_task_is_healthy():
     """The sickness above is the data's."""
     assert np.isfinite(run(task=TASK, rounds=2).events[-1]["train_loss"])
+
+
+def test_a_test_loss_that_overflows_ends_the_run(tmp_path: Path):
+    """The parameters are finite, what they say of a sample is not."""
+    x, y = (np.array(a) for a in FEDERATION.test)
+    x[0] = np.inf
+    far = dataclasses.replace(FEDERATION, test=type(FEDERATION.test)(x, y))
+    with pytest.raises(NonFiniteError, match="FedAvg, round 2: test_loss is not finite"):
+        run(fedrax.FedAvg(local=LOCAL), federation=far, rounds=6, eval_every=2, directory=tmp_path / "run")
+    events = read_events(tmp_path / "run")
+    assert len(events) == 2
+    assert "test_loss" not in events[-1]
+    assert checkpoint.load_meta(tmp_path / "run" / "failure")["round"] == 2

@@ -264,14 +264,17 @@ class Simulation:
             if not records["sound"].all():
                 self._fail(carry, xs, records, events, log, sinks)
             new = self.events_of(records, xs, events, time.monotonic() - began)
-            evaluate = (len(events) + rounds) % self.settings.eval_every == 0
+            lost, evaluate = None, (len(events) + rounds) % self.settings.eval_every == 0
             if evaluate or len(events) + rounds == self.settings.rounds:
-                for name, evaluator in self.evaluators.items():
-                    new[-1] |= evaluator(carry.server.params, name, self.settings.per_client)
+                metrics, lost = self._evaluate(carry)
+                new[-1] |= metrics
                 new[-1]["seconds"] = round_seconds(events, time.monotonic() - began)
             if self.alone:  # several processes must agree on blocks, and so may not look at the clock
                 pace = max(1, min(_LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
             report(new, events, log, sinks)
+            if lost is not None:
+                where = f"{self.info.algorithm}, round {len(events)}"
+                self._stop(f"{where}: {lost} is not finite", carry, events, "the state")
             stopped = "target" if self._reached(new) else "rounds"
             over = stopped == "target" or len(events) == self.settings.rounds
             if over or interrupted.is_set() or self._checkpoint_due(len(events), due):
@@ -350,11 +353,22 @@ class Simulation:
         if r:
             sound = {name: values[:r] for name, values in records.items()}
             report(self.events_of(sound, xs, events, 0.0), events, log, sinks)
-        message = self._culprit(carry, xs, r)
+        self._stop(self._culprit(carry, xs, r), carry, events, "the state it starts from")
+
+    def _stop(self, message: str, carry: Carry, events: list[Event], what: str) -> None:
+        """Keep the state and raise NonFiniteError."""
         if self.directory is not None:
             self._save("failure", carry, len(events), error=message)
-            message += f"; the state it starts from is in {self.directory / 'failure'}"
+            message += f"; {what} is in {self.directory / 'failure'}"
         raise NonFiniteError(message)
+
+    def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
+        """The metrics of the global parameters that are finite, and the name of one that is not."""
+        metrics: dict[str, float] = {}
+        for name, evaluator in self.evaluators.items():
+            metrics |= evaluator(carry.server.params, name, self.settings.per_client)
+        finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        return finite, next((name for name in metrics if name not in finite), None)
 
     def _culprit(self, carry: Carry, xs: Any, r: int) -> str:
         """Repeat the round client by client from its starting state; the first non-finite tensor, in words."""

@@ -102,7 +102,8 @@ class _Together:
         self.stacked = _stack(padded)
         program, everywhere = runs[0].engine.program, NamedSharding(mesh, P())
         self.samples = jax.device_put(runs[0].engine.samples, everywhere)
-        self.test = jax.device_put(runs[0].evaluators["test"].samples, everywhere)
+        test = runs[0].evaluators.get("test")
+        self.test = None if test is None else jax.device_put(test.samples, everywhere)
         lane = partial(run_block, program, None, stop=False)
         grid = jax.vmap(lane, in_axes=(0, 0, None, None, None, None))
 
@@ -148,7 +149,7 @@ class _Together:
             carry, records = self._block(self.stacked, carry, self.samples, keys, xs, np.int32(rounds))
             done += rounds
             means = {}
-            if done % self.settings.eval_every == 0 or done == total:
+            if self.test is not None and (done % self.settings.eval_every == 0 or done == total):
                 means = {name: np.asarray(v) for name, v in self._evaluate(carry.server.params, self.test).items()}
             records = {name: np.asarray(value) for name, value in records.items()}
             took = time.monotonic() - began
