@@ -55,7 +55,8 @@ def draw_curves(
             )  # fmt: skip
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
+        columns = max(1, min(len(labels), 5, 110 // (max(map(len, labels)) + 8)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
     return figure
