@@ -21,7 +21,7 @@ test: .venv/.dev
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: .venv/.dev
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import tomlkit
+
 from fedrax import experiment
 from fedrax.cli import main as fedrax_main
 from fedrax.report import curves
@@ -153,8 +155,12 @@ def tuned(arguments: argparse.Namespace) -> int:
     """Every method of Figure 2 at its own best step size of a grid, at c = 100 %."""
     by_label: dict[str, list[tuple[float, Method]]] = {}
     for lr in STEP_SIZES:
-        flags = ["--partition.percent", str(TUNED_AT), "--algorithm.local.lr", str(lr)]
-        for method in run(HERE / "figure2.toml", arguments.out / "tuned" / f"lr={lr:g}", arguments, *flags):
+        out = arguments.out / "tuned" / f"lr={lr:g}"
+        table = experiment.read_table(HERE / "figure2.toml")
+        table["algorithm"]["local"]["lr"] = lr
+        experiment.write_text(out / "comparison.toml", tomlkit.dumps(table))
+        flags = ["--partition.percent", str(TUNED_AT)]
+        for method in run(out / "comparison.toml", out, arguments, *flags):
             by_label.setdefault(method.label, []).append((lr, method))
     best = {label: max(found, key=lambda pair: score(pair[1])) for label, found in by_label.items()}
     rows = []

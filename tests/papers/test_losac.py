@@ -49,6 +49,22 @@ def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkey
     assert all(len(run.events) == 2 for run in runs.values())
 
 
+def test_tuned_finds_the_best_step_size(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tomlkit.parse((HERE / "figure2.toml").read_text()).unwrap()
+    table["compare"] = [entry for entry in table["compare"] if entry["label"] == "FedAvg"]
+    table["partition"]["clients"], table["run"]["cohort_size"] = 20, 5
+    (tmp_path / "figure2.toml").write_text(tomlkit.dumps(table))
+    monkeypatch.setattr(losac, "HERE", tmp_path)
+    monkeypatch.setattr(losac, "STEP_SIZES", (1e-7, 1e-4, 2e-7))
+    out, results = tmp_path / "runs", tmp_path / "results"
+    command = ["losac", "tuned", "--out", str(out), "--results", str(results), "--rounds", "4", "--seeds", "0"]
+    monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(data_dir)])
+    assert losac.main() == 0
+    assert "| FedAvg | 0.0001 (end of the grid) |" in (results / "tuned.md").read_text()
+    accuracy = {lr: losac.score(losac.stored(out / "tuned" / f"lr={lr:g}")[0]) for lr in losac.STEP_SIZES}
+    assert max(accuracy, key=lambda lr: accuracy[lr]) == 1e-4
+
+
 @pytest.mark.parametrize(("file", "methods"), [("table2.toml", 18), ("figure2.toml", 6)])
 def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
     spec = comparison.read([HERE / file])
