@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 TARGET = 0.85
 HETEROGENEITY = (0, 25, 50, 75, 100)
-STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
+STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3)
 TUNED_AT = 100
 
 

@@ -69,7 +69,8 @@ def simulate(
     directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default.
     With ``jax.distributed`` every process calls simulate alike, and the first one writes.
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
-    client states, which can be large, in the checkpoint of the finished run, so that it can go on for more rounds.
+    client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
+    in what a failed run leaves.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C.
@@ -78,7 +79,7 @@ def simulate(
     backend.use_all_cores()
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
         path = None if directory is None else Path(directory)
-        return Simulation(algorithm, task, federation, settings, params, script, path).run(resume, sinks, keep_clients)
+        return Simulation(algorithm, task, federation, settings, params, script, path, keep_clients).run(resume, sinks)
 
 
 class Simulation:
@@ -93,10 +94,12 @@ class Simulation:
         params: Tree | None,
         script: Script | None,
         directory: Path | None,
+        keep_clients: bool = True,
     ):
         check(algorithm)
         check(settings, "run")
         self.algorithm, self.task, self.settings, self.directory = algorithm, task, settings, directory
+        self.keep_clients = keep_clients
         key = jax.random.key(settings.seed)
         self.key = jax.random.fold_in(key, 1)
         start = task.init(jax.random.fold_in(key, 0)) if params is None else params
@@ -220,7 +223,7 @@ class Simulation:
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def run(self, resume: bool, sinks: Sequence[Sink], keep_clients: bool = True) -> Result:
+    def run(self, resume: bool, sinks: Sequence[Sink]) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         if resume and self.directory is None:
             raise FedraxError("there is no directory to resume a run from")
@@ -236,7 +239,7 @@ class Simulation:
         result = None
         try:
             with interrupt_flag() as interrupted:
-                carry, stopped = self._rounds(carry, events, log, sinks, interrupted, keep_clients)
+                carry, stopped = self._rounds(carry, events, log, sinks, interrupted)
             result = self._result(carry, events, stopped)
             return result
         finally:
@@ -252,7 +255,6 @@ class Simulation:
         log: EventFile | None,
         sinks: Sequence[Sink],
         interrupted: threading.Event,
-        keep_clients: bool,
     ) -> tuple[Carry, str]:
         pace, due = 1 if self.alone else _LONGEST_BLOCK, time.monotonic() + _CHECKPOINT_SECONDS
         stopped = "target" if self._reached(events) else "rounds"
@@ -281,7 +283,7 @@ class Simulation:
                 if log is not None:
                     log.sync()
                 began = time.monotonic()
-                self._save("checkpoint", carry, len(events), clients=keep_clients or not over)
+                self._save("checkpoint", carry, len(events), clients=self.keep_clients or not over)
                 took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
                 due = time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
             if interrupted.is_set() and not over:
@@ -358,7 +360,7 @@ class Simulation:
     def _stop(self, message: str, carry: Carry, events: list[Event], what: str) -> None:
         """Keep the state and raise NonFiniteError."""
         if self.directory is not None:
-            self._save("failure", carry, len(events), error=message)
+            self._save("failure", carry, len(events), clients=self.keep_clients, error=message)
             message += f"; {what} is in {self.directory / 'failure'}"
         raise NonFiniteError(message)
 
