@@ -1,4 +1,4 @@
-"""LoSAC (Jin et al.) and FedSaga: SAGA's memory of gradients, of the global objective and of the local one.
+"""LoSAC (Chen et al.) and FedSaga: SAGA's memory of gradients, of the global objective and of the local one.
 
 Client i's data is cut once into M blocks. f_ij is block j's share of f_i = sum_j f_ij, so that
 g_ij = M grad f_ij estimates grad f_i. With ``local.reduction = "sum"`` (the paper's) f_i is the sum of the
