@@ -97,26 +97,20 @@ class Adam:
 
     def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
         """(parameters, state) after one server step."""
-        return _adaptive(self, params, state, delta, lambda v, d2: self.b2 * v + (1 - self.b2) * d2, round)
+        return _adaptive(self, params, state, delta, self.second_moment, round)
+
+    def second_moment(self, v: Array, d2: Array) -> Array:
+        """v after a mean update whose square is ``d2``."""
+        return self.b2 * v + (1 - self.b2) * d2
 
 
 @hyperparameters
-class Yogi:
-    """FedYogi: v <- v - (1 - b2) Delta^2 sign(v - Delta^2)."""
+class Yogi(Adam):
+    """FedYogi: as FedAdam, with v <- v - (1 - b2) Delta^2 sign(v - Delta^2)."""
 
-    lr: Positive = 0.1
-    b1: Decay = 0.9
-    b2: Decay = 0.99
-    tau: Positive = 1e-3
-    schedule: Schedule = Constant()
-
-    def init(self, params: Tree) -> Moments:
-        """m = 0, v = tau^2."""
-        return _moments(params, self.tau)
-
-    def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
-        """(parameters, state) after one server step."""
-        return _adaptive(self, params, state, delta, lambda v, d2: v - (1 - self.b2) * d2 * jnp.sign(v - d2), round)
+    def second_moment(self, v: Array, d2: Array) -> Array:
+        """v after a mean update whose square is ``d2``."""
+        return v - (1 - self.b2) * d2 * jnp.sign(v - d2)
 
 
 @hyperparameters

@@ -10,7 +10,10 @@ from fedrax.tree import Tree
 
 
 def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tuple[str, int]:
-    """(plan, clients side by side): one after another on CPU cores, side by side on accelerators."""
+    """(plan, clients side by side): one after another on CPU cores, side by side on accelerators.
+
+    Never by timing: plans differ in rounding, and a run must not depend on how busy the machine was.
+    """
     device = mesh.devices.flat[0]
     plan = settings.plan if settings.plan != "auto" else "scan" if device.platform == "cpu" else "vmap"
     if plan != "vmap":

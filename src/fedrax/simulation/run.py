@@ -109,8 +109,6 @@ class Simulation:
         check_settings(algorithm, settings.weights, sampler.varying)
         local = getattr(algorithm, "local", None)
         check_blocks(script, sampler, local)
-        if settings.target is not None and not (len(federation.test[1]) and "accuracy" in task.metrics):
-            raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
         mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)
         self.plan, chunk = choose_plan(settings, mesh, self.start, sampler.largest)
         self.alone = jax.process_count() == 1
@@ -150,6 +148,8 @@ class Simulation:
 
     def _evaluators(self, federation: Federation, mesh: Mesh) -> dict[str, Evaluator]:
         """One for each data set to evaluate on, by the prefix of its metrics."""
+        if self.settings.target is not None and not (len(federation.test[1]) and "accuracy" in self.task.metrics):
+            raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
         found = {}
         if len(federation.test[1]):
             found["test"] = Evaluator(self.task, mesh, Batch(*federation.test), federation.test_offsets)
@@ -316,11 +316,9 @@ class Simulation:
             clients = int(xs.count[r].sum())
             down, up = down + clients * self.info.bytes_down, up + clients * self.info.bytes_up
             gradients += round(float(records["gradients"][r]))
-            event: Event = (
-                {"round": len(events) + r + 1, "train_loss": float(records["loss"][r])}
-                if "loss" in records
-                else {"round": len(events) + r + 1}
-            )
+            event: Event = {"round": len(events) + r + 1}
+            if "loss" in records:
+                event["train_loss"] = float(records["loss"][r])
             event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
             event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
             event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
