@@ -35,13 +35,15 @@ def model_of(workload: Workload) -> Model:
 
 
 def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """PyTorch's weights as the zoo's parameters: inputs before outputs (both flatten channels first)."""
+    """PyTorch's weights as the zoo's parameters: both flatten channels first, and only the zoo's dense layers keep
+    PyTorch's order of axes.
+    """
     params: dict[str, dict[str, np.ndarray]] = {}
     for name, value in initial.items():
         layer, array = name.split(".")
         if layer == "lstm":
-            array = LSTM_ARRAYS[array]
-        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
+            array, value = LSTM_ARRAYS[array], value.T
+        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value
         params.setdefault(LAYERS[workload.name].get(layer, layer), {})[array] = np.ascontiguousarray(turned)
     return params
 

@@ -80,7 +80,7 @@ def test_agrees_with_numpy(tmp_path: Path):
     offsets = np.arange(clients + 1) * rows
     federation = Federation.from_arrays(x_rows, y_rows, offsets=offsets, test=(x_rows, y_rows))
     algorithm = kind(local=LocalSGD(lr=lr, steps=2, batch_size="full"), epsilon=epsilon)
-    start = {"output": {"weight": np.zeros((4, 1)), "bias": np.zeros(1)}}
+    start = {"output": {"weight": np.zeros((1, 4)), "bias": np.zeros(1)}}
     result = simulate(
         algorithm,
         regression(Linear().build((4,), 1)),

@@ -36,11 +36,11 @@ def test_outputs_are_the_last_layer_on_the_features(name):
     model = build(name)
     params, x = model.init(jax.random.key(0)), inputs(name)
     features = model.features(params, x)
-    assert features.shape == (2, params["output"]["weight"].shape[0])
+    assert features.shape == (2, params["output"]["weight"].shape[1])
     outputs = model.apply(params, x)
     assert outputs.shape == (2, 4)
     np.testing.assert_allclose(
-        outputs, features @ params["output"]["weight"] + params["output"]["bias"], rtol=1e-5, atol=1e-6
+        outputs, features @ params["output"]["weight"].T + params["output"]["bias"], rtol=1e-5, atol=1e-6
     )
 
 
@@ -88,9 +88,9 @@ def test_sizes_are_those_of_the_literature():
     assert jax.tree.map(jnp.shape, lenet) == {
         "conv1": {"weight": (5, 5, 3, 32), "bias": (32,)},
         "conv2": {"weight": (5, 5, 32, 64), "bias": (64,)},
-        "dense1": {"weight": (1600, 512), "bias": (512,)},
-        "dense2": {"weight": (512, 128), "bias": (128,)},
-        "output": {"weight": (128, 10), "bias": (10,)},
+        "dense1": {"weight": (512, 1600), "bias": (512,)},
+        "dense2": {"weight": (128, 512), "bias": (128,)},
+        "output": {"weight": (10, 128), "bias": (10,)},
     }
     cnn = start(CNN(), (32, 32, 3))
     assert size(cnn) == (27 * 32 + 32) + (288 * 64 + 64) + (14 * 14 * 64 * 128 + 128) + 1290
@@ -103,7 +103,8 @@ def test_start_fills_plus_minus_one_over_root_fan_in(name):
     params = jax.jit(MODELS[name]().build(shapes.get(name, (40,)), 30).init)(jax.random.key(0))
     for layer_name, layer in params.items():
         weight = layer["hidden_weight" if layer_name == "lstm" else "weight"]
-        bound = 1 / math.sqrt(math.prod(weight.shape[:-1]))
+        outputs = layer["bias" if "bias" in layer else "hidden_bias"].size
+        bound = 1 / math.sqrt(weight.size // outputs)
         for leaf in layer.values():
             assert float(jnp.abs(leaf).max()) <= bound
         assert float(jnp.abs(weight).max()) > 0.95 * bound
@@ -146,8 +147,8 @@ def test_lenet_is_what_the_textbook_writes():
 
     y = convolve_relu_pool(convolve_relu_pool(x, params["conv1"]), params["conv2"])
     y = y.transpose(0, 3, 1, 2).reshape(2, -1)
-    y = np.maximum(y @ params["dense1"]["weight"] + params["dense1"]["bias"], 0)
-    expected = y @ params["output"]["weight"] + params["output"]["bias"]
+    y = np.maximum(y @ params["dense1"]["weight"].T + params["dense1"]["bias"], 0)
+    expected = y @ params["output"]["weight"].T + params["output"]["bias"]
     np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ import pytest
 import fedrax
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.client_data import ClientData
+from fedrax.errors import FedraxError
 from fedrax.hyperparameters import hyperparameters
 from fedrax.models import Logistic
 from fedrax.tree import Tree
@@ -162,7 +163,20 @@ def test_float64_from_end_to_end(tmp_path):
         assert_close(result, run(algorithm, rounds=5), 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ({"output": {"weight": np.ones((4, 3)), "bias": np.zeros(3)}}, r"weight is of shape \(4, 3\), .* \(3, 4\)"),
+        ({"output": {"weight": np.ones((3, 4))}}, r"output/bias is not there, should be of shape \(3,\)"),
+        ({"output": {"weight": np.ones((3, 4)), "bias": np.zeros(3)}, "b": 1.0}, r"b is of shape \(\), .* not there"),
+    ],
+)
+def test_initial_parameters_that_do_not_fit_are_refused(start, message):
+    with pytest.raises(FedraxError, match=message):
+        run(params=start, rounds=1)
+
+
 def test_initial_parameters_are_taken_in_the_dtype_asked_for():
-    start = {"output": {"weight": np.ones((4, 3), np.float64), "bias": np.zeros(3)}}
+    start = {"output": {"weight": np.ones((3, 4), np.float64), "bias": np.zeros(3)}}
     result = run(params=start, rounds=1, federation=make_federation(test_rows=5), task=TASK)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(result.params)} == {"float32"}

@@ -155,7 +155,7 @@ except FedraxError as error:
         {"algorithm": fedrax.Scaffold(local=LOCAL, option="I")},
         {"seed": 1},
         {"cohort_size": 2},
-        {"params": {"output": {"weight": np.ones((4, 3)), "bias": np.ones(3)}}},
+        {"params": {"output": {"weight": np.ones((3, 4)), "bias": np.ones(3)}}},
     ],
 )
 def test_another_experiment_does_not_resume(other: dict, tmp_path: Path):

@@ -19,7 +19,7 @@ from tests.simulation.problems import FEATURES, FEDERATION, TASK, make_federatio
 def by_hand(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cross entropy and accuracy of every sample."""
     w, b = (np.asarray(params["output"][name], np.float64) for name in ("weight", "bias"))
-    logits = x.astype(np.float64) @ w + b
+    logits = x.astype(np.float64) @ w.T + b
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]
     return losses, (logits.argmax(1) == y).astype(float)
 

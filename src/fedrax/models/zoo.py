@@ -25,7 +25,8 @@ from fedrax.models.layers import (
     dense,
     dropout,
     flatten,
-    init_layer,
+    init_conv,
+    init_dense,
     to_features,
     to_images,
 )
@@ -90,7 +91,7 @@ def _started(model: Model, start: Start) -> Model:
     """``model`` with dense layers that start as ``start`` says."""
     if start == "pytorch":
         return model
-    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]()
+    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start](-1, -2)
 
     def init(key: Array) -> Params:
         leaves, structure = jax.tree.flatten(model.init(key))
@@ -113,13 +114,13 @@ class LeNet:
         first, second = self.channels
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
         sizes = [second * rows * columns, *self.hidden]
-        init_dense, dense_body = _dense_layers(sizes, "relu")
+        init_layers, dense_body = _dense_layers(sizes, "relu")
 
         def init(key: Array) -> Params:
             keys = jax.random.split(key, 3)
-            conv1 = init_layer(keys[0], (5, 5, channels_in, first))
-            conv2 = init_layer(keys[1], (5, 5, first, second))
-            return {"conv1": conv1, "conv2": conv2} | init_dense(keys[2])
+            conv1 = init_conv(keys[0], (5, 5, channels_in, first))
+            conv2 = init_conv(keys[1], (5, 5, first, second))
+            return {"conv1": conv1, "conv2": conv2} | init_layers(keys[2])
 
         def body(params: Params, x: Array, key: Array | None) -> Array:
             x = to_images(x)
@@ -150,10 +151,12 @@ class CNN:
         num_pooled = second * ((height - 4) // 2) * ((width - 4) // 2)
 
         def init(key: Array) -> Params:
-            shapes = [(3, 3, channels_in, first), (3, 3, first, second), (num_pooled, self.hidden)]
             keys = jax.random.split(key, 3)
-            names = ("conv1", "conv2", "dense1")
-            return {name: init_layer(k, shape) for name, k, shape in zip(names, keys, shapes, strict=True)}
+            return {
+                "conv1": init_conv(keys[0], (3, 3, channels_in, first)),
+                "conv2": init_conv(keys[1], (3, 3, first, second)),
+                "dense1": init_dense(keys[2], num_pooled, self.hidden),
+            }
 
         def body(params: Params, x: Array, key: Array | None) -> Array:
             keys = (None, None) if key is None else jax.random.split(key)
@@ -201,7 +204,7 @@ def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, 
 
     def init(key: Array) -> Params:
         body_key, output_key = jax.random.split(key)
-        return init_body(body_key) | {"output": init_layer(output_key, (num_features, num_outputs))}
+        return init_body(body_key) | {"output": init_dense(output_key, num_features, num_outputs)}
 
     def features(params: Params, x: Array, key: Array | None = None) -> Array:
         return body(params, x, key)
@@ -227,7 +230,7 @@ def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, Body]:
 
     def init(key: Array) -> Params:
         keys = jax.random.split(key, len(sizes))
-        return {name: init_layer(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=False)}
+        return {name: init_dense(k, *shape) for k, (name, shape) in zip(keys, shapes.items(), strict=False)}
 
     def body(params: Params, x: Array, key: Array | None) -> Array:
         x = flatten(x)

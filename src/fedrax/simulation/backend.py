@@ -36,7 +36,7 @@ def use_all_cores() -> None:
             os.environ["XLA_FLAGS"] = flags
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def make_mesh(devices: int | None) -> Mesh:

@@ -167,7 +167,7 @@ class Planner:
         script: Script | None = None,
     ):
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
-        self.by_samples = by_samples
+        self.by_samples, self.chunk = by_samples, chunk
         self.blocks = None if script is None or script.blocks is None else np.asarray(script.blocks)
         self.straggling = sampler.settings.stragglers > 0
         share = -(-sampler.largest // devices)
@@ -224,6 +224,8 @@ class Planner:
             if self.stateful:
                 self.home[int(cohort[place])] = (device, self.rows[device])
                 self.rows[device] += 1
+        if self.chunk > 1:  # clients side by side wait for the slowest of them: put those of like work together
+            return [sorted(places, key=lambda p: (-cost[p], p)) for places in chosen]
         return [sorted(places) for places in chosen]
 
     def block(self, first: int, rounds: int, length: int) -> Block:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax.simulation.engine import AXIS
 from fedrax.tree import Tree
 
-_ROWS = 250
+_ROWS = 100
 """Of one chunk: a convolution's columns take half a megabyte an image."""
 
 

@@ -7,14 +7,17 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
+from fedrax import tree
 from fedrax.algorithm import Algorithm, check_settings
 from fedrax.client_data import Layout
 from fedrax.data import Federation
@@ -102,9 +105,9 @@ class Simulation:
         self.keep_clients = keep_clients
         key = jax.random.key(settings.seed)
         self.key = jax.random.fold_in(key, 1)
-        start = task.init(jax.random.fold_in(key, 0)) if params is None else params
+        start = starting_parameters(task, jax.random.fold_in(key, 0), params)
         self.start = jax.tree.map(lambda x: jnp.asarray(x, settings.dtype), start)
-        self.initial_client = algorithm.init_client(self.start)
+        self.initial_client = jax.jit(algorithm.init_client)(self.start)
         sampler = Sampler(settings, federation.sizes, script)
         check_settings(algorithm, settings.weights, sampler.varying)
         local = getattr(algorithm, "local", None)
@@ -168,7 +171,7 @@ class Simulation:
     # -- state -------------------------------------------------------------------------------------------------
 
     def _fresh(self) -> Carry:
-        server = self.algorithm.init(self.start, self.info.num_clients)
+        server = jax.jit(partial(self.algorithm.init, num_clients=self.info.num_clients))(self.start)
         store = self.engine.new_store(self.initial_client, self.planner.capacity) if self.planner.stateful else ()
         return self.engine.put(server, ())._replace(store=store)  # the store is nobody else's: no copy
 
@@ -382,6 +385,22 @@ class Simulation:
         except NonFiniteError as error:
             return str(error)
         return f"{self.info.algorithm}, round {int(share.round) + 1}: the server state is not finite"
+
+
+def starting_parameters(task: Task, key: Array, given: Tree | None) -> Tree:
+    """The task's own starting parameters, or those given if they have the same names and shapes."""
+    try:
+        own = jax.jit(task.init)(key) if given is None else jax.eval_shape(task.init, key)
+    except jax.errors.JAXTypeError:  # a user's init may look at the key's value
+        own = task.init(key)
+    if given is None:
+        return own
+    need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))
+    for name in [*need, *have]:
+        if need.get(name) != have.get(name):
+            wanted, found = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (need, have))
+            raise FedraxError(f"the starting parameters do not fit the model: {name} is {found}, should be {wanted}")
+    return given
 
 
 def report(new: list[Event], events: list[Event], log: EventFile | None, sinks: Sequence[Sink]) -> None:
