@@ -35,16 +35,18 @@ def model_of(workload: Workload) -> Model:
 
 
 def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """PyTorch's weights as the zoo's parameters: both flatten channels first, and only the zoo's dense layers keep
-    PyTorch's order of axes.
+    """PyTorch's weights as the zoo's parameters: both flatten channels first; only output layers keep the order of
+    axes.
     """
     params: dict[str, dict[str, np.ndarray]] = {}
     for name, value in initial.items():
         layer, array = name.split(".")
         if layer == "lstm":
-            array, value = LSTM_ARRAYS[array], value.T
-        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value
-        params.setdefault(LAYERS[workload.name].get(layer, layer), {})[array] = np.ascontiguousarray(turned)
+            array = LSTM_ARRAYS[array]
+        layer = LAYERS[workload.name].get(layer, layer)
+        if layer != "output":
+            value = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
+        params.setdefault(layer, {})[array] = np.ascontiguousarray(value)
     return params
 
 

@@ -93,7 +93,7 @@ def test_float64_parameters_get_float64_inputs(raw):
         values = [losses, task.metrics["accuracy"](params, batch), task.features(params, batch.x)]
         assert {leaf.dtype.name for leaf in [*values, *jax.tree.leaves(gradients)]} == {"float64"}
         if raw == "uint8":  # not rounded to float32 on the way
-            exact = (pixels / 255 - 0.3) / 0.7 @ params["dense1"]["weight"].T + params["dense1"]["bias"]
+            exact = (pixels / 255 - 0.3) / 0.7 @ params["dense1"]["weight"] + params["dense1"]["bias"]
             np.testing.assert_allclose(values[2], np.maximum(exact, 0), rtol=1e-13, atol=1e-15)
 
 

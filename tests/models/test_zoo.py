@@ -88,8 +88,8 @@ def test_sizes_are_those_of_the_literature():
     assert jax.tree.map(jnp.shape, lenet) == {
         "conv1": {"weight": (5, 5, 3, 32), "bias": (32,)},
         "conv2": {"weight": (5, 5, 32, 64), "bias": (64,)},
-        "dense1": {"weight": (512, 1600), "bias": (512,)},
-        "dense2": {"weight": (128, 512), "bias": (128,)},
+        "dense1": {"weight": (1600, 512), "bias": (512,)},
+        "dense2": {"weight": (512, 128), "bias": (128,)},
         "output": {"weight": (10, 128), "bias": (10,)},
     }
     cnn = start(CNN(), (32, 32, 3))
@@ -147,7 +147,7 @@ def test_lenet_is_what_the_textbook_writes():
 
     y = convolve_relu_pool(convolve_relu_pool(x, params["conv1"]), params["conv2"])
     y = y.transpose(0, 3, 1, 2).reshape(2, -1)
-    y = np.maximum(y @ params["dense1"]["weight"].T + params["dense1"]["bias"], 0)
+    y = np.maximum(y @ params["dense1"]["weight"] + params["dense1"]["bias"], 0)
     expected = y @ params["output"]["weight"].T + params["output"]["bias"]
     np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
 

@@ -34,9 +34,14 @@ def uniform_fan_in(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
-def init_dense(key: Array, inputs: int, outputs: int) -> Layer:
-    """Weight [outputs, inputs] and bias [outputs] of a dense layer."""
-    return _init_layer(key, (outputs, inputs), outputs, inputs)
+def init_dense(key: Array, inputs: int, units: int) -> Layer:
+    """Weight [inputs, units] and bias [units] of a hidden dense layer."""
+    return _init_layer(key, (inputs, units), units, inputs)
+
+
+def init_output(key: Array, features: int, outputs: int) -> Layer:
+    """Weight [outputs, features], a row for each output, and bias [outputs]."""
+    return _init_layer(key, (outputs, features), outputs, features)
 
 
 def init_conv(key: Array, shape: tuple[int, int, int, int]) -> Layer:
@@ -53,13 +58,18 @@ def _init_layer(key: Array, shape: tuple[int, ...], outputs: int, fan_in: int) -
 
 
 def dense(layer: Layer, x: Array) -> Array:
-    """x [..., inputs] -> x @ weight' + bias [..., outputs].
+    """x [..., inputs] -> x @ weight + bias [..., units]."""
+    return x @ layer["weight"] + layer["bias"]
 
-    Weights lie [outputs, inputs], as PyTorch's do. On a CPU a step of softmax regression takes about half the
-    time so, because the long axis is the contiguous one; larger networks do not care.
+
+def output(layer: Layer, x: Array) -> Array:
+    """x [B, features] -> x @ weight' + bias [B, outputs].
+
+    Outputs are few, so their weight lies the other way round than a hidden layer's: on a CPU a product is fastest
+    where the long axis is the contiguous one, and a step of softmax regression takes about half the time.
     """
     weight = layer["weight"]
-    small = x.ndim == 2 and max(x.shape[0], weight.shape[0]) <= _SMALL
+    small = max(x.shape[0], weight.shape[0]) <= _SMALL
     return (_small_product if small else _product)(x, weight) + layer["bias"]
 
 
@@ -68,12 +78,13 @@ _SMALL = 16
 
 
 def _product(x: Array, weight: Array) -> Array:
-    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    """x [B, features] times the transpose of weight [outputs, features]."""
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
 
 
 @jax.custom_vjp
 def _small_product(x: Array, weight: Array) -> Array:
-    """x [B, inputs], weight [outputs, inputs]; its weight gradient is a sum over samples of outer products.
+    """The same; its weight gradient is a sum over samples of outer products.
 
     XLA computes such a sum where it is used: in the update of the weights, without a call and a pass of its own.
     """

@@ -27,6 +27,8 @@ from fedrax.models.layers import (
     flatten,
     init_conv,
     init_dense,
+    init_output,
+    output,
     to_features,
     to_images,
 )
@@ -91,13 +93,19 @@ def _started(model: Model, start: Start) -> Model:
     """``model`` with dense layers that start as ``start`` says."""
     if start == "pytorch":
         return model
-    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start](-1, -2)
+    normal = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]
+    draw, draw_output = normal(), normal(in_axis=-1, out_axis=-2)
 
     def init(key: Array) -> Params:
-        leaves, structure = jax.tree.flatten(model.init(key))
-        keys = jax.random.split(key, len(leaves))
-        drawn = [jnp.zeros_like(x) if x.ndim < 2 else draw(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        return jax.tree.unflatten(structure, drawn)
+        layers = model.init(key)
+        keys = dict(zip(layers, jax.random.split(key, len(layers)), strict=True))
+        return {
+            name: {
+                "weight": (draw_output if name == "output" else draw)(keys[name], layer["weight"].shape),
+                "bias": jnp.zeros_like(layer["bias"]),
+            }
+            for name, layer in layers.items()
+        }
 
     return replace(model, init=init)
 
@@ -204,13 +212,13 @@ def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, 
 
     def init(key: Array) -> Params:
         body_key, output_key = jax.random.split(key)
-        return init_body(body_key) | {"output": init_dense(output_key, num_features, num_outputs)}
+        return init_body(body_key) | {"output": init_output(output_key, num_features, num_outputs)}
 
     def features(params: Params, x: Array, key: Array | None = None) -> Array:
         return body(params, x, key)
 
     def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        return dense(params["output"], body(params, x, key))
+        return output(params["output"], body(params, x, key))
 
     return Model(init, apply, features, name)
 
