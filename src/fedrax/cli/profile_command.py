@@ -17,7 +17,7 @@ DESCRIPTION = """Where a round's time goes: `fedrax profile [FILE.toml] [flags]`
 Some rounds of the experiment run for a few seconds, with the flags of `fedrax run`. The report parts a round's time
 (gathering batches, gradients, local steps, aggregation, evaluation, the host), compares arithmetic and memory traffic
 with what this machine can do, measured on the spot, and says what bounds the round. Nothing is kept that is not asked
-for."""
+for. Of a comparison's file the [algorithm] is profiled, or the one of --algorithm."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ProfileOptions:
 
 def main(args: list[str]) -> int:
     """Parse, profile, print, keep."""
-    parsed = parse_experiment(ProfileOptions, args, "fedrax profile", DESCRIPTION)
+    parsed = parse_experiment(ProfileOptions, args, "fedrax profile", DESCRIPTION, comparisons=True)
     spec, options = parsed.experiment, parsed.options
     if options.rounds is not None and options.rounds < 1:
         raise FedraxError(f"--rounds must be 1 or more, not {options.rounds}")
