@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,15 @@ import jax
 
 from fedrax.algorithm import Algorithm
 from fedrax.data import Federation
-from fedrax.profiling import limits, trace
-from fedrax.profiling.hlo import Cost, ProgramText
+from fedrax.profiling import limits
+from fedrax.profiling.attribution import NAMES, REST, SMALL_MICROSECONDS, SUMS, WAIT, DeviceTime, attribute
 from fedrax.profiling.limits import Limits
 from fedrax.profiling.measurement import Measurement, Stopwatch, Traced
 from fedrax.profiling.verdict import Verdict, judge
-from fedrax.scopes import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
 from fedrax.simulation import backend
 from fedrax.simulation.run import Simulation
 from fedrax.simulation.settings import Settings
 from fedrax.task import Task
-
-NAMES = {
-    GATHER: "gather batches",
-    GRADIENT: "gradients",
-    None: "local steps",
-    STATES: "client states",
-    AGGREGATE: "aggregate",
-    SERVER: "server",
-}
-"""What a part of a round is called; ``local steps`` are what clients do besides gathering and gradients."""
-SUMS = "sum of uploads"
-"""What each device adds up as its clients finish; ``aggregate`` joins the devices."""
-SMALL_MICROSECONDS = {"cpu": 0.5}
-"""Below this mean time much of an operation is its start; 5 on accelerators."""
-_LEAST_KEPT = 0.1
-"""Of an operation's time in the trace, however much of it looks like tracing."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +79,6 @@ class Profile:
         return table | {"limits": self.limits._asdict(), "verdict": dataclasses.asdict(self.verdict)}
 
 
-@dataclass
-class _Device:
-    """Milliseconds a round on the mean device, by part and by kind."""
-
-    parts: dict[tuple[int | None, str], float] = field(default_factory=lambda: defaultdict(float))
-    operations: dict[tuple[int | None, str], float] = field(default_factory=lambda: defaultdict(float))
-    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    cost: Cost = field(default_factory=Cost)
-    """A round's, on all devices."""
-
-
 def profile(
     algorithm: Algorithm,
     task: Task,
@@ -136,12 +107,12 @@ def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> 
     platform = mesh.devices.flat[0].platform
     call = 1e3 * measured.call / measured.rounds
     traced, program = measured.traced, measured.program
-    device = _Device()
+    device = DeviceTime()
     overhead = 0.0
     if traced is not None and program is not None and traced.timelines:
         spans = [timeline.span / 1e9 for timeline in traced.timelines]
         overhead = min(1e3 * max(traced.seconds - max(spans), 0.0) / measured.rounds, call)
-        device = _on_devices(traced, program, SMALL_MICROSECONDS.get(platform, 5.0), call - overhead)
+        device = attribute(traced, program, SMALL_MICROSECONDS.get(platform, 5.0), call - overhead)
         notes.append(_how_traced(traced))
     elif program is not None:
         notes.append(f"The trace of this backend ({platform}) names no operations: only whole calls are known.")
@@ -203,80 +174,8 @@ def algorithm_phases(simulation: Simulation) -> tuple:
 
 def _in_order(item: tuple[tuple[int | None, str], float]) -> tuple:
     (phase, name), _ = item
-    order = [*NAMES.values(), SUMS, "wait for other devices", "rest of the round", "rounds", "evaluate", "host"]
+    order = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
     return (99 if phase is None else phase, order.index(name))
-
-
-def _on_devices(traced: Traced, program: ProgramText, small: float, ms: float) -> _Device:
-    """The trace's times, without what tracing costs, scaled to ``ms`` milliseconds a round.
-
-    Tracing costs each execution of an operation the same: as much as makes the trace as long as the run without.
-    """
-    count = len(traced.timelines)
-    nanoseconds: dict[str, float] = defaultdict(float)
-    runs: dict[str, int] = defaultdict(int)
-    waited = 0.0
-    for timeline, waiting in zip(traced.timelines, trace.waits(traced.timelines), strict=True):
-        waited += sum(waiting.values())
-        for name, charged in timeline.charged.items():
-            nanoseconds[name] += charged - waiting.get(name, 0)
-            runs[name] += timeline.runs[name]
-    outside = traced.seconds - max(timeline.span for timeline in traced.timelines) / 1e9
-    cost = _tracing_cost(nanoseconds, runs, count * 1e9 * (traced.untraced - outside) - waited)
-    made, seen = _Device(), set(runs)
-    parts: dict[tuple[int | None, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for name, spent in nanoseconds.items():
-        phase, part = program.scope(name)
-        # what clients do is in proportion to the clients that ran, the rest happens once a round
-        per_round = 1 / traced.rounds / (traced.clients if phase is not None else 1.0)
-        key = (phase, _name(phase, part))
-        net = max(spent - cost * runs[name], _LEAST_KEPT * spent) * per_round
-        once = _one(program, name, seen)
-        made.cost = made.cost.plus(once, runs[name] * per_round)
-        made.operations[key] += runs[name] * per_round / count
-        parts[key][_kind(program, name, once, part, net / (runs[name] * per_round), small)] += net
-    if waited:
-        parts[None, "wait for other devices"]["waiting"] += waited / traced.rounds
-    scale = ms / max(sum(sum(kinds.values()) for kinds in parts.values()), 1e-9)
-    for key, kinds in parts.items():
-        made.parts[key] = scale * sum(kinds.values())
-        for kind, spent in kinds.items():
-            made.kinds[kind] += scale * spent
-    return made
-
-
-def _name(phase: int | None, part: str | None) -> str:
-    if phase is None:
-        return NAMES.get(part, "rest of the round") if part is not None else "rest of the round"
-    return SUMS if part == AGGREGATE else NAMES[part]
-
-
-def _tracing_cost(nanoseconds: dict[str, float], runs: dict[str, int], without: float) -> float:
-    """Nanoseconds an execution, found by bisection: without them the operations take ``without`` together."""
-    low, high = 0.0, max(spent / runs[name] for name, spent in nanoseconds.items())
-    for _ in range(60):
-        cost = (low + high) / 2
-        left = sum(max(spent - cost * runs[name], _LEAST_KEPT * spent) for name, spent in nanoseconds.items())
-        low, high = (cost, high) if left > without else (low, cost)
-    return low
-
-
-def _one(program: ProgramText, name: str, seen: set[str]) -> Cost:
-    """What one execution costs: of a loop or call all of it, where the trace does not show its operations."""
-    if program.is_container(name):
-        return Cost() if any(inner in seen for inner in program.inner(name)) else program.whole_cost(name)
-    return program.cost(name)
-
-
-def _kind(program: ProgramText, name: str, cost: Cost, part: str | None, nanoseconds: float, small: float) -> str:
-    """What bounds an operation; the rules are those of :mod:`fedrax.profiling.verdict`."""
-    if cost.flops:
-        return "products"
-    if program.is_collective(name):
-        return "exchange"
-    if nanoseconds < 1e3 * small:
-        return "small"
-    return "gather" if part == GATHER else "memory"
 
 
 def _how_traced(traced: Traced) -> str:

@@ -69,7 +69,10 @@ def lines(profile: Profile) -> list[str]:
             f" {machine.gigabytes:.3g} GB/s",
             f"operations  {profile.operations:,.0f} a round on each device,"
             f" {profile.operation_microseconds:.2f} µs the mean one",
-            "bounds      " + ", ".join(f"{kind} {ms / profile.ms:.0%}" for kind, ms in profile.kinds.items()),
+            "bounds      "
+            + ", ".join(
+                f"{kind} {ms / profile.ms:.0%}" for kind, ms in profile.kinds.items() if ms >= 0.005 * profile.ms
+            ),
         ]
     return [*made, *profile.notes]
 

@@ -2,11 +2,13 @@
 
 A device's time is parted among its operations without gaps: an operation is charged with the time from the end of
 the one before it to its own end, so with the work of starting it too. Loops and calls, whose events contain those
-of their bodies, are charged with what is left after their last operation.
+of their bodies, are charged with what is left after their last operation. An execution far longer than its
+operation's median was interrupted by another program and is charged with the median.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +20,9 @@ import jax
 
 from fedrax.errors import FedraxError
 from fedrax.profiling.hlo import ProgramText
+
+_INTERRUPTION = 100_000
+"""Nanoseconds: the operating system gives another program at least about as much."""
 
 
 @dataclass
@@ -75,12 +80,18 @@ def _timeline(events: list[tuple[int, int, str]], program: ProgramText) -> Timel
     made = Timeline()
     events.sort()
     first = last = min(start for _, start, _ in events)
+    each: dict[str, list[int]] = defaultdict(list)
     for end, start, name in events:
-        made.runs[name] += 1
-        made.charged[name] += end - last
+        each[name].append(end - last)
         if program.is_collective(name):
             made.meetings[name].append(end - start)
         last = end
+    for name, times in each.items():
+        made.runs[name] = len(times)
+        usual = int(statistics.median(times))
+        limit = usual + max(_INTERRUPTION, 20 * usual)
+        steady = name not in made.meetings and len(times) >= 5
+        made.charged[name] = sum(usual if steady and t > limit else t for t in times)
     made.span = last - first
     return made
 
