@@ -53,8 +53,7 @@ def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> 
         for name, charged in timeline.charged.items():
             nanoseconds[name] += charged - waiting.get(name, 0)
             runs[name] += timeline.runs[name]
-    outside = traced.seconds - max(timeline.span for timeline in traced.timelines) / 1e9
-    cost = _tracing_cost(nanoseconds, runs, count * 1e9 * (traced.untraced - outside) - waited)
+    cost = _tracing_cost(nanoseconds, runs, count * 1e9 * (traced.untraced - traced.outside) - waited)
     made, seen = DeviceTime(), set(runs)
     parts: dict[tuple[int | None, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, spent in nanoseconds.items():

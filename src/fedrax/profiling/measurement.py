@@ -41,6 +41,16 @@ class Traced:
     untraced: float
     timelines: list[Timeline]
 
+    @property
+    def outside(self) -> float:
+        """Seconds of the call without the trace in which no device is at work, always less than the call took.
+
+        Tracing lengthens what devices do, not this; but where another program held up the traced call for longer
+        than the other one took at all, only the share of the traced call is left to go by.
+        """
+        outside = max(self.seconds - max(timeline.span for timeline in self.timelines) / 1e9, 0.0)
+        return outside if outside < 0.9 * self.untraced else self.untraced * outside / self.seconds
+
 
 @dataclass
 class Measurement:

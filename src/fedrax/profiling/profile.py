@@ -110,8 +110,8 @@ def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> 
     device = DeviceTime()
     overhead = 0.0
     if traced is not None and program is not None and traced.timelines:
-        spans = [timeline.span / 1e9 for timeline in traced.timelines]
-        overhead = min(1e3 * max(traced.seconds - max(spans), 0.0) / measured.rounds, call)
+        outside = min(traced.outside, measured.call * traced.outside / traced.untraced)
+        overhead = 1e3 * outside / measured.rounds
         device = attribute(traced, program, SMALL_MICROSECONDS.get(platform, 5.0), call - overhead)
         notes.append(_how_traced(traced))
     elif program is not None:
