@@ -20,6 +20,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.random_order import shuffled_index, uniform_index
+from fedrax.scopes import GATHER, GRADIENT, scope
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]
@@ -90,6 +91,7 @@ class ClientData:
         other.words = jax.random.key_data(other.key)
         return other
 
+    @scope(GATHER)
     def batch(self, step: Array | int, batch_size: int, order: Order) -> tuple[Tree, Array | None]:
         """The samples of local step ``step`` and their weights: (leaves [B, ...], None or float [B]).
 
@@ -118,6 +120,7 @@ class ClientData:
             return -(-self.layout.largest // size)
         return (self.size + size - 1) // size
 
+    @scope(GATHER)
     def block_index(self, step: Array | int, num_blocks: int) -> Array:
         """The block of step ``step``, drawn uniformly from {0, ..., M - 1} unless the experiment fixes it."""
         if self.blocks is not None:
@@ -132,6 +135,7 @@ class ClientData:
         low = (block * self.size) // num_blocks
         return low, ((block + 1) * self.size) // num_blocks - low
 
+    @scope(GRADIENT)
     def loss_and_gradient(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree]:
@@ -146,6 +150,7 @@ class ClientData:
 
         return jax.value_and_grad(objective)(params)
 
+    @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
         """Summed loss and its gradient over the client's rows ``start`` to ``start + rows``, in passes.
 
@@ -189,6 +194,7 @@ class ClientData:
         """total / n_i. (Times 1 / n_i would round to float32 even where the losses are float64.)"""
         return jax.tree.map(lambda t: (t / self.size).astype(t.dtype), total)
 
+    @scope(GATHER)
     def _slice(self, start: Array | int, rows: int) -> Tree:
         """Consecutive rows. XLA computes a slice anew in every operation that reads it, a gather once."""
         if sum(a.nbytes // len(a) for a in jax.tree.leaves(self.samples)) < _WIDE:
@@ -196,5 +202,6 @@ class ClientData:
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.offset + start, rows)  # noqa: E731
         return jax.tree.map(take, self.samples)
 
+    @scope(GATHER)
     def _gather(self, positions: Array) -> Tree:
         return jax.tree.map(lambda a: a.at[self.offset + positions].get(mode="clip"), self.samples)

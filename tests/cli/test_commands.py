@@ -47,7 +47,7 @@ def test_help_is_instant() -> None:
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "resume", "show", "partition", "list"])
+@pytest.mark.parametrize("command", ["run", "compare", "resume", "profile", "show", "partition", "list"])
 def test_help(command: str, fedrax: Callable[..., Outcome]) -> None:
     outcome = fedrax(command, "--help")
     assert outcome.status == 0
@@ -236,3 +236,24 @@ def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     iid = json.loads(fedrax("partition", "--partition", "iid", "--partition.clients", "10", "--json").out)
     measures = [entry["measures"]["gradient_dissimilarity"] for entry in (iid, sorted_by_label)]
     assert 1 < measures[0] < 2 < measures[1]
+
+
+def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    outcome = fedrax("profile", tiny, "--rounds", 2)
+    assert outcome.status == 0 and outcome.err == ""
+    for part in ("gather batches", "gradients", "aggregate", "evaluate", "host", "GFLOP/s", "GB/s", "compile"):
+        assert part in outcome.out
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
+
+
+def test_profile_as_json_and_in_a_directory(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    tiny.write_text(tiny.read_text() + '[[compare]]\nname = "fedavg"\n')
+    flags = ("--algorithm", "episode", "--rounds", 2, "--json", "--out", "kept", "--trace", "raw")
+    outcome = fedrax("profile", tiny, *flags)
+    assert outcome.status == 0
+    made = json.loads(outcome.out)
+    assert made["algorithm"] == "Episode" and {1, 2} <= {part["phase"] for part in made["parts"]}
+    assert made == json.loads((tmp_path / "kept/profile.json").read_text())
+    assert (tmp_path / "kept/profile.png").read_bytes().startswith(b"\x89PNG")
+    assert {"profile.svg", "experiment.toml"} <= {path.name for path in (tmp_path / "kept").iterdir()}
+    assert list((tmp_path / "raw").glob("**/*.xplane.pb"))

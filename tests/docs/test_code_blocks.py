@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = ("make", "pip install")
 """Shell lines that make environments; the continuous integration runs them."""
 NOT_CODE = ("text", "{")
-QUICK = {"run": {"--run.rounds": "2"}, "compare": {"--run.rounds": "2", "--seeds": "0"}}
+QUICK = {"run": {"--run.rounds": "2"}, "compare": {"--run.rounds": "2", "--seeds": "0"}, "profile": {"--rounds": "2"}}
 """Appended to a command, but for options it has: what a page shows is a real experiment, too long for a test."""
 
 mpl.use("agg")

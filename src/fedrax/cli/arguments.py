@@ -121,17 +121,22 @@ class Parsed:
 
 
 def parse_experiment(
-    options: type, args: list[str], prog: str, description: str, parts: tuple[str, ...] = PARTS
+    options: type,
+    args: list[str],
+    prog: str,
+    description: str,
+    parts: tuple[str, ...] = PARTS,
+    comparisons: bool = False,
 ) -> Parsed:
     """A command's own ``options`` and an experiment, from ``[FILE.toml] [flags]``.
 
     The file comes first, if there is one. Flags are the keys of the file: ``--algorithm.local.lr 0.1``. Those of
-    ``parts`` are offered.
+    ``parts`` are offered. comparisons: take the file of a comparison, too, without its [[compare]] tables.
     """
     path = Path(args[0]) if args and not args[0].startswith("-") else None
     table = {} if path is None else experiment.read_table(path)
     source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
-    if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS:
+    if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder)  # explains that this is a file for `fedrax compare`
     table = {key: value for key, value in table.items() if key not in ("compare", "seeds", "target")}
     table, rest = take_choices(table, args if path is None else args[1:], source, folder)

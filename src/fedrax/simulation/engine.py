@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Phase
 from fedrax.client_data import ClientData, Layout
+from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
 from fedrax.simulation.cohorts import Block
 from fedrax.tree import Tree
 
@@ -181,12 +182,14 @@ class PhaseRunner:
         slots = self.places.slot[at]
         source, rows = (store, slots) if self.first else (states, at)
         if chunk:
-            state = jax.tree.map(lambda a: a.at[rows].get(mode="clip"), source)
+            state = _get_rows(source, rows)
             out: ClientOutput = jax.vmap(self.one)(state, at)
             put = _put_rows
         else:
-            out = self.one(tree.row(source, rows), at)
-            put = tree.set_row
+            with scope(STATES):
+                state = tree.row(source, rows)
+            out = self.one(state, at)
+            put = scope(STATES)(tree.set_row)
         each = put(each, at, out.each)
         if self.last:
             store = put(store, slots, out.state)
@@ -200,6 +203,7 @@ class PhaseRunner:
         trips = (self.places.count + chunk - 1) // chunk if chunk else self.places.count
         return jax.lax.fori_loop(0, trips, lambda i, p: self.step(i, states, p), self.start(states, store))
 
+    @scope(AGGREGATE)
     def _add(self, sums: Sums, out: ClientOutput, at: Array, real: Array) -> Sums:
         clients = self.places.client[at]
         weight = jnp.where(real, self.places.weight[at], 0) if self.program.chunk else self.places.weight[at]
@@ -214,6 +218,12 @@ class PhaseRunner:
         )
 
 
+@scope(STATES)
+def _get_rows(table: Tree, rows: Array) -> Tree:
+    return jax.tree.map(lambda a: a.at[rows].get(mode="clip"), table)
+
+
+@scope(STATES)
 def _put_rows(table: Tree, rows: Array, values: Tree) -> Tree:
     return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype)), table, values)
 
@@ -250,18 +260,22 @@ def run_round(
     phases = algorithm.phases
     for p, phase in enumerate(phases):
         runner = PhaseRunner(program, phases, p, phase.broadcast(server), samples, places)
-        sums, each, states, store = runner.run(states, store)
-        sums = Sums(join(sums.upload), join(sums.info), jax.lax.pmin(sums.bad, axis) if axis else sums.bad)
+        with phase_scope(p):
+            sums, each, states, store = runner.run(states, store)
+        with scope(AGGREGATE):
+            sums = Sums(join(sums.upload), join(sums.info), jax.lax.pmin(sums.bad, axis) if axis else sums.bad)
+            each, clients, weights = gather((each, xs.client, xs.weight))
         cohort = Cohort(
             mean=sums.upload,
-            each=gather(each),
-            clients=gather(xs.client),
-            weights=gather(xs.weight),
+            each=each,
+            clients=clients,
+            weights=weights,
             size=jnp.asarray(xs.cohort_size),
             num_clients=program.num_clients,
             round=jnp.asarray(xs.round),
         )
-        server, info = phase.server(server, cohort)
+        with scope(SERVER):
+            server, info = phase.server(server, cohort)
         bad = jnp.minimum(bad, sums.bad)
         record = merge_info(record, sums.info, info)
     sound = tree.all_finite(server) & (bad == program.num_clients)

@@ -1,0 +1,220 @@
+"""Runs rounds of an experiment for their times: compilation, blocks with and without a trace, evaluation, the host."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrax.errors import FedraxError
+from fedrax.profiling import trace
+from fedrax.profiling.hlo import ProgramText
+from fedrax.profiling.trace import Timeline
+from fedrax.simulation.cohorts import Block
+from fedrax.simulation.engine import compiled_block
+from fedrax.simulation.run import Simulation
+
+_ROUNDS_A_CALL = 64
+_SECONDS = 2.0
+"""Of work to time by default."""
+_TRACED_SECONDS = 0.15
+"""Of work to trace: half a million operations at most, where they are of the smallest."""
+
+
+@dataclass
+class Traced:
+    """A few rounds, run with a trace and without."""
+
+    rounds: int
+    clients: float
+    """Share of each round's clients that ran in them."""
+    seconds: float
+    """With the trace, call included."""
+    untraced: float
+    timelines: list[Timeline]
+
+    @property
+    def outside(self) -> float:
+        """Seconds of the call without the trace in which no device is at work, always less than the call took.
+
+        Tracing lengthens what devices do, not this; but where another program held up the traced call for longer
+        than the other one took at all, only the share of the traced call is left to go by.
+        """
+        outside = max(self.seconds - max(timeline.span for timeline in self.timelines) / 1e9, 0.0)
+        return outside if outside < 0.9 * self.untraced else self.untraced * outside / self.seconds
+
+
+@dataclass
+class Measurement:
+    """Seconds, medians over repetitions where something is repeated."""
+
+    rounds: int
+    """In each timed call."""
+    calls: int
+    compile: float = 0.0
+    """Of the program for blocks of rounds, made anew; NaN where nothing is compiled as a whole."""
+    call: float = 0.0
+    """One call of ``rounds`` rounds, without the host's part."""
+    plan: float = 0.0
+    """Drawing the cohorts of a call."""
+    events: float = 0.0
+    """Making the events of a call."""
+    evaluate: float = 0.0
+    """One evaluation."""
+    evaluate_first: float = 0.0
+    """The first one, compilation included."""
+    traced: Traced | None = None
+    program: ProgramText | None = None
+    clients: float = 0.0
+    """Clients a round, the mean."""
+    gradients: float = 0.0
+    """Samples' gradients a round, the mean."""
+    notes: list[str] = field(default_factory=list)
+    """What to know about the measurement, in sentences."""
+
+
+@dataclass
+class Stopwatch:
+    """A simulation that runs the same first rounds over and over, going on from its own state."""
+
+    simulation: Simulation
+    rounds: int | None = None
+    """To time, a trace's not counted; by default as many as take two seconds."""
+    keep: Path | None = None
+    """Where to keep the raw trace."""
+    _run: Callable[..., Any] = field(init=False)
+    _carry: Any = field(init=False)
+
+    def measure(self) -> Measurement:
+        """Everything, in the order a run does it."""
+        sim = self.simulation
+        block = min(sim.settings.eval_every, sim.settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL)
+        made = Measurement(rounds=block, calls=0, notes=other_work())
+        self._carry = sim._fresh()
+        self._run = sim.engine.run
+        first = sim.planner.block(0, 1, _ROUNDS_A_CALL)
+        if sim.plan in ("scan", "vmap"):
+            self._compile(made, first)
+        self._call(first, 1)  # a first one, to warm up
+        seconds = self._call(first, 1)[0]
+        # calls as long as a run's, which aims at one second
+        block = made.rounds = max(1, min(block, int(1 / max(seconds, 1e-6))))
+        self._blocks(made)
+        self._evaluations(made)
+        if made.program is not None:
+            self._trace(made, made.program)
+        return made
+
+    def _compile(self, made: Measurement, xs: Block) -> None:
+        sim = self.simulation
+        program = compiled_block(sim.engine.program, sim.engine.mesh)
+        began = time.perf_counter()
+        with compiling_anew():
+            lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, xs, np.int32(1))
+            compiled = lowered.compile()
+        made.compile = time.perf_counter() - began
+        made.program = ProgramText(compiled.as_text() or "")
+
+        def run(algorithm: Any, carry: Any, key: Any, xs: Block, rounds: int) -> tuple[Any, dict]:
+            carry, records = compiled(algorithm, carry, sim.engine.samples, key, xs, np.int32(rounds))
+            return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
+
+        self._run = run
+
+    def _call(self, xs: Block, rounds: int) -> tuple[float, dict]:
+        """(seconds, records) of a call."""
+        sim, began = self.simulation, time.perf_counter()
+        self._carry, records = self._run(sim.algorithm, self._carry, sim.key, xs, rounds)
+        jax.block_until_ready(self._carry)
+        seconds = time.perf_counter() - began
+        if not np.all(records["sound"]):
+            raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: a smaller step size may help")
+        return seconds, records
+
+    def _blocks(self, made: Measurement) -> None:
+        """Calls as in a run, over the rounds that the run has."""
+        sim, calls, planning, events, clients, gradients = self.simulation, [], [], [], [], []
+        places = max(1, sim.settings.rounds // made.rounds)
+        wanted = None if self.rounds is None else max(1, round(self.rounds / made.rounds))
+        while (sum(calls) < _SECONDS or len(calls) < 3) if wanted is None else len(calls) < wanted:
+            began = time.perf_counter()
+            xs = sim.planner.block(len(calls) % places * made.rounds, made.rounds, _ROUNDS_A_CALL)
+            planned = time.perf_counter()
+            seconds, records = self._call(xs, made.rounds)
+            called = time.perf_counter()
+            sim.events_of(records, xs, [], 0.0)
+            events.append(time.perf_counter() - called)
+            planning.append(planned - began)
+            calls.append(seconds)
+            clients.append(xs.count[: made.rounds].sum(1).mean())
+            gradients.append(np.mean(records["gradients"]))
+            if wanted is None and sum(calls) > 30 * _SECONDS:
+                break  # rounds of minutes
+        made.calls = len(calls)
+        made.call, made.plan, made.events = (statistics.median(times) for times in (calls, planning, events))
+        made.clients, made.gradients = float(np.mean(clients)), float(np.mean(gradients))
+
+    def _evaluations(self, made: Measurement) -> None:
+        sim, times = self.simulation, []
+        while len(times) < 4 and sum(times[1:]) < _SECONDS:
+            began = time.perf_counter()
+            with compiling_anew():
+                for name, evaluator in sim.evaluators.items():
+                    evaluator(self._carry.server.params, name, sim.settings.per_client)
+            times.append(time.perf_counter() - began)
+        made.evaluate_first, made.evaluate = times[0], statistics.median(times[1:])
+
+    def _trace(self, made: Measurement, program: ProgramText) -> None:
+        """Trace as many rounds as fit the time, or a part of one round's clients."""
+        sim, seconds = self.simulation, made.call / made.rounds
+        rounds = max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))
+        xs, share = sim.planner.block(0, rounds, _ROUNDS_A_CALL), 1.0
+        if seconds > _TRACED_SECONDS:
+            whole = xs.count.sum()
+            kept = np.ceil(xs.count * _TRACED_SECONDS / seconds).astype(np.int32)
+            xs, share = xs._replace(count=kept), float(kept.sum() / whole)
+        # the shortest of a few: other work on the machine only ever adds time
+        untraced = min(self._call(xs, rounds)[0] for _ in range(5))
+        for _ in range(1 if self.keep else 3):
+            (seconds, _), timelines = trace.record(lambda: self._call(xs, rounds), program, self.keep)
+            if made.traced is None or seconds < made.traced.seconds:
+                made.traced = Traced(rounds, share, seconds, untraced, timelines)
+
+
+def other_work() -> list[str]:
+    """A sentence if other programs have kept the machine busy for the last minute."""
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    if load < 0.5 * cores:
+        return []
+    return [
+        f"Other programs were running (a load of {load:.1f} on {cores} cores): times, and the waiting of devices for"
+        " each other, may be their doing."
+    ]
+
+
+@contextmanager
+def compiling_anew() -> Iterator[None]:
+    """Neither read nor write the persistent cache of compiled programs.
+
+    It cannot be turned off for a while, but a key with the operations' names finds nothing, as none is ever written.
+    """
+    changes = {
+        "jax_compilation_cache_include_metadata_in_key": True,
+        "jax_persistent_cache_min_compile_time_secs": float("inf"),
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    for name, value in changes.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -1,0 +1,189 @@
+"""Puts measurements together: where a round's time goes, what the devices achieve, and what bounds the round."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedrax.algorithm import Algorithm
+from fedrax.data import Federation
+from fedrax.profiling import limits
+from fedrax.profiling.attribution import NAMES, REST, SMALL_MICROSECONDS, SUMS, WAIT, DeviceTime, attribute
+from fedrax.profiling.limits import Limits
+from fedrax.profiling.measurement import Measurement, Stopwatch, Traced
+from fedrax.profiling.verdict import Verdict, judge
+from fedrax.simulation import backend
+from fedrax.simulation.run import Simulation
+from fedrax.simulation.settings import Settings
+from fedrax.task import Task
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a round."""
+
+    name: str
+    phase: int | None
+    """Of the algorithm's phases, from 1; None where it has but one, and outside of them."""
+    ms: float
+    share: float
+    """Of the whole round."""
+    operations: float
+    """Executions a round on each device."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What ``fedrax profile`` reports. Times are milliseconds a round, the evaluations' share in it included."""
+
+    algorithm: str
+    plan: str
+    devices: int
+    clients: float
+    gradients: float
+    """Samples' gradients a round."""
+    rounds_timed: int
+    ms: float
+    parts: list[Part]
+    """In the order of a round; they sum to ``ms``."""
+    kinds: dict[str, float]
+    """The same milliseconds by what bounds them; see :mod:`fedrax.profiling.verdict`."""
+    compile_seconds: float
+    """Of the program for the rounds, without the cache of compiled programs; 0 where there is none."""
+    evaluation_compile_seconds: float
+    evaluation_ms: float
+    """One evaluation."""
+    limits: Limits
+    verdict: Verdict
+    notes: list[str]
+    gflops: float = 0.0
+    """Of matrix products (and convolutions) over the devices' time in rounds: 10^9 a second."""
+    gflops_in_products: float = 0.0
+    """The same over the time of these operations alone."""
+    gigabytes: float = 0.0
+    """10^9 bytes a second that operations touch, in caches or memory."""
+    flops_a_round: float = 0.0
+    bytes_a_round: float = 0.0
+    operations: float = 0.0
+    """Executions a round on each device."""
+    operation_microseconds: float = 0.0
+    """The mean time of one, its start included."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        table = dataclasses.asdict(self)
+        return table | {"limits": self.limits._asdict(), "verdict": dataclasses.asdict(self.verdict)}
+
+
+def profile(
+    algorithm: Algorithm,
+    task: Task,
+    federation: Federation,
+    settings: Settings | None = None,
+    *,
+    rounds: int | None = None,
+    keep_trace: Path | None = None,
+) -> Profile:
+    """Run some rounds of the simulation that ``simulate`` would run with these arguments, and say what takes time.
+
+    rounds: to time; by default as many as take about two seconds. keep_trace: where to keep the raw trace. Nothing
+    else is kept. Raises FedraxError for settings that ``simulate`` refuses, and for rounds that diverge.
+    """
+    settings = settings or Settings()
+    backend.use_all_cores()
+    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
+        simulation = Simulation(algorithm, task, federation, settings, None, None, None)
+        measured = Stopwatch(simulation, rounds, keep_trace).measure()
+        return assemble(simulation, measured, limits.measure(simulation.engine.mesh, settings.dtype))
+
+
+def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> Profile:
+    """The profile of measurements."""
+    settings, mesh, notes = simulation.settings, simulation.engine.mesh, [*measured.notes]
+    platform = mesh.devices.flat[0].platform
+    call = 1e3 * measured.call / measured.rounds
+    traced, program = measured.traced, measured.program
+    device = DeviceTime()
+    overhead = 0.0
+    if traced is not None and program is not None and traced.timelines:
+        outside = min(traced.outside, measured.call * traced.outside / traced.untraced)
+        overhead = 1e3 * outside / measured.rounds
+        device = attribute(traced, program, SMALL_MICROSECONDS.get(platform, 5.0), call - overhead)
+        notes.append(_how_traced(traced))
+    elif program is not None:
+        notes.append(f"The trace of this backend ({platform}) names no operations: only whole calls are known.")
+    else:
+        notes.append(f"Plan {simulation.plan} is not one program: what its calls consist of is not known.")
+    if not device.parts:
+        device.parts[(None, "rounds")] = device.kinds["rounds"] = call
+    host = (measured.plan + measured.events) * 1e3 / measured.rounds + overhead
+    evaluation = 1e3 * measured.evaluate / min(settings.eval_every, settings.rounds)
+    device.parts[(None, "evaluate")] = device.kinds["evaluation"] = evaluation
+    device.parts[(None, "host")] = device.kinds["host"] = host
+    total = sum(device.parts.values())
+    phases = len(algorithm_phases(simulation))
+    parts = [
+        Part(name, None if phase is None or phases == 1 else phase + 1, ms, ms / total, device.operations[phase, name])
+        for (phase, name), ms in sorted(device.parts.items(), key=_in_order)
+    ]
+    in_rounds, count = call - overhead, sum(device.operations.values())
+    products = device.kinds["products"]
+    compiling = 0.0 if program is None else measured.compile
+    evaluation_compile = max(measured.evaluate_first - measured.evaluate, 0.0) if simulation.evaluators else 0.0
+    achieved = device.cost.flops / products / 1e6 if products else 0.0
+    return Profile(
+        algorithm=simulation.info.algorithm,
+        plan=simulation.info.plan,
+        devices=mesh.devices.size,
+        clients=measured.clients,
+        gradients=measured.gradients,
+        rounds_timed=measured.calls * measured.rounds,
+        ms=total,
+        parts=parts,
+        kinds={kind: ms for kind, ms in sorted(device.kinds.items(), key=lambda item: -item[1]) if ms > 0},
+        compile_seconds=compiling,
+        evaluation_compile_seconds=evaluation_compile,
+        evaluation_ms=1e3 * measured.evaluate,
+        limits=machine,
+        verdict=judge(
+            simulation,
+            device.kinds,
+            products_of_limit=achieved / machine.gflops,
+            compile_seconds=compiling + evaluation_compile,
+            microseconds=1e3 * in_rounds / count if count else 0.0,
+        ),
+        notes=notes,
+        gflops=device.cost.flops / in_rounds / 1e6,
+        gflops_in_products=achieved,
+        gigabytes=device.cost.bytes / in_rounds / 1e6,
+        flops_a_round=device.cost.flops,
+        bytes_a_round=device.cost.bytes,
+        operations=count,
+        operation_microseconds=1e3 * in_rounds / count if count else 0.0,
+    )
+
+
+def algorithm_phases(simulation: Simulation) -> tuple:
+    """The phases of the simulation's algorithm."""
+    return simulation.algorithm.phases
+
+
+def _in_order(item: tuple[tuple[int | None, str], float]) -> tuple:
+    (phase, name), _ = item
+    order = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
+    return (99 if phase is None else phase, order.index(name))
+
+
+def _how_traced(traced: Traced) -> str:
+    what = f"{traced.rounds} rounds" if traced.rounds > 1 else "one round"
+    if traced.clients < 1:
+        what += f" with {traced.clients:.0%} of its clients"
+    slower = traced.seconds / traced.untraced
+    return (
+        f"Shares are from a trace of {what}, which took {slower:.1f} times as long as without one; times are from"
+        " rounds without, and each operation's share is corrected for the tracing."
+    )
