@@ -1,0 +1,132 @@
+"""Where the time of the benchmarks' rounds goes, and what bounds it.
+
+``python -m benchmarks.profiles`` runs ``fedrax.profiling.profile`` on the four workloads with FedAvg, and on the first
+one with the methods whose cost ``benchmarks.methods`` compares, each in a fresh process on a quiet machine; it appends
+the profiles to ``results/profiles.jsonl`` and writes ``profiles.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import cache_directory
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.pages import markdown_table, number, write_page
+from benchmarks.points import measure_point
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.timing import RESULT_PREFIX
+from benchmarks.workloads import WORKLOADS
+
+RAW = RESULTS / "profiles.jsonl"
+ROUNDS = 300  # of the run that is looked into; only some of them are run
+POINTS = [(workload, "fedavg") for workload in WORKLOADS]
+POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg", "fedsaga", "mifa")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    parser.add_argument("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.point:
+        print(RESULT_PREFIX + json.dumps(profile_here(**json.loads(arguments.point))))
+        return
+    session = Session.start(RAW)
+    for workload, algorithm in POINTS:
+        arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
+        point = {"workload": workload, "algorithm": algorithm, "arrays": arrays}
+        result = measure_point("benchmarks.profiles", point, arguments.max_wait)
+        session.add({"workload": workload, "algorithm": algorithm} | result)
+        if "failed" in result:
+            raise SystemExit(f"error: {workload} {algorithm} failed: {result['failed'][-500:]}")
+        print(workload, algorithm, f"{result['profile']['ms']:.2f} ms a round", flush=True)
+    print("wrote", write_page(arguments.out / "profiles.md", sections(session)))
+
+
+def profile_here(workload: str, algorithm: str, arrays: str) -> dict[str, Any]:
+    """The profile of one workload in this process; FedAvg as in ``peers``, other methods as in ``methods``."""
+    from benchmarks.fedrax_problems import federation_of, model_of
+    from benchmarks.methods import adapted
+    from benchmarks.workloads import Arrays
+    from fedrax import FedAvg, LocalSGD, classification
+    from fedrax.algorithm import find_algorithm
+    from fedrax.profiling import profile
+    from fedrax.simulation import Settings
+
+    work = WORKLOADS[workload]
+    local = LocalSGD(lr=work.learning_rate, epochs=work.epochs, batch_size=work.batch, order="stored")
+    method = FedAvg(local=local) if algorithm == "fedavg" else adapted(find_algorithm(algorithm)())
+    settings = Settings(rounds=ROUNDS, cohort_size=work.cohort, eval_every=ROUNDS)
+    federation = federation_of(Arrays(arrays, channels_last=True))
+    return {"profile": profile(method, classification(model_of(work)), federation, settings).to_dict()}
+
+
+def sections(session: Session) -> list[str]:
+    """The page: one table of parts, phases added up, and one of what is achieved and what bounds it."""
+    runs = [(run["workload"], run["profile"], run["foreign_cpu"]) for run in session.runs]
+    names = {f"{workload} {profile['algorithm']}": profile for workload, profile, _ in runs}
+    text = (
+        f"Written by `python -m benchmarks.profiles` on {session.header['date']} from session "
+        f"`{session.header['id']}` of `profiles.jsonl`. The workloads are those of `benchmarks.peers`, the methods' "
+        "local work that of `benchmarks.methods`; `fedrax profile` explains its figures in the documentation of "
+        f"performance.\n\n{session.machine_text()} No accelerator is used."
+    )
+    parts = list(dict.fromkeys(part["name"] for profile in names.values() for part in profile["parts"]))
+    body = [
+        (
+            name,
+            f"{profile['ms']:.2f}",
+            *(percent(sum(p["share"] for p in profile["parts"] if p["name"] == part)) for part in parts),
+        )
+        for name, profile in names.items()
+    ]
+    achieved = [
+        (
+            f"{workload} {p['algorithm']}",
+            number(p["gflops"]),
+            number(p["gflops_in_products"]),
+            number(p["limits"]["gflops"]),
+            number(p["gigabytes"]),
+            number(p["limits"]["gigabytes"]),
+            f"{p['operations']:,.0f}",
+            f"{p['operation_microseconds']:.2f}",
+            ", ".join(f"{kind} {ms / p['ms']:.0%}" for kind, ms in p["kinds"].items() if ms >= 0.02 * p["ms"]),
+            f"{foreign:.2f}",
+        )
+        for workload, p, foreign in runs
+    ]
+    head = (
+        "",
+        "GFLOP/s",
+        "in products",
+        "limit",
+        "GB/s touched",
+        "memory's limit",
+        "operations a round and device",
+        "µs each",
+        "bounds",
+        "foreign CPU",
+    )
+    sentences = "\n".join(f"- {name}: {profile['verdict']['sentence']}" for name, profile in names.items())
+    return [
+        "# Where a round's time goes",
+        text,
+        "## Parts of a round",
+        markdown_table(("", "ms", *parts), body),
+        "## What is achieved, and what bounds it",
+        markdown_table(head, achieved),
+        sentences,
+    ]
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 else ""
+
+
+if __name__ == "__main__":
+    main()
