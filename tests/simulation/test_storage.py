@@ -3,8 +3,11 @@
 import errno
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.simulation import NonFiniteError, backend, checkpoint, row_file, storage
+from fedrax.simulation import NonFiniteError, backend, checkpoint, evaluate, row_file, storage
+from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
@@ -102,8 +106,6 @@ def test_samples_that_are_converted():
 
 def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
     """On each device only the block's clients' samples, one copy each, and only the rows of their states."""
-    from fedrax.simulation.engine import Engine
-
     seen, whole = [], Engine.run
 
     def spy(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
@@ -135,6 +137,52 @@ def test_different_blocks_share_a_program(caplog: pytest.LogCaptureFixture):
         task = fedrax.Task(init=TASK.init, loss=TASK.loss)
         run(SCAFFOLD, task=task, rounds=30, eval_every=5, stragglers=0.3, **AWAY)
     assert sum("Compiling jit(run_block)" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    """No block but the last ends before the samples of the next one are on the devices."""
+    made = queue.Queue()
+    whole, place = Engine.run, storage.Streamer.place
+
+    def slow(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
+        first = int(xs.round[0])
+        assert first == 0 or first in done
+        if first + rounds < 6:
+            done.append(made.get(timeout=60))
+        return whole(self, algorithm, carry, key, xs, rounds)
+
+    def notice(self: storage.Streamer, xs: Any, rounds: int) -> Any:
+        placed = place(self, xs, rounds)
+        if threading.current_thread() is not threading.main_thread():
+            made.put(int(xs.round[0]))
+        return placed
+
+    done: list[int] = []
+    monkeypatch.setattr(Engine, "run", slow)
+    monkeypatch.setattr(storage.Streamer, "place", notice)
+    run(SCAFFOLD, rounds=6, eval_every=2, **AWAY)
+    assert done and done[-1] >= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedrax-samples")]
+
+
+@pytest.mark.parametrize("rows", [6, 7, 23, 43])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
+    """The same value of each sample, whatever fits into a piece."""
+    monkeypatch.setattr(evaluate, "_ROWS", 7)
+    evaluate.compiled_evaluation.cache_clear()
+    rng = np.random.default_rng(rows)
+    batch = fedrax.Batch(rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32))
+    params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), TASK.init(jax.random.key(0)))
+    mesh = backend.make_mesh(devices)
+    expected = evaluate.Evaluator(TASK, mesh, batch).per_sample(params)
+    for most in (1, 300, 1 << 20):
+        monkeypatch.setattr(evaluate, "_PIECE_BYTES", most)
+        found = evaluate.StreamedEvaluator(TASK, mesh, batch).per_sample(params)
+        assert found.keys() == expected.keys() == {"loss", "accuracy"}
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+    evaluate.compiled_evaluation.cache_clear()
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -210,6 +258,31 @@ def test_the_sick_client_is_named(plan: str, tmp_path: Path):
         assert one.files == other.files and len(one.files) > 4
         for file in set(one.files) - {"meta"}:
             assert one[file].tobytes() == other[file].tobytes()
+
+
+def test_killed_and_resumed(tmp_path: Path):
+    """Nothing but the checkpoint is left, and the run ends as the uninterrupted one."""
+    code = f"""
+import os, signal
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_disable_most_optimizations", True)  # as here, or the last digits differ
+from tests.simulation.test_storage import AWAY, SCAFFOLD, run
+class Kill:
+    def start(self, info): pass
+    def event(self, event):
+        if event["round"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+run(SCAFFOLD, rounds=9, checkpoint_every=2, directory={str(tmp_path)!r}, sinks=[Kill()], **AWAY)
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=200)
+    assert killed.returncode == -signal.SIGKILL
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE}
+    assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] == 4
+    resumed = run(SCAFFOLD, rounds=9, checkpoint_every=2, directory=tmp_path, resume=True, **AWAY)
+    assert_identical(resumed, run(SCAFFOLD, rounds=9))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")

@@ -27,9 +27,9 @@ from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
-_BLOCK_BYTES = 128 << 20
+_BLOCK_BYTES = 64 << 20
 """Of one block's samples, and of its states, on an accelerator or on all CPU devices together. Longer blocks save
-nothing: copying as much takes far longer than starting a block."""
+nothing: copying as much takes far longer than starting a block, and larger arrays cost page faults every time."""
 
 
 # -- where things lie ----------------------------------------------------------------------------------------------
@@ -187,6 +187,8 @@ class Spill:
         largest = planner.most_places
         # Every round of the run is planned already: this is room for all of them, so no block compiles anew.
         self.room = max(largest, min(fits, self.capacity, longest * largest))
+        room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
+        self._tables = jax.tree.map(room, self.files)
 
     def rounds_that_fit(self, xs: Block, rounds: int) -> int:
         """How many of the first rounds have room."""
@@ -202,13 +204,13 @@ class Spill:
     def read(self, rows: list[np.ndarray]) -> Tree:
         """A store on the devices with each device's ``rows``."""
 
-        def one(file: RowFile) -> np.ndarray:
-            table = np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)
+        def one(file: RowFile, table: np.ndarray) -> np.ndarray:
             for d, mine in enumerate(rows):
                 file.read(mine, table[d, : len(mine)])
             return table.reshape(-1, *file.shape[1:])
 
-        return jax.device_put(jax.tree.map(one, self.files), self.sharding, may_alias=False)
+        # The devices copy the tables, and have done so before the next block fills them again.
+        return jax.device_put(jax.tree.map(one, self.files, self._tables), self.sharding, may_alias=False)
 
     def write(self, rows: list[np.ndarray], store: Tree) -> None:
         """Each device's ``rows`` from the store on the devices."""
