@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_the_old_one(saved: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((np, "savez"), (os, "fsync"), (os, "replace")):
+    for module, name in ((np.lib.format, "write_array"), (os, "fsync"), (os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(FedraxError, match="No space left on device"):

@@ -142,9 +142,13 @@ class Federation:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """``array`` itself if it is C-contiguous and starts at a multiple of 64 bytes, else a copy that is."""
+    """``array`` itself if it is C-contiguous and starts at a multiple of 64 bytes, else a copy that is.
+
+    A memory-mapped array stays one, and unread: an array in a .npy file starts at a multiple of 64 bytes.
+    """
+    array = np.asarray(array)
     placed = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
-    if placed and array.flags.c_contiguous and type(array) is np.ndarray:
+    if placed and array.flags.c_contiguous:
         return array
     copy = _aligned_empty(array.shape, array.dtype)
     copy[...] = array

@@ -21,6 +21,7 @@ from fedrax.profiling.trace import Timeline
 from fedrax.simulation.cohorts import Block
 from fedrax.simulation.engine import compiled_block
 from fedrax.simulation.run import Simulation
+from fedrax.simulation.storage import Portion
 
 _ROUNDS_A_CALL = 64
 _SECONDS = 2.0
@@ -98,27 +99,36 @@ class Stopwatch:
         sim = self.simulation
         block = min(sim.settings.eval_every, sim.settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL)
         made = Measurement(rounds=block, calls=0, notes=other_work())
+        sim.storage = sim._storage()
+        try:
+            self._measure(made, block)
+        finally:
+            sim.storage.close(failed=True)
+        return made
+
+    def _measure(self, made: Measurement, block: int) -> None:
+        sim = self.simulation
         self._carry = sim._fresh()
         self._run = sim.engine.run
-        first = sim.planner.block(0, 1, _ROUNDS_A_CALL)
+        first = sim.storage.portion(0, 1)
         if sim.plan in ("scan", "vmap"):
             self._compile(made, first)
-        self._call(first, 1)  # a first one, to warm up
-        seconds = self._call(first, 1)[0]
+        self._call(first)  # a first one, to warm up
+        seconds = self._call(first)[0]
         # calls as long as a run's, which aims at one second
         block = made.rounds = max(1, min(block, int(1 / max(seconds, 1e-6))))
         self._blocks(made)
         self._evaluations(made)
         if made.program is not None:
             self._trace(made, made.program)
-        return made
 
-    def _compile(self, made: Measurement, xs: Block) -> None:
+    def _compile(self, made: Measurement, portion: Portion) -> None:
         sim = self.simulation
+        self._bring(portion)
         program = compiled_block(sim.engine.program, sim.engine.mesh)
         began = time.perf_counter()
         with compiling_anew():
-            lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, xs, np.int32(1))
+            lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, portion.xs, np.int32(1))
             compiled = lowered.compile()
         made.compile = time.perf_counter() - began
         made.program = ProgramText(compiled.as_text() or "")
@@ -128,12 +138,21 @@ class Stopwatch:
             return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
 
         self._run = run
+        self._carry = sim.storage.settle(self._carry, portion)
 
-    def _call(self, xs: Block, rounds: int) -> tuple[float, dict]:
+    def _bring(self, portion: Portion) -> None:
+        """The block's samples and client states to the devices, where they are not always there."""
+        if portion.samples is not None:
+            self.simulation.engine.samples = portion.samples
+        self._carry = self.simulation.storage.bring(self._carry, portion)
+
+    def _call(self, portion: Portion) -> tuple[float, dict]:
         """(seconds, records) of a call."""
         sim, began = self.simulation, time.perf_counter()
-        self._carry, records = self._run(sim.algorithm, self._carry, sim.key, xs, rounds)
+        self._bring(portion)
+        self._carry, records = self._run(sim.algorithm, self._carry, sim.key, portion.xs, portion.rounds)
         jax.block_until_ready(self._carry)
+        self._carry = sim.storage.settle(self._carry, portion)
         seconds = time.perf_counter() - began
         if not np.all(records["sound"]):
             raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: a smaller step size may help")
@@ -146,15 +165,16 @@ class Stopwatch:
         wanted = None if self.rounds is None else max(1, round(self.rounds / made.rounds))
         while (sum(calls) < _SECONDS or len(calls) < 3) if wanted is None else len(calls) < wanted:
             began = time.perf_counter()
-            xs = sim.planner.block(len(calls) % places * made.rounds, made.rounds, _ROUNDS_A_CALL)
+            portion = sim.storage.portion(len(calls) % places * made.rounds, made.rounds)
             planned = time.perf_counter()
-            seconds, records = self._call(xs, made.rounds)
+            seconds, records = self._call(portion)
             called = time.perf_counter()
-            sim.events_of(records, xs, [], 0.0)
-            events.append(time.perf_counter() - called)
-            planning.append(planned - began)
-            calls.append(seconds)
-            clients.append(xs.count[: made.rounds].sum(1).mean())
+            sim.events_of(records, portion.xs, [], 0.0)
+            share = made.rounds / portion.rounds  # where samples or states are not on the devices, blocks can be cut
+            events.append(share * (time.perf_counter() - called))
+            planning.append(share * (planned - began))
+            calls.append(share * seconds)
+            clients.append(portion.xs.count[: portion.rounds].sum(1).mean())
             gradients.append(np.mean(records["gradients"]))
             if wanted is None and sum(calls) > 30 * _SECONDS:
                 break  # rounds of minutes
@@ -176,15 +196,16 @@ class Stopwatch:
         """Trace as many rounds as fit the time, or a part of one round's clients."""
         sim, seconds = self.simulation, made.call / made.rounds
         rounds = max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))
-        xs, share = sim.planner.block(0, rounds, _ROUNDS_A_CALL), 1.0
+        portion, share = sim.storage.portion(0, rounds), 1.0
+        xs, rounds = portion.xs, portion.rounds
         if seconds > _TRACED_SECONDS:
             whole = xs.count.sum()
             kept = np.ceil(xs.count * _TRACED_SECONDS / seconds).astype(np.int32)
-            xs, share = xs._replace(count=kept), float(kept.sum() / whole)
+            portion, share = portion._replace(xs=xs._replace(count=kept)), float(kept.sum() / whole)
         # the shortest of a few: other work on the machine only ever adds time
-        untraced = min(self._call(xs, rounds)[0] for _ in range(5))
+        untraced = min(self._call(portion)[0] for _ in range(5))
         for _ in range(1 if self.keep else 3):
-            (seconds, _), timelines = trace.record(lambda: self._call(xs, rounds), program, self.keep)
+            (seconds, _), timelines = trace.record(lambda: self._call(portion), program, self.keep)
             if made.traced is None or seconds < made.traced.seconds:
                 made.traced = Traced(rounds, share, seconds, untraced, timelines)
 

@@ -187,6 +187,11 @@ class Planner:
         """Rows of client state a device needs."""
         return max(1, *self.rows) if self.devices > 1 else max(1, self.rows[0])
 
+    @property
+    def most_places(self) -> int:
+        """The most clients any device has in a round; for planners of clients with state."""
+        return max(len(places) for assigned in self._assigned.values() for places in assigned)
+
     def owners(self) -> np.ndarray:
         """The client of each row of the state store, all devices' one after another; int32, -1 where none."""
         owners = np.full(self.capacity * self.devices if self.stateful else 0, -1, np.int32)

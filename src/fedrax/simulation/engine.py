@@ -38,10 +38,15 @@ def share_of(xs: Block, r: int, d: int) -> Block:
     return Block(*(None if value is None else value[pick[name]] for name, value in xs._asdict().items()))  # type: ignore[arg-type]
 
 
-def whole_round(xs: Block, r: int, rows: int) -> Block:
-    """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device."""
+def whole_round(xs: Block, r: int, rows: int, samples: int = 0) -> Block:
+    """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device.
+
+    And offsets through ``samples`` samples a device, where each has its own.
+    """
     shares = [share_of(xs, r, d) for d in range(xs.count.shape[1])]
-    shares = [share._replace(slot=share.slot + d * rows) for d, share in enumerate(shares)]
+    shares = [
+        share._replace(slot=share.slot + d * rows, offset=share.offset + d * samples) for d, share in enumerate(shares)
+    ]
     joined = {
         name: np.concatenate([getattr(share, name)[: share.count] for share in shares])
         for name in BY_DEVICE
@@ -59,6 +64,8 @@ class Program(NamedTuple):
     chunk: int
     """Clients side by side; 0: one after another (plan scan)."""
     unroll: bool = False
+    own_samples: bool = False
+    """Each device holds samples of its own clients only, instead of all."""
 
 
 class Carry(NamedTuple):
@@ -324,7 +331,7 @@ def compiled_block(program: Program, mesh: Mesh) -> Callable:
     sharded = jax.shard_map(
         partial(run_block, program, AXIS),
         mesh=mesh,
-        in_specs=(P(), Carry(P(), P(AXIS)), P(), P(), specs, P()),
+        in_specs=(P(), Carry(P(), P(AXIS)), P(AXIS) if program.own_samples else P(), P(), specs, P()),
         out_specs=(Carry(P(), P(AXIS)), P()),
         check_vma=False,
     )
@@ -347,12 +354,15 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
 
 
 class Engine:
-    """Compiles and runs blocks of rounds on a mesh."""
+    """Compiles and runs blocks of rounds on a mesh.
 
-    def __init__(self, program: Program, mesh: Mesh, samples: Tree):
+    ``samples`` are put on every device. Without them (None) the attribute is set before each block instead.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, samples: Tree | None):
         self.program, self.mesh = program, mesh
         self.devices = mesh.devices.size
-        self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
+        self.samples = None if samples is None else jax.device_put(samples, NamedSharding(mesh, P()))
         self.store_sharding = NamedSharding(mesh, P(AXIS))
         self._block = self._compile()
 

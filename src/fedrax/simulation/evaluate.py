@@ -13,10 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.simulation.engine import AXIS
+from fedrax.simulation.storage import release
 from fedrax.tree import Tree
 
 _ROWS = 100
 """Of one chunk: a convolution's columns take half a megabyte an image."""
+_PIECE_BYTES = 64 << 20
+"""Of streamed samples at a time."""
 
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
@@ -25,12 +28,17 @@ def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     return values | {name: metric(params, samples) for name, metric in task.metrics.items()}
 
 
+def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
+    """(rows of a chunk, first row of each chunk): equally many chunks for each device; the last may overlap."""
+    chunk = min(_ROWS, rows)
+    per_device = -(-rows // (chunk * devices))
+    return chunk, np.minimum(np.arange(per_device * devices) * chunk, rows - chunk)
+
+
 @lru_cache(maxsize=16)
 def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.ndarray]:
     """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk)."""
-    chunk = min(_ROWS, rows)
-    per_device = -(-rows // (chunk * mesh.devices.size))
-    starts = np.minimum(np.arange(per_device * mesh.devices.size) * chunk, rows - chunk)  # the last may overlap
+    chunk, starts = chunk_starts(rows, mesh.devices.size)
 
     def on_device(params: Tree, samples: Any, starts: Array) -> dict[str, Array]:
         def one(start: Array) -> dict[str, Array]:
@@ -42,6 +50,18 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.
 
     sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
     return jax.jit(sharded), starts
+
+
+@lru_cache(maxsize=16)
+def compiled_piece(task: Any, mesh: Mesh) -> Callable:
+    """Function (params, samples in chunks [chunks, rows of a chunk, ...]) -> values by name, shaped alike."""
+
+    def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
+        return jax.lax.map(lambda part: sample_values(task, params, part), chunks)
+
+    return jax.jit(
+        jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False),
+    )
 
 
 class Evaluator:
@@ -56,12 +76,14 @@ class Evaluator:
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
         """Loss and metrics of every sample, float64 [rows] by name."""
         result = {}
-        for name, values in self._run(params, self.samples, self._starts).items():
-            flat, values = np.empty(self.rows), np.asarray(values)
-            for start, chunk in zip(self._starts, values, strict=True):
-                flat[start : start + len(chunk)] = chunk
-            result[name] = flat
+        self._collect(result, self._starts, self._run(params, self.samples, self._starts))
         return result
+
+    def _collect(self, result: dict[str, np.ndarray], starts: np.ndarray, values: dict[str, Array]) -> None:
+        for name, chunks in values.items():
+            flat = result.setdefault(name, np.empty(self.rows))
+            for start, chunk in zip(starts, np.asarray(chunks), strict=True):
+                flat[start : start + len(chunk)] = chunk
 
     def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
         """Means over samples as ``{prefix}_{name}``; per client also the worst, mean and deviation over clients.
@@ -81,3 +103,36 @@ class Evaluator:
                 result[f"{prefix}_{name}_client_mean"] = float(by_client.mean())
                 result[f"{prefix}_{name}_client_std"] = float(by_client.std())
         return result
+
+
+class StreamedEvaluator(Evaluator):
+    """The same on samples that stay on the host: the devices get a few chunks at a time, the next while at work."""
+
+    def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
+        self.rows, self.samples, self.offsets = len(jax.tree.leaves(samples)[0]), samples, offsets
+        self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
+        self._run, self._sharding = compiled_piece(task, mesh), NamedSharding(mesh, P(AXIS))
+        row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
+        at_once = max(1, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))
+        self._at_once = min(at_once * mesh.devices.size, len(self._starts))
+
+    def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
+        """Loss and metrics of every sample, float64 [rows] by name."""
+        result, before = {}, None
+        for first in range(0, len(self._starts), self._at_once):
+            starts = self._starts[np.minimum(np.arange(first, first + self._at_once), len(self._starts) - 1)]
+            values = self._run(params, jax.device_put(self._take(starts), self._sharding))
+            if before is not None:
+                self._collect(result, *before)
+            before = starts, values
+        if before is not None:
+            self._collect(result, *before)
+        return result
+
+    def _take(self, starts: np.ndarray) -> Any:
+        def take(array: np.ndarray) -> np.ndarray:
+            piece = np.stack([array[start : start + self._chunk] for start in starts])
+            release(array)
+            return piece
+
+        return jax.tree.map(take, self.samples)

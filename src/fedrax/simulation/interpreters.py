@@ -42,7 +42,7 @@ class NonFiniteError(FedraxError):
 class LoopEngine(Engine):
     """Plan ``loop``: clients are dispatched from Python, in turn over the devices, which work in parallel."""
 
-    def __init__(self, program: Program, mesh: Mesh, samples: Tree):
+    def __init__(self, program: Program, mesh: Mesh, samples: Tree | None):
         super().__init__(program._replace(unroll=True), mesh, samples)
         self._start = jax.jit(self._start_phase, static_argnums=(0,))
         self._step = jax.jit(self._step_client, static_argnums=(0,), donate_argnums=(2,))

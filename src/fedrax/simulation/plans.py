@@ -27,8 +27,8 @@ def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tup
     return plan, max(1, min(share, int(budget / (12 * max(tree.num_bytes(params), 1)))))
 
 
-def describe(mesh: Any, plan: str, chunk: int) -> str:
-    """The plan in words: 'scan: one client after another on each of 2 CPU cores'."""
+def describe(mesh: Any, plan: str, chunk: int, streamed: bool = False, spilled: bool = False) -> str:
+    """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'."""
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
     where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
@@ -38,4 +38,5 @@ def describe(mesh: Any, plan: str, chunk: int) -> str:
         "loop": "one compiled call a client",
         "debug": "step by step without compilation",
     }[plan]
-    return f"{plan}: {how} on {where}"
+    extra = ", samples streamed" * streamed + ", client states on disk" * spilled
+    return f"{plan}: {how} on {where}{extra}"

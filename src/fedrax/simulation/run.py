@@ -27,13 +27,14 @@ from fedrax.simulation import backend, checkpoint
 from fedrax.simulation.cohorts import Planner, Sampler, check_blocks
 from fedrax.simulation.communication import message_bytes
 from fedrax.simulation.engine import Carry, Engine, Program, whole_round
-from fedrax.simulation.evaluate import Evaluator
+from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
 from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, read_events
 from fedrax.simulation.interpreters import DebugEngine, LoopEngine, NonFiniteError
 from fedrax.simulation.plans import choose_plan, describe
 from fedrax.simulation.process import Interrupted, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
 from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.storage import Portion, Spill, Storage, Streamer, choose
 from fedrax.task import Batch, Task
 from fedrax.tree import Tree
 
@@ -129,15 +130,19 @@ class Simulation:
             chunk=max(chunk, 1),
             script=script,
         )
-        program = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk)
-        engines = {"loop": LoopEngine, "debug": DebugEngine}
         samples = Batch(*federation.train)
-        self.engine = engines.get(self.plan, Engine)(program, mesh, samples)  # type: ignore[arg-type]
+        store_bytes = self.planner.capacity * tree.num_bytes(self.initial_client) if stateful else 0
+        self.streamed, self.spilled = choose(settings, mesh, samples, store_bytes)
+        layout = Layout.of(federation.sizes)
+        program = Program(task, layout, federation.num_clients, chunk, own_samples=self.streamed)
+        engines = {"loop": LoopEngine, "debug": DebugEngine}
+        self.engine = engines.get(self.plan, Engine)(program, mesh, None if self.streamed else samples)  # type: ignore[arg-type]
+        self.samples = samples
         self.evaluators = self._evaluators(federation, mesh)
         down, up = message_bytes(program, algorithm, self.start, self.initial_client, samples)
         self.info = RunInfo(
             algorithm=type(algorithm).__name__,
-            plan=describe(mesh, self.plan, chunk),
+            plan=describe(mesh, self.plan, chunk, self.streamed, self.spilled),
             rounds=settings.rounds,
             first_round=0,
             cohort_size=sampler.largest,
@@ -157,12 +162,14 @@ class Simulation:
         if len(federation.test[1]):
             found["test"] = Evaluator(self.task, mesh, Batch(*federation.test), federation.test_offsets)
         if self.settings.eval_train or (self.settings.per_client and federation.test_offsets is None):
-            found["train"] = Evaluator(self.task, mesh, self.engine.samples, federation.offsets)
+            kind, samples = (StreamedEvaluator, self.samples) if self.streamed else (Evaluator, self.engine.samples)
+            found["train"] = kind(self.task, mesh, samples, federation.offsets)
         return found
 
     def _identity(self, federation: Federation, params: Tree | None) -> str:
         """A digest of what decides the numbers; a checkpoint of another is refused."""
-        settings = dataclasses.replace(self.settings, rounds=0, checkpoint_every=None)
+        same = {"rounds": 0, "checkpoint_every": None, "samples": "auto", "states": "auto"}
+        settings = dataclasses.replace(self.settings, **same)
         what = hashlib.sha256(repr((self.algorithm, settings)).encode())
         for array in (federation.sizes, *([] if params is None else jax.tree.leaves(self.start))):
             what.update(np.asarray(array).tobytes())
@@ -170,9 +177,17 @@ class Simulation:
 
     # -- state -------------------------------------------------------------------------------------------------
 
+    def _storage(self) -> Storage:
+        every = (self.settings.rounds, self.settings.eval_every, self.settings.checkpoint_every or _LONGEST_BLOCK)
+        where, longest = (self.planner, self.engine.mesh), min(_LONGEST_BLOCK, *every)
+        streamer = Streamer(self.samples, *where, longest) if self.streamed else None
+        spill = Spill(self.initial_client, *where, longest, self.directory) if self.spilled else None
+        return Storage(self.planner, _LONGEST_BLOCK, streamer, spill)
+
     def _fresh(self) -> Carry:
-        server = jax.jit(partial(self.algorithm.init, num_clients=self.info.num_clients))(self.start)
-        store = self.engine.new_store(self.initial_client, self.planner.capacity) if self.planner.stateful else ()
+        server, store = jax.jit(partial(self.algorithm.init, num_clients=self.info.num_clients))(self.start), ()
+        if self.planner.stateful and self.storage.spill is None:
+            store = self.engine.new_store(self.initial_client, self.planner.capacity)
         return self.engine.put(server, ())._replace(store=store)  # the store is nobody else's: no copy
 
     def _restore(self) -> tuple[Carry, list[Event]]:
@@ -189,7 +204,8 @@ class Simulation:
             raise FedraxError(f"{self.directory} is at round {done}, beyond the {self.settings.rounds} asked for")
         if done < self.settings.rounds and self.planner.stateful and not meta["rows"]:
             raise FedraxError(f"the finished run in {self.directory} kept no client states: it cannot go on")
-        saved = checkpoint.load(where, jax.eval_shape(lambda: self._state_like(meta["rows"])))[0]
+        like = jax.eval_shape(lambda: self._state_like(meta["rows"]))
+        saved = checkpoint.load(where, like, in_pieces="store" if self.spilled else None)[0]
         events = read_events(self.directory)
         if len(events) < done:
             raise FedraxError(f"{self.directory} has {len(events)} events, fewer than its checkpoint's {done}")
@@ -203,11 +219,14 @@ class Simulation:
     def _rehouse(self, saved: Saved) -> Tree:
         """Saved client state where this run keeps it: more rounds or other devices give clients other rows."""
         owners = self.planner.owners()
-        if np.array_equal(saved.owners, owners):
+        if self.storage.spill is None and np.array_equal(saved.owners, owners):
             return saved.store
         row_of = {client: row for row, client in enumerate(owners.tolist()) if client >= 0}
         moves = [(row, row_of[c]) for row, c in enumerate(saved.owners.tolist()) if c in row_of]
         old, new = np.array(moves, int).reshape(-1, 2).T
+        if self.storage.spill is not None:
+            self.storage.spill.fill(saved.store, old, new)
+            return ()
 
         def move(initial: Any, rows: np.ndarray) -> np.ndarray:
             table = np.repeat(np.asarray(initial)[None], len(owners), 0)
@@ -217,9 +236,9 @@ class Simulation:
         return jax.tree.map(move, self.initial_client, saved.store)
 
     def _save(self, name: str, carry: Carry, round: int, clients: bool = True, **more: str) -> None:
-        owners, store = self.planner.owners(), carry.store
+        owners, store = self.planner.owners(), self.storage.store(carry)
         if not clients:
-            owners, store = owners[:0], jax.tree.map(lambda a: np.asarray(a[:0]), store)
+            owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
         meta = {"round": round, "rows": len(owners), "identity": self.identity, "algorithm": self.info.algorithm}
         if self.directory is not None:
             checkpoint.save(self.directory / name, Saved(carry.server, store, owners), meta | more)
@@ -230,6 +249,7 @@ class Simulation:
         """All rounds, from the start or from the directory's checkpoint."""
         if resume and self.directory is None:
             raise FedraxError("there is no directory to resume a run from")
+        self.storage = self._storage()
         carry, events = self._restore() if resume else (self._fresh(), [])
         if self.directory is not None:
             for name in ("failure",) if resume else ("checkpoint", "failure"):
@@ -246,6 +266,7 @@ class Simulation:
             result = self._result(carry, events, stopped)
             return result
         finally:
+            self.storage.close(failed=result is None)
             if log is not None:
                 log.close()
             for sink in sinks:
@@ -263,11 +284,12 @@ class Simulation:
         stopped = "target" if self._reached(events) else "rounds"
         while len(events) < self.settings.rounds and stopped == "rounds":
             began = time.monotonic()
-            rounds = min(pace, self._until_stop(len(events)))
-            xs = self.planner.block(len(events), rounds, _LONGEST_BLOCK)
-            carry, records = self.engine.run(self.algorithm, carry, self.key, xs, rounds)
+            portion = self.storage.portion(len(events), min(pace, self._until_stop(len(events))))
+            xs, rounds = portion.xs, portion.rounds
+            carry, records = self._block(carry, portion, len(events) + rounds, pace)
             if not records["sound"].all():
-                self._fail(carry, xs, records, events, log, sinks)
+                self._fail(carry, portion, records, events, log, sinks)
+            carry = self.storage.settle(carry, portion)
             new = self.events_of(records, xs, events, time.monotonic() - began)
             lost, evaluate = None, (len(events) + rounds) % self.settings.eval_every == 0
             if evaluate or len(events) + rounds == self.settings.rounds:
@@ -292,6 +314,15 @@ class Simulation:
             if interrupted.is_set() and not over:
                 raise Interrupted
         return carry, stopped
+
+    def _block(self, carry: Carry, portion: Portion, after: int, pace: int) -> tuple[Carry, dict]:
+        """Run a block, while the one of the rounds ``after`` it is made."""
+        if portion.samples is not None:
+            self.engine.samples = portion.samples
+        if after < self.settings.rounds:
+            self.storage.make_ahead(after, min(pace, self._until_stop(after)))
+        carry = self.storage.bring(carry, portion)
+        return self.engine.run(self.algorithm, carry, self.key, portion.xs, portion.rounds)
 
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, end."""
@@ -337,7 +368,7 @@ class Simulation:
             plan=self.info.plan,
             stopped=stopped,
             directory=self.directory,
-            store=carry.store,
+            store=self.storage.store(carry),
             homes=homes,
             initial_client=self.initial_client,
         )
@@ -345,7 +376,7 @@ class Simulation:
     def _fail(
         self,
         carry: Carry,
-        xs: Any,
+        portion: Portion,
         records: dict,
         events: list[Event],
         log: EventFile | None,
@@ -355,8 +386,9 @@ class Simulation:
         r = int(np.argmin(records["sound"]))
         if r:
             sound = {name: values[:r] for name, values in records.items()}
-            report(self.events_of(sound, xs, events, 0.0), events, log, sinks)
-        self._stop(self._culprit(carry, xs, r), carry, events, "the state it starts from")
+            report(self.events_of(sound, portion.xs, events, 0.0), events, log, sinks)
+        message = self._culprit(carry, portion.xs, r)
+        self._stop(message, self.storage.settle(carry, portion), events, "the state it starts from")
 
     def _stop(self, message: str, carry: Carry, events: list[Event], what: str) -> None:
         """Keep the state and raise NonFiniteError."""
@@ -375,8 +407,10 @@ class Simulation:
 
     def _culprit(self, carry: Carry, xs: Any, r: int) -> str:
         """Repeat the round client by client from its starting state; the first non-finite tensor, in words."""
-        debug = DebugEngine(self.engine.program._replace(chunk=0), backend.make_mesh(1), self.engine.samples)
-        share = whole_round(xs, r, self.planner.capacity)
+        program = self.engine.program._replace(chunk=0, own_samples=False)
+        debug = DebugEngine(program, backend.make_mesh(1), self.engine.samples)
+        a_device = lambda rows: next((len(a) // self.engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
+        share = whole_round(xs, r, a_device(carry.store), a_device(self.engine.samples) if self.streamed else 0)
         store = jax.tree.map(lambda a: np.asarray(a[share.slot]), carry.store)
         server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
         share = share._replace(slot=np.arange(len(share.slot), dtype=np.int32))

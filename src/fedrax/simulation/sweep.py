@@ -57,6 +57,8 @@ def sweep(
     Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds of their events are
     those of all runs.
 
+    Runs with samples streamed or client states on disk go in turn.
+
     Raises FedraxError if the algorithms cannot run together.
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
@@ -68,7 +70,12 @@ def sweep(
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         runs = [Simulation(algorithms[0], task, federation, each, None, None, None) for each in one]
-        if mode == "auto":
+        apart = runs[0].streamed or runs[0].spilled
+        if apart and mode == "together":
+            raise FedraxError("runs together keep samples and client states on the devices: run them in turn")
+        if apart:
+            mode = "in turn"
+        elif mode == "auto":
             mode = "together" if _pays(algorithms, runs[0], settings) else "in turn"
         if mode == "together":
             return _Together(algorithms, runs).run()

@@ -1,0 +1,513 @@
+"""Samples on the host and client states on disk: the same numbers as with everything on the devices."""
+
+import errno
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError
+from fedrax.simulation import NonFiniteError, backend, checkpoint, evaluate, row_file, storage
+from fedrax.simulation.engine import Engine
+from fedrax.simulation.row_file import RowFile
+from fedrax.simulation.settings import Settings
+from tests.simulation.problems import (
+    FEATURES,
+    FEDERATION,
+    LOCAL,
+    TASK,
+    assert_identical,
+    bytes_of,
+    make_federation,
+    run,
+)
+
+SCAFFOLD = fedrax.Scaffold(local=LOCAL)
+AWAY = {"samples": "streamed", "states": "spilled"}
+METHODS = {
+    "fedavg": fedrax.FedAvg(local=LOCAL),
+    "scaffold": SCAFFOLD,
+    "losac": fedrax.LoSAC(local=fedrax.LocalSGD(lr=0.05, steps=3, blocks=2)),
+    "mifa": fedrax.MIFA(local=LOCAL),
+    "episode": fedrax.Episode(gamma=0.05, local=LOCAL),
+}
+OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
+
+
+def open_files() -> set[str]:
+    """What this process has open or mapped that has no name any more."""
+    links = [f"/proc/self/fd/{entry}" for entry in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.lexists(link) and "(deleted)" in os.readlink(link)}
+
+
+# -- the same numbers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1 << 30, 1200, 1], ids=["roomy", "tight", "no room"])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes for a block's samples and states: any block fits, a round or two fit, or not even one round does."""
+    monkeypatch.setattr(storage, "_BLOCK_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_on_two_devices(name: str, room: int):
+    away = run(METHODS[name], **AWAY, **OPTIONS)
+    assert_identical(away, run(METHODS[name], **OPTIONS))
+    assert away.plan.endswith(", samples streamed" + ", client states on disk" * (name not in ("fedavg", "episode")))
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices"), [("scan", 1), ("vmap", 1), ("vmap", 2), ("loop", 1), ("loop", 2), ("debug", 1)]
+)
+def test_every_plan(plan: str, devices: int):
+    options = OPTIONS | {"plan": plan, "devices": devices, "chunk": 2, "rounds": 4}
+    away = run(SCAFFOLD, **AWAY, **options)
+    assert_identical(away, run(SCAFFOLD, **options))
+    assert away.plan.endswith(", samples streamed, client states on disk")
+
+
+@pytest.mark.parametrize("away", [{"samples": "streamed"}, {"states": "spilled"}], ids=["samples", "states"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local": fedrax.LocalSGD(lr=0.05, epochs=2, batch_size=3, order="stored")},
+        {"local": fedrax.LocalSGD(lr=0.05, steps=2, batch_size=2, order="replacement")},
+        {"federation": make_federation((4,) * 8), "local": fedrax.LocalSGD(lr=0.05, epochs=1, batch_size=2)},
+        {"dtype": "float64"},
+    ],
+    ids=["stored", "replacement", "equal", "float64"],
+)
+def test_one_of_the_two_and_other_batches(changes: dict, away: dict):
+    options = OPTIONS | {key: value for key, value in changes.items() if key != "local"}
+    algorithm = fedrax.Scaffold(local=changes.get("local", LOCAL))
+    assert_identical(run(algorithm, **away, **options), run(algorithm, **options))
+
+
+def test_samples_that_are_converted():
+    """Double precision on the host is single precision on the devices, either way."""
+    x, y = FEDERATION.train
+    federation = fedrax.Federation.from_arrays(
+        x.astype(float) + 1e-9, y, offsets=FEDERATION.offsets, test=tuple(FEDERATION.test), shuffle=False
+    )
+    assert federation.train.x.dtype == np.float64
+    assert_identical(run(SCAFFOLD, federation, **AWAY, **OPTIONS), run(SCAFFOLD, federation, **OPTIONS))
+
+
+def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    """On each device only the block's clients' samples, one copy each, and only the rows of their states."""
+    seen, whole = [], Engine.run
+
+    def spy(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
+        samples = [np.asarray(shard.data) for shard in self.samples.x.addressable_shards]
+        for r in range(rounds):
+            for d, count in enumerate(xs.count[r]):
+                for client, offset, size in zip(xs.client[r, d], xs.offset[r, d], xs.size[r, d], strict=True):
+                    if count > 0:
+                        first = FEDERATION.offsets[client]
+                        mine = FEDERATION.train.x[first : first + size]
+                        np.testing.assert_array_equal(samples[d][offset : offset + size], mine)
+                    count -= 1
+        seen.append((rounds, [int(np.any(part != 0, axis=1).sum()) for part in samples], xs.slot.max()))
+        return whole(self, algorithm, carry, key, xs, rounds)
+
+    monkeypatch.setattr(Engine, "run", spy)
+    monkeypatch.setattr("fedrax.simulation.run._BLOCK_SECONDS", 1000.0)  # blocks as long as they may be
+    script = fedrax.Script(cohorts=[[0, 1]] * 3 + [[0, 2]] * 3)
+    run(SCAFFOLD, script=script, rounds=6, eval_every=3, **AWAY)
+    one_each = sum(FEDERATION.sizes[:2]), sum(FEDERATION.sizes[[0, 2]])
+    assert [sum(rows) for _, rows, _ in seen][-1] == one_each[1] and sum(seen[0][1]) == one_each[0]
+    assert sum(rounds for rounds, _, _ in seen) == 6 and max(rounds for rounds, _, _ in seen) >= 2
+    assert max(slot for _, _, slot in seen) == 0  # each device has one client
+
+
+def test_different_blocks_share_a_program(caplog: pytest.LogCaptureFixture):
+    """Other clients, and other numbers of rounds, do not compile anew."""
+    with jax.log_compiles():
+        task = fedrax.Task(init=TASK.init, loss=TASK.loss)
+        run(SCAFFOLD, task=task, rounds=30, eval_every=5, stragglers=0.3, **AWAY)
+    assert sum("Compiling jit(run_block)" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    """No block but the last ends before the samples of the next one are on the devices."""
+    made = queue.Queue()
+    whole, place = Engine.run, storage.Streamer.place
+
+    def slow(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
+        first = int(xs.round[0])
+        assert first == 0 or first in done
+        if first + rounds < 6:
+            done.append(made.get(timeout=60))
+        return whole(self, algorithm, carry, key, xs, rounds)
+
+    def notice(self: storage.Streamer, xs: Any, rounds: int) -> Any:
+        placed = place(self, xs, rounds)
+        if threading.current_thread() is not threading.main_thread():
+            made.put(int(xs.round[0]))
+        return placed
+
+    done: list[int] = []
+    monkeypatch.setattr(Engine, "run", slow)
+    monkeypatch.setattr(storage.Streamer, "place", notice)
+    run(SCAFFOLD, rounds=6, eval_every=2, **AWAY)
+    assert done and done[-1] >= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedrax-samples")]
+
+
+@pytest.mark.parametrize("rows", [6, 7, 23, 43])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
+    """The same value of each sample, whatever fits into a piece."""
+    monkeypatch.setattr(evaluate, "_ROWS", 7)
+    evaluate.compiled_evaluation.cache_clear()
+    rng = np.random.default_rng(rows)
+    batch = fedrax.Batch(rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32))
+    params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), TASK.init(jax.random.key(0)))
+    mesh = backend.make_mesh(devices)
+    expected = evaluate.Evaluator(TASK, mesh, batch).per_sample(params)
+    for most in (1, 300, 1 << 20):
+        monkeypatch.setattr(evaluate, "_PIECE_BYTES", most)
+        found = evaluate.StreamedEvaluator(TASK, mesh, batch).per_sample(params)
+        assert found.keys() == expected.keys() == {"loss", "accuracy"}
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+    evaluate.compiled_evaluation.cache_clear()
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, AWAY), (AWAY, {}), (AWAY, AWAY)])
+def test_a_run_goes_on_elsewhere(before: dict, after: dict, tmp_path: Path):
+    """Also where more rounds give clients other rows."""
+    options = OPTIONS | {"eval_every": 1}
+    run(SCAFFOLD, directory=tmp_path, **before, **(options | {"rounds": 3}))
+    resumed = run(SCAFFOLD, directory=tmp_path, resume=True, **after, **options)
+    assert_identical(resumed, run(SCAFFOLD, **options))
+
+
+def test_the_checkpoint_is_the_same_file(tmp_path: Path):
+    for name, away in (("resident", {}), ("away", AWAY)):
+        run(SCAFFOLD, directory=tmp_path / name, rounds=3, cohort_size=2, **away)
+    files = [bytes_of(tmp_path / name / "checkpoint") for name in ("resident", "away")]
+    assert files[0] == files[1]
+    with np.load(tmp_path / "away" / "checkpoint" / checkpoint.FILE) as file:
+        assert len(next(file[name] for name in file.files if "store" in name)) >= 4
+
+
+def test_a_damaged_store_is_refused(tmp_path: Path):
+    """The sum over the rows is wrong, which shows when the last one has been read."""
+    run(SCAFFOLD, directory=tmp_path, rounds=3)
+    file = tmp_path / "checkpoint" / checkpoint.FILE
+    content = bytearray(file.read_bytes())
+    with np.load(file) as arrays:
+        name = next(name for name in arrays.files if "store" in name)
+        row = next(row for row in arrays[name] if row.any()).tobytes()
+    content[content.index(row)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(FedraxError, match="damaged or not a checkpoint"):
+        run(SCAFFOLD, directory=tmp_path, rounds=4, resume=True, **AWAY)
+
+
+def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path):
+    """A checkpoint of clients that have not taken part does not fill the disk."""
+    table = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
+    table.write(np.array([3, 4, 900]), np.ones((3, 1024), np.float32))
+    checkpoint.save(tmp_path / "c", {"store": table}, {})
+    like = {"store": jax.ShapeDtypeStruct((1000, 1024), np.float32)}
+    stored = checkpoint.load(tmp_path / "c", like, in_pieces="store")[0]["store"]
+    again = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
+    spill = object.__new__(storage.Spill)
+    spill.files = again
+    rows = np.arange(1000)
+    spill.fill(stored, rows, rows[::-1])
+    np.testing.assert_array_equal(np.flatnonzero(again.written), [99, 995, 996])
+    np.testing.assert_array_equal(again.read(rows), table.read(rows)[::-1])
+    assert os.fstat(again._file.fileno()).st_blocks * 512 < 100_000
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop"])
+def test_the_sick_client_is_named(plan: str, tmp_path: Path):
+    x, y = (np.array(a) for a in FEDERATION.train)
+    x[FEDERATION.offsets[5] : FEDERATION.offsets[6]] = np.nan
+    sick = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
+    script, messages = fedrax.Script(cohorts=[[0, 1, 2], [6, 4, 3], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
+    for name, away in (("resident", {}), ("away", AWAY)):
+        with pytest.raises(NonFiniteError) as caught:
+            run(SCAFFOLD, sick, script=script, rounds=5, plan=plan, directory=tmp_path / name, **away)
+        messages.append(str(caught.value).replace(name, ""))
+    assert messages[0] == messages[1] and "round 4, client 5" in messages[0]
+    with (
+        np.load(tmp_path / "resident" / "failure" / checkpoint.FILE) as one,
+        np.load(tmp_path / "away" / "failure" / checkpoint.FILE) as other,
+    ):
+        assert one.files == other.files and len(one.files) > 4
+        for file in set(one.files) - {"meta"}:
+            assert one[file].tobytes() == other[file].tobytes()
+
+
+def test_killed_and_resumed(tmp_path: Path):
+    """Nothing but the checkpoint is left, and the run ends as the uninterrupted one."""
+    code = f"""
+import os, signal
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_disable_most_optimizations", True)  # as here, or the last digits differ
+from tests.simulation.test_storage import AWAY, SCAFFOLD, run
+class Kill:
+    def start(self, info): pass
+    def event(self, event):
+        if event["round"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+run(SCAFFOLD, rounds=9, checkpoint_every=2, directory={str(tmp_path)!r}, sinks=[Kill()], **AWAY)
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=200)
+    assert killed.returncode == -signal.SIGKILL
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE}
+    assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] == 4
+    resumed = run(SCAFFOLD, rounds=9, checkpoint_every=2, directory=tmp_path, resume=True, **AWAY)
+    assert_identical(resumed, run(SCAFFOLD, rounds=9))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_scratch_files_go(tmp_path: Path):
+    """They have no name at any time, and go with the result, an error or an interruption."""
+
+    class Look:
+        def __init__(self, error: BaseException | None):
+            self.error, self.names, self.open = error, set(), set()
+
+        def start(self, info: object) -> None:
+            """Nothing to do."""
+
+        def event(self, event: dict) -> None:
+            self.names |= {path.name for path in tmp_path.rglob("*")}
+            self.open |= open_files() - before
+            if self.error is not None:
+                raise self.error
+
+        def finish(self, result: object) -> None:
+            """Nothing to do."""
+
+    before = open_files()
+    for kind in (None, KeyboardInterrupt, RuntimeError):
+        look = Look(error := kind and kind())
+        try:
+            result = run(SCAFFOLD, directory=tmp_path, sinks=[look], **AWAY)  # type: ignore[list-item]
+        except BaseException as caught:
+            assert caught is error
+        else:
+            assert error is None and np.any(result.client_state(next(iter(result.homes))).control["output"]["weight"])
+            del result
+        assert look.names <= {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE}
+        assert len(look.open) == 2  # a file for each leaf of the state
+        assert open_files() <= before
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(row_file.os, "pwritev", full)
+    with pytest.raises(FedraxError, match=r"^cannot keep client states on disk in .+: No space left on device$"):
+        run(SCAFFOLD, directory=tmp_path, **AWAY)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(row_file.tempfile, "gettempdir", lambda: str(tmp_path / "file" / "below"))
+    with pytest.raises(FedraxError, match=r"^cannot keep client states on disk in .+: Not a directory$"):
+        run(SCAFFOLD, **AWAY)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = backend.make_mesh(1)
+    for away in ({"samples": "streamed"}, {"states": "spilled"}):
+        with pytest.raises(FedraxError, match="by a single process only"):
+            storage.choose(Settings(**away), mesh, FEDERATION.train, 8)
+    assert storage.choose(Settings(), mesh, FEDERATION.train, 1 << 60) == (False, False)
+
+
+def test_a_sweep_takes_turns():
+    local = [fedrax.LocalSGD(lr=lr, steps=3, batch_size=2) for lr in (0.05, 0.1)]
+    grid = [fedrax.Scaffold(local=each) for each in local]
+    options = {"rounds": 3, "cohort_size": 3}
+    results = fedrax.sweep(grid, TASK, FEDERATION, (0, 1), **AWAY, **options)
+    for row, algorithm in zip(results, grid, strict=True):
+        for seed, result in enumerate(row):
+            assert "samples streamed, client states on disk" in result.plan
+            assert_identical(result, fedrax.simulate(algorithm, TASK, FEDERATION, seed=seed, **options))
+    with pytest.raises(FedraxError, match="run them in turn"):
+        fedrax.sweep(grid, TASK, FEDERATION, mode="together", samples="streamed", **options)
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------
+
+
+def test_where_things_lie_by_default():
+    """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
+    mesh, memory = backend.make_mesh(2), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    huge = np.broadcast_to(np.zeros(1, np.float32), (memory // 2 // 4 + 10,))  # strides are zero: takes no memory
+    assert storage.choose(Settings(), mesh, (huge,), 0) == (True, False)
+    assert storage.choose(Settings(samples="resident"), mesh, (huge,), 0) == (False, False)
+    assert storage.choose(Settings(), mesh, FEDERATION.train, memory // 4 - 1000) == (False, False)
+    assert storage.choose(Settings(), mesh, FEDERATION.train, memory // 4 + 1000) == (False, True)
+    assert storage.choose(Settings(states="spilled"), mesh, FEDERATION.train, 0) == (False, False)  # no states
+
+
+def test_rounds_that_fit_by_hand():
+    values = np.array([[[4, 1], [0, 9]], [[1, 4], [2, 9]], [[3, 9], [0, 2]]], np.int32)
+    count = np.array([[2, 1], [2, 1], [1, 2]])
+    rows = np.array([10, 20, 30, 40, 50, 0, 0, 0, 0, 1000])
+    fits = [storage.rounds_that_fit(values, count, rows, room) for room in (1, 69, 70, 109, 110, 500)]
+    assert fits == [1, 1, 2, 2, 3, 3]
+    assert [storage.rounds_that_fit(values, count, None, room) for room in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_few_capacities():
+    sizes = [storage.rounded_up(n) for n in range(1, 5000)]
+    assert all(n <= size <= 1.125 * n + 1 for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 100
+
+
+def test_a_row_file_against_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Random reads and writes, with system calls that transfer a few bytes at a time."""
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(row_file.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    monkeypatch.setattr(row_file.os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:7]], at))
+    monkeypatch.setattr(row_file, "_PIECE_BYTES", 50)
+    rng = np.random.default_rng(0)
+    for initial in (np.float64(2.5), np.arange(3, dtype=np.int16), rng.normal(size=(2, 2)).astype(np.float32)):
+        initial = np.asarray(initial)
+        table, mirror = RowFile(tmp_path, 30, initial), np.repeat(initial[None], 30, 0)
+        for _ in range(20):
+            rows = rng.choice(30, rng.integers(0, 8), replace=False)
+            values = rng.integers(0, 9, (len(rows), *initial.shape)).astype(initial.dtype)
+            table.write(rows, values)
+            mirror[rows] = values
+            look = rng.choice(30, 9)
+            np.testing.assert_array_equal(table.read(look), mirror[look])
+        np.testing.assert_array_equal(np.concatenate(list(table.pieces())), mirror)
+        assert len(table) == 30 and table[-1].tobytes() == mirror[-1].tobytes()
+        with pytest.raises(IndexError):
+            table[30]
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_of_a_mapping_are_released(tmp_path: Path):
+    """Not of one that is private to the process: its changes would be lost."""
+    np.save(tmp_path / "x.npy", np.zeros((1000, 10)))
+    private = np.load(tmp_path / "x.npy", mmap_mode="c")
+    private[3] = 1
+    storage.release(np.asarray(private))
+    assert private[3, 0] == 1
+    shared = np.load(tmp_path / "x.npy", mmap_mode="r+")
+    shared[4] = 2
+    storage.release(np.asarray(shared)[5:])
+    assert shared[4, 0] == 2 and np.load(tmp_path / "x.npy")[4, 0] == 2
+
+
+def test_a_mapped_array_is_not_copied(tmp_path: Path):
+    """Nor by JAX on the CPU: what a resident run reads is the file."""
+    x, y = FEDERATION.train
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    federation = fedrax.Federation.from_arrays(mapped, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
+    assert federation.train.x.ctypes.data == mapped.ctypes.data
+    assert fedrax.data.aligned(mapped).ctypes.data == mapped.ctypes.data
+    plain = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
+    for away in ({}, AWAY):
+        assert_identical(run(SCAFFOLD, federation, **away), run(SCAFFOLD, plain))
+    assert x.shape[1] == FEATURES
+
+
+# -- scale ---------------------------------------------------------------------------------------------------------
+
+CODE = """
+import json, sys
+from pathlib import Path
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+import fedrax
+from fedrax.models import Logistic
+directory, method, n, cohort, rounds = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+x = np.load(directory / "x.npy", mmap_mode="r")
+each = len(x) // n
+federation = fedrax.Federation.from_arrays(
+    x, np.arange(len(x)) % 3, offsets=np.arange(0, len(x) + 1, each), test=(x[:50], np.zeros(50, int)), shuffle=False
+)
+task = fedrax.classification(Logistic().build(x.shape[1:], 3))
+algorithm = getattr(fedrax, method)(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size=each))
+everybody = np.random.default_rng(0).permutation(n)
+cohorts = [everybody[(np.arange(cohort) + r * cohort) % n] for r in range(rounds)]
+result = fedrax.simulate(
+    algorithm, task, federation, rounds=rounds, cohort_size=cohort, script=fedrax.Script(cohorts=cohorts),
+    eval_every=100, eval_train=True, samples="streamed", states="spilled", directory=directory / "run",
+)
+store = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(result.store))
+sample = np.random.default_rng(1).choice(n, 500, replace=False).tolist()
+states = [result.client_state(client) for client in sample if client in result.homes]
+busy = sum(any(np.any(leaf) for leaf in jax.tree.leaves(state)) for state in states)
+status = open("/proc/self/status").read()  # getrusage would also count the process that started this one
+peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+print(json.dumps({"peak": peak, "store": store, "samples": x.nbytes, "busy": busy, "last": result.events[-1]}))
+"""
+
+
+def measure(directory: Path, method: str, clients: int, cohort: int, rounds: int) -> dict[str, Any]:
+    """Bytes at the peak, of the store and of the samples, of a run in a process of its own."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(directory), method, str(clients), str(cohort), str(rounds)],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def mapped_file(directory: Path, rows: int, features: int) -> None:
+    """Bytes, most of them zero and not on disk."""
+    x = np.lib.format.open_memmap(directory / "x.npy", "w+", np.uint8, (rows, features))
+    x[:, 0] = 255 if features < 2000 else 0
+    x[:: rows // 100] = np.random.default_rng(0).integers(0, 255, (100, features))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_states_larger_than_memory(tmp_path: Path):
+    """All of 100,000 clients take part, with 12 kB of state each."""
+    mapped_file(tmp_path, 100_000, 999)
+    seen = measure(tmp_path, "Scaffold", 100_000, 5000, 21)
+    assert seen["store"] > 1.1e9 and seen["busy"] == 500
+    assert seen["peak"] < 0.8 * seen["store"]
+    assert 0 < seen["last"]["train_loss"] < 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_samples_larger_than_memory(tmp_path: Path):
+    """Every sample is trained on and evaluated."""
+    mapped_file(tmp_path, 600_000, 2500)
+    seen = measure(tmp_path, "FedAvg", 1000, 50, 20)
+    assert seen["samples"] == 1.5e9 and seen["last"]["gradients"] == 600_000
+    assert seen["peak"] < 0.6 * seen["samples"]
+    assert 0 < seen["last"]["train_loss"] < 2
