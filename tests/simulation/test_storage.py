@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedrax
 from fedrax import FedraxError
+from fedrax.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError, backend, checkpoint, evaluate, row_file, storage
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
@@ -94,14 +97,16 @@ def test_one_of_the_two_and_other_batches(changes: dict, away: dict):
     assert_identical(run(algorithm, **away, **options), run(algorithm, **options))
 
 
-def test_samples_that_are_converted():
-    """Double precision on the host is single precision on the devices, either way."""
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_samples_of_double_precision(dtype: str):
+    """Those on the host are converted where the run's are single, and stay what they are where not."""
     x, y = FEDERATION.train
     federation = fedrax.Federation.from_arrays(
         x.astype(float) + 1e-9, y, offsets=FEDERATION.offsets, test=tuple(FEDERATION.test), shuffle=False
     )
     assert federation.train.x.dtype == np.float64
-    assert_identical(run(SCAFFOLD, federation, **AWAY, **OPTIONS), run(SCAFFOLD, federation, **OPTIONS))
+    away, resident = (run(SCAFFOLD, federation, dtype=dtype, **OPTIONS, **more) for more in (AWAY, {}))
+    assert_identical(away, resident)
 
 
 def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
@@ -220,8 +225,9 @@ def test_a_damaged_store_is_refused(tmp_path: Path):
         run(SCAFFOLD, directory=tmp_path, rounds=4, resume=True, **AWAY)
 
 
-def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path):
+def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A checkpoint of clients that have not taken part does not fill the disk."""
+    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 70 * 4096)
     table = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
     table.write(np.array([3, 4, 900]), np.ones((3, 1024), np.float32))
     checkpoint.save(tmp_path / "c", {"store": table}, {})
@@ -230,34 +236,77 @@ def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path):
     again = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
     spill = object.__new__(storage.Spill)
     spill.files = again
-    rows = np.arange(1000)
-    spill.fill(stored, rows, rows[::-1])
-    np.testing.assert_array_equal(np.flatnonzero(again.written), [99, 995, 996])
-    np.testing.assert_array_equal(again.read(rows), table.read(rows)[::-1])
+    old = np.arange(4, 1000)
+    spill.fill(stored, old, old[::-1])
+    np.testing.assert_array_equal(np.flatnonzero(again.written), [103, 999])
+    np.testing.assert_array_equal(again.read(old), table.read(old)[::-1])
     assert os.fstat(again._file.fileno()).st_blocks * 512 < 100_000
+
+
+def test_a_large_store_goes_to_the_checkpoint_and_back_piece_by_piece(tmp_path: Path):
+    """64 MB of states, of which memory never holds more than a piece or two."""
+    initial = np.zeros(1 << 14, np.float32)
+    table, again = RowFile(tmp_path, 1000, initial), RowFile(tmp_path, 1000, initial)
+    table.write(np.arange(500), np.ones((500, 1 << 14), np.float32))
+    spill = object.__new__(storage.Spill)
+    spill.files = [again]
+    tracemalloc.start()
+    checkpoint.save(tmp_path / "c", {"store": [table]}, {})
+    like = {"store": [jax.ShapeDtypeStruct(table.shape, table.dtype)]}
+    spill.fill(checkpoint.load(tmp_path / "c", like, in_pieces="store")[0]["store"], np.arange(1000), np.arange(1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert again.written.sum() == 500 and again[499][3] == 1 and again[500][3] == 0
+    assert peak < 45e6
 
 
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["scan", "vmap", "loop"])
-def test_the_sick_client_is_named(plan: str, tmp_path: Path):
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+@pytest.mark.parametrize(("plan", "client"), [("scan", 1), ("scan", 3), ("vmap", 5), ("loop", 5)])
+def test_the_sick_client_is_named(plan: str, client: int, name: str, tmp_path: Path):
+    """On whichever device it is."""
     x, y = (np.array(a) for a in FEDERATION.train)
-    x[FEDERATION.offsets[5] : FEDERATION.offsets[6]] = np.nan
+    x[FEDERATION.offsets[client] : FEDERATION.offsets[client + 1]] = np.nan
     sick = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
-    script, messages = fedrax.Script(cohorts=[[0, 1, 2], [6, 4, 3], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
-    for name, away in (("resident", {}), ("away", AWAY)):
+    script, messages = fedrax.Script(cohorts=[[0, 2, 7], [6, 4], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
+    for where, away in (("resident", {}), ("away", AWAY)):
         with pytest.raises(NonFiniteError) as caught:
-            run(SCAFFOLD, sick, script=script, rounds=5, plan=plan, directory=tmp_path / name, **away)
-        messages.append(str(caught.value).replace(name, ""))
-    assert messages[0] == messages[1] and "round 4, client 5" in messages[0]
+            run(METHODS[name], sick, script=script, rounds=5, plan=plan, directory=tmp_path / where, **away)
+        messages.append(str(caught.value).replace(where, ""))
+    assert messages[0] == messages[1] and f"round 4, client {client}" in messages[0]
     with (
         np.load(tmp_path / "resident" / "failure" / checkpoint.FILE) as one,
         np.load(tmp_path / "away" / "failure" / checkpoint.FILE) as other,
     ):
-        assert one.files == other.files and len(one.files) > 4
+        assert one.files == other.files and len(one.files) >= 4
         for file in set(one.files) - {"meta"}:
             assert one[file].tobytes() == other[file].tobytes()
+
+
+@hyperparameters
+class Worn(fedrax.FedAvg):
+    """A client's third upload is not a number."""
+
+    def init_client(self, params: Any) -> Any:
+        """Uploads so far."""
+        return jnp.zeros((), jnp.int32)
+
+    def client(self, message: Any, state: Any, data: Any) -> Any:
+        """As FedAvg's, at first."""
+        output = super().client(message, (), data)
+        worn = jnp.where(state >= 2, jnp.nan, 0.0)
+        return output._replace(state=state + 1, upload=jax.tree.map(lambda u: u + worn, output.upload))
+
+
+@pytest.mark.parametrize("client", [0, 2, 4, 6])
+def test_a_worn_client_is_named(client: int):
+    """The diagnosis starts from the states of the block, which has fewer rows than there are clients."""
+    others = [[c for c in (0, 2, 4, 6) if c != client], [1, 3, 5], [7]]
+    script = fedrax.Script(cohorts=[sorted([client, *some]) for some in others])
+    with pytest.raises(NonFiniteError, match=f"^Worn, round 3, client {client}: upload"):
+        run(Worn(local=LOCAL), script=script, rounds=3, eval_every=1, cohort_size=4, **AWAY)
 
 
 def test_killed_and_resumed(tmp_path: Path):
@@ -367,6 +416,9 @@ def test_where_things_lie_by_default():
     huge = np.broadcast_to(np.zeros(1, np.float32), (memory // 2 // 4 + 10,))  # strides are zero: takes no memory
     assert storage.choose(Settings(), mesh, (huge,), 0) == (True, False)
     assert storage.choose(Settings(samples="resident"), mesh, (huge,), 0) == (False, False)
+    many = np.broadcast_to(np.zeros(1, np.uint8), (1 << 31,))
+    assert storage.choose(Settings(), mesh, (many[:-1],), 0) == (False, False)
+    assert storage.choose(Settings(), mesh, (many,), 0) == (True, False)  # more rows than compiled code counts
     assert storage.choose(Settings(), mesh, FEDERATION.train, memory // 4 - 1000) == (False, False)
     assert storage.choose(Settings(), mesh, FEDERATION.train, memory // 4 + 1000) == (False, True)
     assert storage.choose(Settings(states="spilled"), mesh, FEDERATION.train, 0) == (False, False)  # no states
@@ -461,6 +513,7 @@ cohorts = [everybody[(np.arange(cohort) + r * cohort) % n] for r in range(rounds
 result = fedrax.simulate(
     algorithm, task, federation, rounds=rounds, cohort_size=cohort, script=fedrax.Script(cohorts=cohorts),
     eval_every=100, eval_train=True, samples="streamed", states="spilled", directory=directory / "run",
+    keep_clients=False,
 )
 store = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(result.store))
 sample = np.random.default_rng(1).choice(n, 500, replace=False).tolist()
@@ -499,15 +552,15 @@ def test_states_larger_than_memory(tmp_path: Path):
     mapped_file(tmp_path, 100_000, 999)
     seen = measure(tmp_path, "Scaffold", 100_000, 5000, 21)
     assert seen["store"] > 1.1e9 and seen["busy"] == 500
-    assert seen["peak"] < 0.8 * seen["store"]
+    assert seen["peak"] < 0.9 * seen["store"]  # with the store in memory it is 1.4 times the store
     assert 0 < seen["last"]["train_loss"] < 2
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_samples_larger_than_memory(tmp_path: Path):
     """Every sample is trained on and evaluated."""
-    mapped_file(tmp_path, 600_000, 2500)
-    seen = measure(tmp_path, "FedAvg", 1000, 50, 20)
-    assert seen["samples"] == 1.5e9 and seen["last"]["gradients"] == 600_000
-    assert seen["peak"] < 0.6 * seen["samples"]
+    mapped_file(tmp_path, 960_000, 2500)
+    seen = measure(tmp_path, "FedAvg", 1600, 50, 32)
+    assert seen["samples"] == 2.4e9 and seen["last"]["gradients"] == 960_000
+    assert seen["peak"] < 0.5 * seen["samples"]
     assert 0 < seen["last"]["train_loss"] < 2

@@ -18,7 +18,7 @@ from fedrax.tree import Tree
 
 _ROWS = 100
 """Of one chunk: a convolution's columns take half a megabyte an image."""
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
 """Of streamed samples at a time."""
 
 
@@ -113,7 +113,8 @@ class StreamedEvaluator(Evaluator):
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
         self._run, self._sharding = compiled_piece(task, mesh), NamedSharding(mesh, P(AXIS))
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
-        at_once = max(1, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))
+        # two at least: a loop of a single trip is compiled to other code, which may round otherwise
+        at_once = max(2, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))
         self._at_once = min(at_once * mesh.devices.size, len(self._starts))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:

@@ -50,7 +50,8 @@ def choose(settings: Settings, mesh: Mesh, samples: Tree, store_bytes: int) -> t
     # CPU devices read well-placed arrays where they are, from memory or, mapped, through the page cache: streaming
     # these would only add copies. Others would be copied, and that can be too much.
     copied = sum(a.nbytes for a in jax.tree.leaves(samples) if not (on_cpu and _taken_over(a)))
-    streamed, spilled = copied > memory / 2, store_bytes > memory / 2
+    countable = all(len(a) <= np.iinfo(np.int32).max for a in jax.tree.leaves(samples))
+    streamed, spilled = copied > memory / 2 or not countable, store_bytes > memory / 2
     return (
         streamed if settings.samples == "auto" else settings.samples == "streamed",
         spilled if settings.states == "auto" else settings.states == "spilled" and store_bytes > 0,
