@@ -36,24 +36,26 @@ def uniform_fan_in(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
 
 def init_dense(key: Array, inputs: int, units: int) -> Layer:
     """Weight [inputs, units] and bias [units] of a hidden dense layer."""
-    return _init_layer(key, (inputs, units), units, inputs)
+    return _init_layer(key, (inputs, units))
 
 
 def init_output(key: Array, features: int, outputs: int) -> Layer:
-    """Weight [outputs, features], a row for each output, and bias [outputs]."""
-    return _init_layer(key, (outputs, features), outputs, features)
+    """Weight [outputs, features], a row for each output, and bias [outputs]; a dense layer's start turned round."""
+    layer = init_dense(key, features, outputs)
+    return layer | {"weight": layer["weight"].T}
 
 
 def init_conv(key: Array, shape: tuple[int, int, int, int]) -> Layer:
     """Weight [height, width, channels in, channels out] and bias [channels out] of a convolution."""
-    return _init_layer(key, shape, shape[-1], math.prod(shape[:-1]))
+    return _init_layer(key, shape)
 
 
-def _init_layer(key: Array, shape: tuple[int, ...], outputs: int, fan_in: int) -> Layer:
+def _init_layer(key: Array, shape: tuple[int, ...]) -> Layer:
     weight_key, bias_key = jax.random.split(key)
+    fan_in = math.prod(shape[:-1])
     return {
         "weight": uniform_fan_in(weight_key, shape, fan_in),
-        "bias": uniform_fan_in(bias_key, (outputs,), fan_in),
+        "bias": uniform_fan_in(bias_key, shape[-1:], fan_in),
     }
 
 

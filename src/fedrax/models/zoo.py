@@ -93,19 +93,17 @@ def _started(model: Model, start: Start) -> Model:
     """``model`` with dense layers that start as ``start`` says."""
     if start == "pytorch":
         return model
-    normal = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]
-    draw, draw_output = normal(), normal(in_axis=-1, out_axis=-2)
+    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]()
 
     def init(key: Array) -> Params:
-        layers = model.init(key)
-        keys = dict(zip(layers, jax.random.split(key, len(layers)), strict=True))
-        return {
-            name: {
-                "weight": (draw_output if name == "output" else draw)(keys[name], layer["weight"].shape),
-                "bias": jnp.zeros_like(layer["bias"]),
-            }
-            for name, layer in layers.items()
-        }
+        params = model.init(key)
+        params["output"]["weight"] = params["output"]["weight"].T  # drawn as a dense layer's, then turned round
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(key, len(leaves))
+        drawn = [jnp.zeros_like(x) if x.ndim < 2 else draw(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        params = jax.tree.unflatten(structure, drawn)
+        params["output"]["weight"] = params["output"]["weight"].T
+        return params
 
     return replace(model, init=init)
 
