@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax import tree
 from fedrax.errors import FedraxError
 from fedrax.models.model import Model
 
@@ -144,3 +145,19 @@ def _one_a_sample(output: Array) -> Array:
     if output.ndim != 1:
         raise FedraxError(f"this task needs a model with one output a sample, not outputs of shape {output.shape}.")
     return output
+
+
+def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
+    """The task's own starting parameters, or those given if they have the same names and shapes."""
+    try:
+        own = jax.jit(task.init)(key) if given is None else jax.eval_shape(task.init, key)
+    except jax.errors.JAXTypeError:  # a user's init may look at the key's value
+        own = task.init(key)
+    if given is None:
+        return own
+    need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))
+    for name in [*need, *have]:
+        if need.get(name) != have.get(name):
+            wanted, found = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (need, have))
+            raise FedraxError(f"the starting parameters do not fit the model: {name} is {found}, should be {wanted}")
+    return given

@@ -20,6 +20,7 @@ from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.trace import Timeline
 from fedrax.simulation.cohorts import Block
 from fedrax.simulation.engine import compiled_block
+from fedrax.simulation.events import events_of
 from fedrax.simulation.run import Simulation
 from fedrax.simulation.storage import Portion
 
@@ -169,7 +170,7 @@ class Stopwatch:
             planned = time.perf_counter()
             seconds, records = self._call(portion)
             called = time.perf_counter()
-            sim.events_of(records, portion.xs, [], 0.0)
+            events_of(sim.info, records, portion.xs.count, [], 0.0)
             share = made.rounds / portion.rounds  # where samples or states are not on the devices, blocks can be cut
             events.append(share * (time.perf_counter() - called))
             planning.append(share * (planned - began))

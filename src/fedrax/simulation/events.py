@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.files import replacing
 
 Event = dict[str, Any]
 FILE = "events.jsonl"
+_HIDDEN = ("sound", "bad")
+"""Of a round's record: what the simulator asks, not people."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +113,38 @@ def read_events(directory: Path) -> list[Event]:
             raise FedraxError(f"{path}, line {number}, is not an event: {error}") from error
         events.append(event)
     return events
+
+
+def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Event], seconds: float) -> list[Event]:
+    """The events of a block after ``events``; counts and seconds are cumulative. ``count`` [B, D]: clients a round."""
+    rounds = len(records["sound"])
+    last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
+    down, up, gradients = last["bytes_down"], last["bytes_up"], last["gradients"]
+    new = []
+    for r in range(rounds):
+        clients = int(count[r].sum())
+        down, up = down + clients * info.bytes_down, up + clients * info.bytes_up
+        gradients += round(float(records["gradients"][r]))
+        event: Event = {"round": len(events) + r + 1}
+        if "loss" in records:
+            event["train_loss"] = float(records["loss"][r])
+        event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
+        event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
+        event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
+        new.append(event)
+    return new
+
+
+def report(new: list[Event], events: list[Event], log: EventFile | None, sinks: Sequence[Sink]) -> None:
+    """Add ``new`` events to ``events`` and tell everybody."""
+    events.extend(new)
+    if log is not None:
+        log.append(new)
+    for event in new:
+        for sink in sinks:
+            sink.event(event)
+
+
+def round_seconds(events: list[Event], more: float) -> float:
+    """Cumulative seconds, to the microsecond."""
+    return round((events[-1]["seconds"] if events else 0.0) + more, 6)

@@ -31,6 +31,7 @@ from fedrax.simulation.engine import (
     merge_info,
     places_of,
     share_of,
+    whole_round,
 )
 from fedrax.tree import Tree
 
@@ -230,3 +231,19 @@ def require_finite(values: Tree, where: str) -> None:
     for name, leaf in zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True):
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.all(jnp.isfinite(leaf))):
             raise NonFiniteError(f"{where}: {name} is not finite")
+
+
+def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: Block, r: int) -> str:
+    """Repeat round ``r`` of a block client by client from its starting state; its first non-finite tensor, in words."""
+    program = engine.program._replace(chunk=0, own_samples=False)
+    debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
+    a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
+    share = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)
+    store = jax.tree.map(lambda a: np.asarray(a[share.slot]), carry.store)
+    server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
+    share = share._replace(slot=np.arange(len(share.slot), dtype=np.int32))
+    try:
+        debug.round(algorithm, Carry(server, store), key, share)
+    except NonFiniteError as error:
+        return str(error)
+    return f"{type(algorithm).__name__}, round {int(share.round) + 1}: the server state is not finite"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 
 from fedrax import tree
@@ -26,22 +25,21 @@ from fedrax.hyperparameters import check
 from fedrax.simulation import backend, checkpoint
 from fedrax.simulation.cohorts import Planner, Sampler, check_blocks
 from fedrax.simulation.communication import message_bytes
-from fedrax.simulation.engine import Carry, Engine, Program, whole_round
+from fedrax.simulation.engine import Carry, Engine, Program
 from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
-from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, read_events
-from fedrax.simulation.interpreters import DebugEngine, LoopEngine, NonFiniteError
+from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, events_of, read_events, report, round_seconds
+from fedrax.simulation.interpreters import DebugEngine, LoopEngine, NonFiniteError, culprit
 from fedrax.simulation.plans import choose_plan, describe
 from fedrax.simulation.process import Interrupted, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.storage import Portion, Spill, Storage, Streamer, choose
-from fedrax.task import Batch, Task
+from fedrax.task import Batch, Task, starting_parameters
 from fedrax.tree import Tree
 
 _LONGEST_BLOCK = 64
 _BLOCK_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
-_HIDDEN = ("sound", "bad")
 
 
 class Saved(NamedTuple):
@@ -290,7 +288,7 @@ class Simulation:
             if not records["sound"].all():
                 self._fail(carry, portion, records, events, log, sinks)
             carry = self.storage.settle(carry, portion)
-            new = self.events_of(records, xs, events, time.monotonic() - began)
+            new = events_of(self.info, records, xs.count, events, time.monotonic() - began)
             lost, evaluate = None, (len(events) + rounds) % self.settings.eval_every == 0
             if evaluate or len(events) + rounds == self.settings.rounds:
                 metrics, lost = self._evaluate(carry)
@@ -340,25 +338,6 @@ class Simulation:
         target = self.settings.target
         return target is not None and any(event.get("test_accuracy", -1.0) >= target for event in events)
 
-    def events_of(self, records: dict, xs: Any, events: list[Event], seconds: float) -> list[Event]:
-        """The events of a block; counts and seconds are cumulative."""
-        rounds = len(records["sound"])
-        last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
-        down, up, gradients = last["bytes_down"], last["bytes_up"], last["gradients"]
-        new = []
-        for r in range(rounds):
-            clients = int(xs.count[r].sum())
-            down, up = down + clients * self.info.bytes_down, up + clients * self.info.bytes_up
-            gradients += round(float(records["gradients"][r]))
-            event: Event = {"round": len(events) + r + 1}
-            if "loss" in records:
-                event["train_loss"] = float(records["loss"][r])
-            event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
-            event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
-            event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
-            new.append(event)
-        return new
-
     def _result(self, carry: Carry, events: list[Event], stopped: str) -> Result:
         homes = {client: row for row, client in enumerate(self.planner.owners().tolist()) if client >= 0}
         return Result(
@@ -386,8 +365,8 @@ class Simulation:
         r = int(np.argmin(records["sound"]))
         if r:
             sound = {name: values[:r] for name, values in records.items()}
-            report(self.events_of(sound, portion.xs, events, 0.0), events, log, sinks)
-        message = self._culprit(carry, portion.xs, r)
+            report(events_of(self.info, sound, portion.xs.count, events, 0.0), events, log, sinks)
+        message = culprit(self.engine, self.algorithm, carry, self.key, portion.xs, r)
         self._stop(message, self.storage.settle(carry, portion), events, "the state it starts from")
 
     def _stop(self, message: str, carry: Carry, events: list[Event], what: str) -> None:
@@ -404,49 +383,3 @@ class Simulation:
             metrics |= evaluator(carry.server.params, name, self.settings.per_client)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         return finite, next((name for name in metrics if name not in finite), None)
-
-    def _culprit(self, carry: Carry, xs: Any, r: int) -> str:
-        """Repeat the round client by client from its starting state; the first non-finite tensor, in words."""
-        program = self.engine.program._replace(chunk=0, own_samples=False)
-        debug = DebugEngine(program, backend.make_mesh(1), self.engine.samples)
-        a_device = lambda rows: next((len(a) // self.engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
-        share = whole_round(xs, r, a_device(carry.store), a_device(self.engine.samples) if self.streamed else 0)
-        store = jax.tree.map(lambda a: np.asarray(a[share.slot]), carry.store)
-        server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), carry.server)
-        share = share._replace(slot=np.arange(len(share.slot), dtype=np.int32))
-        try:
-            debug.round(self.algorithm, Carry(server, store), self.key, share)
-        except NonFiniteError as error:
-            return str(error)
-        return f"{self.info.algorithm}, round {int(share.round) + 1}: the server state is not finite"
-
-
-def starting_parameters(task: Task, key: Array, given: Tree | None) -> Tree:
-    """The task's own starting parameters, or those given if they have the same names and shapes."""
-    try:
-        own = jax.jit(task.init)(key) if given is None else jax.eval_shape(task.init, key)
-    except jax.errors.JAXTypeError:  # a user's init may look at the key's value
-        own = task.init(key)
-    if given is None:
-        return own
-    need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))
-    for name in [*need, *have]:
-        if need.get(name) != have.get(name):
-            wanted, found = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (need, have))
-            raise FedraxError(f"the starting parameters do not fit the model: {name} is {found}, should be {wanted}")
-    return given
-
-
-def report(new: list[Event], events: list[Event], log: EventFile | None, sinks: Sequence[Sink]) -> None:
-    """Add ``new`` events to ``events`` and tell everybody."""
-    events.extend(new)
-    if log is not None:
-        log.append(new)
-    for event in new:
-        for sink in sinks:
-            sink.event(event)
-
-
-def round_seconds(events: list[Event], more: float) -> float:
-    """Cumulative seconds, to the microsecond."""
-    return round((events[-1]["seconds"] if events else 0.0) + more, 6)

@@ -26,7 +26,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation import backend
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
 from fedrax.simulation.evaluate import sample_values
-from fedrax.simulation.events import Event
+from fedrax.simulation.events import Event, events_of
 from fedrax.simulation.interpreters import NonFiniteError
 from fedrax.simulation.result import Result
 from fedrax.simulation.run import Simulation, simulate
@@ -34,7 +34,7 @@ from fedrax.simulation.settings import Settings
 from fedrax.task import Batch, Task
 from fedrax.tree import Tree
 
-_SMALL = 20_000
+_SMALL = 60_000
 """Parameters up to which runs side by side are faster on CPU cores than runs in turn (benchmarks/sweep.py)."""
 _EVALUATION_ROWS = 500
 
@@ -174,7 +174,7 @@ class _Together:
             return
         sound = records["sound"]
         kept = len(sound) if sound.all() else int(np.argmin(sound))
-        new = run.events_of({name: value[:kept] for name, value in records.items()}, xs, events, took)
+        new = events_of(run.info, {name: value[:kept] for name, value in records.items()}, xs.count, events, took)
         if kept == len(sound) and new:
             new[-1] |= {f"test_{name}": value for name, value in means.items()}
         events.extend(new)
