@@ -30,6 +30,8 @@ RAW = RESULTS / "methods.jsonl"
 REFERENCE = "fedavg"
 WORKLOAD = "W1"
 STEPS, BATCH, TIMED_ROUNDS = 5, 12, 20
+CLIPPED = {"episode, clipped": ("episode", {"gamma": 1e-8}), "celgc": ("fedavg", {"local.clip": 1e-8})}
+"""Methods with every step clipped: the algorithm, and the length of a step by its field."""
 LEARNING_RATE = 1e-4  # small: only the cost counts here, and no method may diverge
 
 
@@ -43,7 +45,8 @@ def main() -> None:
     else:
         from fedrax.algorithm import algorithms
 
-        names = [name for name in algorithms() if arguments.methods is None or name in arguments.methods]
+        known = [*algorithms(), *CLIPPED]
+        names = [name for name in known if arguments.methods is None or name in arguments.methods]
         arrays = str(ensure_arrays(WORKLOAD, arguments.cache / "arrays"))
         session = Session.start(RAW)
         for repeat in range(1, arguments.repeats + 1):
@@ -77,12 +80,11 @@ def measure_here(name: str, arrays: str) -> dict[str, Any]:
     from benchmarks.fedrax_problems import federation_of, model_of
     from benchmarks.workloads import WORKLOADS, Arrays
     from fedrax import FedraxError, classification
-    from fedrax.algorithm import find_algorithm
 
     workload, stored = WORKLOADS[WORKLOAD], Arrays(arrays, channels_last=True)
     try:
         clock, result = time_rounds(
-            adapted(find_algorithm(name)()),
+            method(name),
             classification(model_of(workload)),
             federation_of(stored),
             TIMED_ROUNDS,
@@ -92,6 +94,21 @@ def measure_here(name: str, arrays: str) -> dict[str, Any]:
         return {"refused": str(refusal)}
     events = result.events
     return clock.summary() | {"gradients": events[-1]["gradients"] / len(events)}
+
+
+def method(name: str) -> Algorithm:
+    """The algorithm of a name, one in ``CLIPPED`` included."""
+    from fedrax.algorithm import find_algorithm
+
+    kind, lengths = CLIPPED.get(name, (name, {}))
+    algorithm = adapted(find_algorithm(kind)())
+    for field, length in lengths.items():
+        owner, _, own = field.rpartition(".")
+        change: dict[str, Any] = {own: length}
+        if owner:
+            change = {owner: dataclasses.replace(getattr(algorithm, owner), **change)}
+        algorithm = dataclasses.replace(algorithm, **change)  # type: ignore[call-arg]
+    return algorithm
 
 
 def adapted(algorithm: Algorithm) -> Algorithm:
