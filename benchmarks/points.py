@@ -5,6 +5,7 @@ No accelerator is used, and nothing has been compiled before: each process start
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -12,9 +13,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environments import cache_directory
 from benchmarks.quiet import run_quietly
+from benchmarks.sessions import RESULTS
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+def point_arguments(description: str | None) -> argparse.Namespace:
+    """The arguments of a benchmark of single points; ``point`` is the JSON of one that this process is to measure."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    parser.add_argument("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def measure_point(module: str, point: dict[str, Any], max_wait: float, timeout: float = 900) -> dict[str, Any]:

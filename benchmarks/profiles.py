@@ -7,15 +7,12 @@ the profiles to ``results/profiles.jsonl`` and writes ``profiles.md``.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.environments import cache_directory
 from benchmarks.make_arrays import ensure_arrays
 from benchmarks.pages import markdown_table, number, write_page
-from benchmarks.points import measure_point
+from benchmarks.points import measure_point, point_arguments
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS
@@ -27,12 +24,7 @@ POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg",
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
-    parser.add_argument("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = point_arguments(__doc__)
     if arguments.point:
         print(RESULT_PREFIX + json.dumps(profile_here(**json.loads(arguments.point))))
         return

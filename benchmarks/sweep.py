@@ -6,7 +6,6 @@ It checks that both ways end at the same parameters, appends the times to ``resu
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -15,10 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.environments import cache_directory
 from benchmarks.make_arrays import ensure_arrays
 from benchmarks.pages import markdown_table, write_page
-from benchmarks.points import measure_point
+from benchmarks.points import measure_point, point_arguments
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 
@@ -41,12 +39,7 @@ TOLERANCE = 1e-3  # largest difference of a parameter, relative to the largest o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
-    parser.add_argument("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = point_arguments(__doc__)
     if arguments.point:
         print(RESULT_PREFIX + json.dumps(run_point(**json.loads(arguments.point))))
         return

@@ -107,6 +107,18 @@ def test_work_is_spread_evenly():
     assert (loads.max(1) <= loads.mean(1) + SIZES.max()).all()
 
 
+def test_clients_side_by_side_are_of_like_size():
+    """They wait for the largest of them: chunks of neighbours by size make up no more steps than any other order."""
+    for devices in (1, 2):
+        block = planner(devices, by_samples=True, chunk=4).block(0, 20, 20)
+        for r in range(20):
+            for d in range(devices):
+                sizes = block.size[r, d, : block.count[r, d]]
+                assert (np.diff(sizes) <= 0).all()
+    one_by_one = planner(1, by_samples=True).block(0, 20, 20)
+    assert any((np.diff(one_by_one.size[r, 0, : one_by_one.count[r, 0]]) > 0).any() for r in range(20))
+
+
 def test_cohorts_are_drawn_without_replacement_and_evenly():
     sampler = Sampler(Settings(rounds=4000, cohort_size=9), SIZES)
     cohorts = np.array([sampler.cohort(r) for r in range(4000)])

@@ -177,3 +177,22 @@ def test_dropout_keeps_the_mean_and_needs_a_key():
     dropped = layers.dropout(x, 0.25, jax.random.key(0))
     assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.75)}
     assert abs(float(dropped.mean()) - 1) < 0.02
+
+
+@pytest.mark.parametrize("batch", [1, 12, 40])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_output_layer_and_its_gradients(batch, side_by_side, dtype):
+    """Few samples have a weight gradient written out; more have a matrix product."""
+    lanes = (2,) if side_by_side else ()
+    x, weight = normal(0, (*lanes, batch, 7), dtype), normal(1, (*lanes, 5, 7), dtype)
+    bias = normal(2, (5,), dtype)
+
+    def ours(x, weight, bias):
+        return layers.output({"weight": weight, "bias": bias}, x)
+
+    def plain(x, weight, bias):
+        return jnp.einsum("bi,oi->bo", x, weight) + bias
+
+    if side_by_side:
+        ours, plain = (jax.vmap(f, (0, 0, None)) for f in (ours, plain))
+    assert_same(value_and_vjp(ours, x, weight, bias), value_and_vjp(plain, x, weight, bias), dtype)

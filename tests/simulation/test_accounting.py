@@ -1,5 +1,6 @@
 """Bytes by hand; what clients remember, where it is kept and how much room it takes; float64 from end to end."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -174,6 +175,17 @@ def test_float64_from_end_to_end(tmp_path):
 def test_initial_parameters_that_do_not_fit_are_refused(start, message):
     with pytest.raises(FedraxError, match=message):
         run(params=start, rounds=1)
+
+
+def test_an_init_that_looks_at_its_key_cannot_be_compiled_but_runs():
+    def init(key: jax.Array) -> Any:
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        return {"output": {"weight": rng.normal(size=(3, 4)), "bias": np.zeros(3)}}
+
+    task = dataclasses.replace(TASK, init=init)
+    first, again, other = (run(task=task, rounds=1, seed=seed).params["output"]["weight"] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other)
 
 
 def test_initial_parameters_are_taken_in_the_dtype_asked_for():

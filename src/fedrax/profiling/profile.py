@@ -104,35 +104,22 @@ def profile(
 def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> Profile:
     """The profile of measurements."""
     settings, mesh, notes = simulation.settings, simulation.engine.mesh, [*measured.notes]
-    platform = mesh.devices.flat[0].platform
     call = 1e3 * measured.call / measured.rounds
-    traced, program = measured.traced, measured.program
-    device = DeviceTime()
-    overhead = 0.0
-    if traced is not None and program is not None and traced.timelines:
-        outside = min(traced.outside, measured.call * traced.outside / traced.untraced)
-        overhead = 1e3 * outside / measured.rounds
-        device = attribute(traced, program, SMALL_MICROSECONDS.get(platform, 5.0), call - overhead)
-        notes.append(_how_traced(traced))
-    elif program is not None:
-        notes.append(f"The trace of this backend ({platform}) names no operations: only whole calls are known.")
-    else:
-        notes.append(f"Plan {simulation.plan} is not one program: what its calls consist of is not known.")
-    if not device.parts:
-        device.parts[(None, "rounds")] = device.kinds["rounds"] = call
+    device, overhead, note = _of_devices(simulation, measured, call)
+    notes.append(note)
     host = (measured.plan + measured.events) * 1e3 / measured.rounds + overhead
     evaluation = 1e3 * measured.evaluate / min(settings.eval_every, settings.rounds)
     device.parts[(None, "evaluate")] = device.kinds["evaluation"] = evaluation
     device.parts[(None, "host")] = device.kinds["host"] = host
     total = sum(device.parts.values())
-    phases = len(algorithm_phases(simulation))
+    phases = len(simulation.algorithm.phases)
     parts = [
         Part(name, None if phase is None or phases == 1 else phase + 1, ms, ms / total, device.operations[phase, name])
         for (phase, name), ms in sorted(device.parts.items(), key=_in_order)
     ]
     in_rounds, count = call - overhead, sum(device.operations.values())
     products = device.kinds["products"]
-    compiling = 0.0 if program is None else measured.compile
+    compiling = 0.0 if measured.program is None else measured.compile
     evaluation_compile = max(measured.evaluate_first - measured.evaluate, 0.0) if simulation.evaluators else 0.0
     achieved = device.cost.flops / products / 1e6 if products else 0.0
     return Profile(
@@ -167,9 +154,20 @@ def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> 
     )
 
 
-def algorithm_phases(simulation: Simulation) -> tuple:
-    """The phases of the simulation's algorithm."""
-    return simulation.algorithm.phases
+def _of_devices(simulation: Simulation, measured: Measurement, call: float) -> tuple[DeviceTime, float, str]:
+    """(the devices' time, ms a round in which none is at work, how they are known); ``call``: ms a round."""
+    traced, program = measured.traced, measured.program
+    platform = simulation.engine.mesh.devices.flat[0].platform
+    if traced is not None and program is not None and traced.timelines:
+        outside = min(traced.outside, measured.call * traced.outside / traced.untraced)
+        overhead = 1e3 * outside / measured.rounds
+        small = SMALL_MICROSECONDS.get(platform, 5.0)
+        return attribute(traced, program, small, call - overhead), overhead, _how_traced(traced)
+    device = DeviceTime()
+    device.parts[(None, "rounds")] = device.kinds["rounds"] = call
+    if program is not None:
+        return device, 0.0, f"The trace of this backend ({platform}) names no operations: only whole calls are known."
+    return device, 0.0, f"Plan {simulation.plan} is not one program: what its calls consist of is not known."
 
 
 def _in_order(item: tuple[tuple[int | None, str], float]) -> tuple:

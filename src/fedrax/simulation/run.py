@@ -131,26 +131,29 @@ class Simulation:
         samples = Batch(*federation.train)
         store_bytes = self.planner.capacity * tree.num_bytes(self.initial_client) if stateful else 0
         self.streamed, self.spilled = choose(settings, mesh, samples, store_bytes)
+        self.samples = samples
         layout = Layout.of(federation.sizes)
         program = Program(task, layout, federation.num_clients, chunk, own_samples=self.streamed)
         engines = {"loop": LoopEngine, "debug": DebugEngine}
         self.engine = engines.get(self.plan, Engine)(program, mesh, None if self.streamed else samples)  # type: ignore[arg-type]
-        self.samples = samples
         self.evaluators = self._evaluators(federation, mesh)
-        down, up = message_bytes(program, algorithm, self.start, self.initial_client, samples)
-        self.info = RunInfo(
-            algorithm=type(algorithm).__name__,
+        self.info = self._info(program, mesh, chunk, sampler.largest)
+        self.identity = self._identity(federation, params)
+
+    def _info(self, program: Program, mesh: Mesh, chunk: int, cohort_size: int) -> RunInfo:
+        down, up = message_bytes(program, self.algorithm, self.start, self.initial_client, self.samples)
+        return RunInfo(
+            algorithm=type(self.algorithm).__name__,
             plan=describe(mesh, self.plan, chunk, self.streamed, self.spilled),
-            rounds=settings.rounds,
+            rounds=self.settings.rounds,
             first_round=0,
-            cohort_size=sampler.largest,
-            num_clients=federation.num_clients,
+            cohort_size=cohort_size,
+            num_clients=program.num_clients,
             bytes_down=down,
             bytes_up=up,
             parameters=sum(x.size for x in jax.tree.leaves(self.start)),
-            directory=directory,
+            directory=self.directory,
         )
-        self.identity = self._identity(federation, params)
 
     def _evaluators(self, federation: Federation, mesh: Mesh) -> dict[str, Evaluator]:
         """One for each data set to evaluate on, by the prefix of its metrics."""
