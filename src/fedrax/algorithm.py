@@ -99,6 +99,11 @@ class Algorithm:
         return False
 
     @property
+    def largest_cohort(self) -> int | None:
+        """The most clients a round may have; None where any number is right."""
+        return None
+
+    @property
     def corrections(self) -> tuple[str, ...]:
         """Fields of the server's and clients' states that correct for drift (what a wrapper may extrapolate)."""
         return ()
@@ -156,10 +161,13 @@ def find_algorithm(name: str) -> type[Algorithm]:
     return known[name.lower()]
 
 
-def check_settings(algorithm: Algorithm, weights: str, varying_cohort: bool) -> None:
-    """Refuse aggregation weights or participation for which the method is not defined."""
+def check_settings(algorithm: Algorithm, weights: str, cohort_size: int, varying_cohort: bool) -> None:
+    """Refuse aggregation weights or participation (``cohort_size`` clients at most) the method is not defined for."""
     name = type(algorithm).__name__
     if algorithm.uniform_weights and weights != "uniform":
         raise FedraxError(f"{name} is defined for uniform aggregation weights only: set weights to 'uniform'")
     if algorithm.fixed_cohort and varying_cohort:
         raise FedraxError(f"{name} converges to a wrong point when the cohort's size varies between rounds")
+    if algorithm.largest_cohort is not None and cohort_size > algorithm.largest_cohort:
+        limit = f"a memory of {algorithm.largest_cohort} clients is smaller than a cohort of {cohort_size}"
+        raise FedraxError(f"{name} remembers every client of the cohort: {limit}")

@@ -129,7 +129,7 @@ class Experiment:
         """Refuse numbers out of their bounds and contradictions; raises FedraxError naming the key."""
         for part in ("model", "algorithm", "run", "partition"):
             check(getattr(self, part), part)
-        check_settings(self.algorithm, self.run.weights, varying_cohort=False)
+        check_settings(self.algorithm, self.run.weights, self.run.cohort_size, varying_cohort=False)
 
 
 def read_table(path: Path) -> Table:

@@ -50,6 +50,7 @@ NonNegative = Annotated[float, Bound(ge=0)]
 Fraction = Annotated[float, Bound(ge=0, le=1)]
 Decay = Annotated[float, Bound(ge=0, lt=1)]
 Count = Annotated[int, Bound(ge=1)]
+Whole = Annotated[int, Bound(ge=0)]
 
 T = TypeVar("T")
 _STATIC = (int, bool, str, bytes, type(None))

@@ -41,10 +41,11 @@ def dot(a: Tree, b: Tree) -> jax.Array:
     return sum((_dot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.zeros(()))
 
 
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    # The leading axis first, and on its own: XLA:CPU sums rows into a row straight from where they are computed,
-    # but copies what it sums to a single number.
-    rows = jnp.sum(x * y, axis=0) if x.ndim > 1 else x * y
+def _dot(x: jax.Array, y: jax.Array | float) -> jax.Array:
+    # All axes but the last first, and on their own: XLA:CPU sums rows into a row straight from where they are
+    # computed, but copies what it sums to a single number.
+    products = x * y
+    rows = jnp.sum(products.reshape(-1, x.shape[-1]), axis=0) if x.ndim > 1 else products
     return jnp.sum(jax.lax.optimization_barrier(rows))
 
 
@@ -79,8 +80,9 @@ def num_bytes(a: Tree) -> int:
 
 def all_finite(a: Tree) -> jax.Array:
     """Whether every entry of every floating leaf is finite."""
-    flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(a) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.all(jnp.stack(flags)) if flags else jnp.bool_(True)
+    floating = [x for x in jax.tree.leaves(a) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    # Zero times anything finite is zero; one sum reads an array once, where flags would be written and read again.
+    return jnp.all(jnp.stack([_dot(x, 0.0) == 0 for x in floating])) if floating else jnp.bool_(True)
 
 
 def leaf_names(a: Tree) -> list[str]:

@@ -108,7 +108,7 @@ class Simulation:
         self.start = jax.tree.map(lambda x: jnp.asarray(x, settings.dtype), start)
         self.initial_client = jax.jit(algorithm.init_client)(self.start)
         sampler = Sampler(settings, federation.sizes, script)
-        check_settings(algorithm, settings.weights, sampler.varying)
+        check_settings(algorithm, settings.weights, sampler.largest, sampler.varying)
         local = getattr(algorithm, "local", None)
         check_blocks(script, sampler, local)
         mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)

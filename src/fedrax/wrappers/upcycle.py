@@ -46,6 +46,11 @@ class Upcycled(Algorithm):
         return self.inner.fixed_cohort
 
     @property
+    def largest_cohort(self) -> int | None:
+        """As the inner method."""
+        return self.inner.largest_cohort
+
+    @property
     def corrections(self) -> tuple[str, ...]:
         """As the inner algorithm."""
         return self.inner.corrections

@@ -1,0 +1,263 @@
+"""GradMA (Luo et al. 2023): directions corrected on the workers, on the server with a memory of updates, or on both.
+
+A correction takes the direction's nearest vector that does not point against any of a few remembered ones
+(:mod:`fedrax.cone`). The worker remembers its last point and the global one, the server its clients' updates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax import tree
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.client_data import ClientData
+from fedrax.cone import multipliers, project, sum_over_blocks
+from fedrax.hyperparameters import Decay, Positive, Whole, hyperparameters
+from fedrax.local import LocalResult, LocalSGD, Step
+from fedrax.tree import Tree
+
+Scope = Literal["vector", "leaf"]
+
+
+class Server(NamedTuple):
+    """Global parameters, m~, and the memory of the clients' updates (an empty tuple where it has no room)."""
+
+    params: Tree
+    momentum: Tree
+    memory: Any
+
+
+class Memory(NamedTuple):
+    """D in slots: D[i] = scale_i v_i, so that forgetting touches the scales alone and never underflows v."""
+
+    vectors: Tree
+    """v, leaves [m, ...]."""
+    scale: Array
+    """[m]."""
+    gram: Array
+    """Inner products of the v, [1, m, m], or [leaves, m, m] where each leaf has a program of its own."""
+    owner: Array
+    """int32 [m]: the client in each slot, num_clients in a free one."""
+    count: Array
+    """int32 [m]: the rounds its client took part in since it entered (the paper's counter)."""
+    entered: Array
+    """int32 [m]: the round in which it entered."""
+
+
+def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: ClientData) -> tuple[LocalResult, Tree]:
+    """Local steps along the corrected gradients (Algorithm 2), and the client's next state.
+
+    Two gradients are known without being computed: at the first step that at x, at the second that at the point
+    before, which is x.
+    """
+    local, remembers = algorithm.local, algorithm.previous == "local"
+
+    def direction(p: Tree, x_i: Tree, before: Tree, step: Step) -> tuple[Tree, Tree]:
+        def gradient(at: Tree) -> Tree:
+            return local.decayed(step.gradient(at)[1], at)
+
+        at_x = jax.lax.cond(step.index > 0, lambda: gradient(x), lambda: p)
+        known = step.index == 1 if remembers else step.index <= 1
+        at_previous = jax.lax.cond(known, lambda: at_x, lambda: gradient(before))
+        columns = lambda previous, start, here, x: (previous, start, here - x)  # noqa: E731
+        return project(p, (at_previous, at_x, x_i, x), columns, algorithm.scope == "leaf"), x_i
+
+    result = local.run(data, x, direction, state if remembers else x)
+    steps = local.num_steps(data)
+    known = local.samples(data, jnp.minimum(steps, 2)) + (0 if remembers else local.samples(data, 1))
+    info = result.info | {"gradients": 3 * local.samples(data, steps) - known}
+    return result._replace(info=info), result.params if remembers else ()
+
+
+@hyperparameters
+class GradMAW(FedAvg):
+    """GradMA on the workers alone: local steps along p~ (Algorithm 7).
+
+    p~ is the nearest to the gradient with no negative inner product with the gradients, on the same batch, at the
+    point before and at x, and with x_i - x.
+    """
+
+    previous: Literal["global", "local"] = "global"
+    """x_{-1}: the global parameters x (what the authors ran), or the worker's last local model (as printed)."""
+    scope: Scope = "vector"
+    """One quadratic program over the whole vector (as printed), or one for each leaf (what the authors ran)."""
+
+    def init_client(self, params: Tree) -> Tree:
+        """The last local model: at first the starting parameters."""
+        return params if self.previous == "local" else ()
+
+    def client(self, message: Tree, state: Tree, data: ClientData) -> ClientOutput:
+        """Corrected local steps from the global parameters."""
+        result, state = corrected_steps(self, message, state, data)
+        return ClientOutput(upload=tree.sub(result.params, message), state=state, info=result.info)
+
+
+@hyperparameters
+class GradMAS(Algorithm):
+    """GradMA on the server alone (Algorithms 3, 4 and 8).
+
+    m = beta1 m~ + d with d = sum_i p_i d_i and d_i = x - x_i. D[i] sums client i's updates, forgotten by the
+    factor beta2 a round. m~ is the nearest to m with no negative inner product with any D[i]; x <- x - lr m~.
+    With no memory it is FedAvgM.
+    """
+
+    local: LocalSGD = LocalSGD()
+    server_lr: Positive = 1.0
+    """eta_g."""
+    beta1: Decay = 0.5
+    """Momentum of the server's direction."""
+    beta2: Decay = 0.5
+    """What remains of a remembered update after a round."""
+    memory: Whole = 100
+    """Clients whose updates are remembered; none, or at least the cohort. More than there are clients is all of
+    them. When full, of the clients outside the cohort the one that took part least since it entered is dropped
+    (of several the first to enter, of these the smallest number)."""
+    scope: Scope = "vector"
+    """One quadratic program over the whole vector (as printed), or one for each leaf (what the authors ran)."""
+
+    @property
+    def largest_cohort(self) -> int | None:
+        """All of the cohort is remembered, or nobody."""
+        return self.memory or None
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round: nothing remembered."""
+        m = min(self.memory, num_clients)
+        zeros = tree.zeros_like(params)
+        if m == 0:
+            return Server(params, zeros, ())
+        vectors = jax.tree.map(lambda a: jnp.zeros((m, *a.shape), a.dtype), params)
+        leaves = jax.tree.leaves(params)
+        none = jnp.zeros(m, jnp.int32)
+        gram = jnp.zeros((len(leaves) if self.scope == "leaf" else 1, m, m), leaves[0].dtype)
+        scale = jnp.zeros(m, leaves[0].dtype)
+        return Server(params, zeros, Memory(vectors, scale, gram, none + num_clients, none, none))
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Local SGD; d_i goes up."""
+        result = self.local.run(data, message)
+        return self.output(tree.sub(message, result.params), result.info)
+
+    def output(self, update: Tree, info: Info, state: Tree = ()) -> ClientOutput:
+        """d_i for itself where the server remembers it, for the mean where not."""
+        if self.memory:
+            return ClientOutput(upload=(), each=update, info=info, state=state)
+        return ClientOutput(upload=update, info=info, state=state)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """Algorithm 3: the memory takes the cohort's updates in, then a step along m~."""
+        if not self.memory:
+            momentum = tree.add_scaled(cohort.mean, self.beta1, server.momentum)
+            return self._step(server, momentum, ()), {}
+        d = jax.tree.map(lambda u: jnp.tensordot(cohort.weights.astype(u.dtype), u, 1), cohort.each)
+        m = tree.add_scaled(d, self.beta1, server.momentum)
+        slots, is_new = take_slots(server.memory, cohort.clients, cohort.num_clients)
+        memory, inner = self._remember(server.memory, cohort, slots, is_new, m)
+        # Without any memory of the past the absent constrain nothing.
+        live = (memory.owner < cohort.num_clients) & ((memory.scale > 0) | (self.beta2 > 0))
+        z = jax.vmap(multipliers)(jnp.where(live[:, None] & live, memory.gram, 0), jnp.where(live, inner, 0))
+        leaves, structure = jax.tree.flatten(m)
+        factors = jax.tree.unflatten(structure, list(jnp.broadcast_to(z, (len(leaves), *z.shape[1:]))))
+        momentum = jax.tree.map(lambda p, z, v: p + jnp.tensordot(z, v, 1), m, factors, memory.vectors)
+        conditions = jnp.mean(jnp.sum(z > 0, axis=1, dtype=jnp.float32))
+        return self._step(server, momentum, memory), {"conditions": conditions}
+
+    def _step(self, server: Server, momentum: Tree, memory: Any) -> Server:
+        return Server(tree.add_scaled(server.params, -self.server_lr, momentum), momentum, memory)
+
+    def _remember(self, memory: Memory, cohort: Cohort, slots: Array, is_new: Array, m: Tree) -> tuple[Memory, Array]:
+        """The memory after this round, and the inner products of its vectors with m, [1 or leaves, slots]."""
+        put = lambda table, values: table.at[slots].set(values, mode="drop")  # noqa: E731
+        get = lambda table: table.at[slots].get(mode="clip")  # noqa: E731
+        scale = self.beta2 * memory.scale
+        vectors = _add_rows(memory.vectors, slots, jnp.where(is_new, 0, get(scale)), cohort.each)
+        products = _products(vectors, slots, m)
+        if self.scope == "vector":
+            products = products.sum(0, keepdims=True)
+        rows = products[:, :-1]
+        gram = memory.gram.at[:, slots].set(rows, mode="drop")
+        gram = gram.at[:, :, slots].set(rows.transpose(0, 2, 1), mode="drop")
+        memory = Memory(
+            vectors,
+            put(scale, 1).astype(memory.scale.dtype),
+            gram,
+            put(memory.owner, cohort.clients),
+            put(memory.count, jnp.where(is_new, 1, get(memory.count) + 1)),
+            put(memory.entered, jnp.where(is_new, cohort.round, get(memory.entered))),
+        )
+        return memory, products[:, -1]
+
+    def remembered(self, server: Server) -> dict[int, Tree]:
+        """D[i] of every client in the memory, for people."""
+        if not self.memory:
+            return {}
+        memory = jax.tree.map(np.asarray, server.memory)
+        row = lambda k: jax.tree.map(lambda v: memory.scale[k] * v[k], memory.vectors)  # noqa: E731
+        return {int(memory.owner[k]): row(k) for k in np.flatnonzero(memory.count)}
+
+
+def _add_rows(vectors: Tree, slots: Array, kept: Array, updates: Tree) -> Tree:
+    """``vectors`` with row slots[k] replaced by kept[k] times itself plus row k of ``updates``.
+
+    Row by row: XLA:CPU does it in place, where a scatter of all rows takes several times as long.
+    """
+    room = len(jax.tree.leaves(vectors)[0])
+
+    def add(k: Array, vectors: Tree) -> Tree:
+        slot = jnp.minimum(slots[k], room - 1)
+        old = tree.row(vectors, slot)
+        new = jax.tree.map(lambda v, d: (kept[k] * v + d).astype(v.dtype), old, tree.row(updates, k))
+        return tree.set_row(vectors, slot, tree.where(slots[k] < room, new, old))
+
+    return jax.lax.fori_loop(0, len(slots), add, vectors)
+
+
+def _products(vectors: Tree, slots: Array, m: Tree) -> Array:
+    """[leaves, cohort + 1, m]: inner products of the vectors in ``slots`` and, last, of ``m`` with all vectors."""
+
+    def of(v: Array, p: Array) -> Array:
+        rows = jnp.concatenate([v.at[slots].get(mode="clip"), p[None]])
+        return jnp.matmul(rows, v.T, precision=jax.lax.Precision.HIGHEST)
+
+    flat = lambda v, p: sum_over_blocks(of, v.reshape(len(v), -1), p.reshape(-1))  # noqa: E731
+    return jnp.stack([flat(v, p) for v, p in zip(jax.tree.leaves(vectors), jax.tree.leaves(m), strict=True)])
+
+
+def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array, Array]:
+    """The slot of each client of the cohort (beyond the last slot where there is none), and who is new (Algorithm 4).
+
+    The order of the clients does not matter.
+    """
+    room = len(memory.owner)
+    real = clients < num_clients
+    same = real[:, None] & (memory.owner == clients[:, None])
+    known, present = same.any(1), same.any(0)
+    is_new = real & ~known
+    group = jnp.where(memory.count == 0, 0, jnp.where(present, 2, 1))  # free, to be dropped, to be kept
+    order = jnp.lexsort((memory.owner, memory.entered, memory.count, group))
+    before = jnp.sum(is_new & (clients < clients[:, None]), axis=1)  # new clients with smaller numbers
+    slot = jnp.where(known, jnp.argmax(same, axis=1), order[jnp.minimum(before, room - 1)])
+    return jnp.where(real, slot, room), is_new
+
+
+@hyperparameters
+class GradMA(GradMAS):
+    """GradMA: corrected steps on the workers and on the server (Algorithm 1)."""
+
+    previous: Literal["global", "local"] = "global"
+    """x_{-1}: the global parameters x (what the authors ran), or the worker's last local model (as printed)."""
+
+    def init_client(self, params: Tree) -> Tree:
+        """The last local model: at first the starting parameters."""
+        return params if self.previous == "local" else ()
+
+    def client(self, message: Tree, state: Tree, data: ClientData) -> ClientOutput:
+        """Corrected local steps; d_i goes up."""
+        result, state = corrected_steps(self, message, state, data)
+        return self.output(tree.sub(message, result.params), result.info, state)
