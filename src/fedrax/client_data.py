@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.products import Format, with_operands
 from fedrax.random_order import shuffled_index, uniform_index
 from fedrax.scopes import GATHER, GRADIENT, scope
 from fedrax.tree import Tree
@@ -60,7 +61,8 @@ class ClientData:
     size: samples of this client n_i (int32). round: the round's number from 0 (int32). key: the client's own
     random key of this round. work: the share of the local work a straggler does, in (0, 1], or None where
     nobody straggles. blocks: int32 [T], the block of each step if the experiment fixes them. num_clients: N.
-    cohort_size: S (float). unroll: lay out loops of known length step by step.
+    cohort_size: S (float). unroll: lay out loops of known length step by step. precision: the operands of the
+    gradient's matrix products.
     """
 
     def __init__(
@@ -78,10 +80,11 @@ class ClientData:
         work: Array | None = None,
         blocks: Array | None = None,
         unroll: bool = False,
+        precision: Format = "highest",
     ):
         self.task, self.layout, self.samples, self.offset, self.size = task, layout, samples, offset, size
         self.key, self.round, self.num_clients, self.cohort_size = key, round, num_clients, cohort_size
-        self.work, self.blocks, self.unroll = work, blocks, unroll
+        self.work, self.blocks, self.unroll, self.precision = work, blocks, unroll, precision
         self.words = jax.random.key_data(key)
 
     def fresh(self) -> ClientData:
@@ -148,7 +151,7 @@ class ClientData:
                 return scale * losses.mean()
             return scale * jnp.where(weights, losses, 0).sum() / weights.sum()
 
-        return jax.value_and_grad(objective)(params)
+        return self._value_and_grad(objective)(params)
 
     @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
@@ -162,18 +165,21 @@ class ClientData:
             return losses.sum() if inside is None else jnp.where(inside, losses, 0).sum()
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
-            return jax.value_and_grad(summed)(params, self._slice(start, rows), None, key)
+            return self._value_and_grad(summed)(params, self._slice(start, rows), None, key)
         chunk = min(at_most, _CHUNK)
         lanes = jnp.arange(chunk, dtype=jnp.int32)
 
         def one_pass(i: Array, total: Tree) -> Tree:
             inside = i * chunk + lanes < rows
             samples = self._gather(start + jnp.where(inside, i * chunk + lanes, 0))
-            return tree.add(total, jax.value_and_grad(summed)(params, samples, inside, jax.random.fold_in(key, i)))
+            return tree.add(total, self._value_and_grad(summed)(params, samples, inside, jax.random.fold_in(key, i)))
 
         dtype = jax.eval_shape(lambda p: summed(p, self._slice(0, 1), None, key), params).dtype
         zero = (jnp.zeros((), dtype), tree.zeros_like(params))
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
+
+    def _value_and_grad(self, function: Callable) -> Callable:
+        return with_operands(jax.value_and_grad(function), self.precision)
 
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
         """Loss and gradient over all of the client's data."""

@@ -95,7 +95,7 @@ def profile(
     """
     settings = settings or Settings()
     backend.use_all_cores()
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
+    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
         simulation = Simulation(algorithm, task, federation, settings, None, None, None)
         measured = Stopwatch(simulation, rounds, keep_trace).measure()
         return assemble(simulation, measured, limits.measure(simulation.engine.mesh, settings.dtype))

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Phase
 from fedrax.client_data import ClientData, Layout
+from fedrax.products import Format
 from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
 from fedrax.simulation.cohorts import Block
 from fedrax.tree import Tree
@@ -64,6 +65,8 @@ class Program(NamedTuple):
     chunk: int
     """Clients side by side; 0: one after another (plan scan)."""
     unroll: bool = False
+    precision: Format = "highest"
+    """Operands of the gradients' matrix products."""
     own_samples: bool = False
     """Each device holds samples of its own clients only, instead of all."""
 
@@ -116,6 +119,7 @@ def client_data(program: Program, samples: Tree, places: Places, k: Any) -> Clie
         work=pick(places.work),
         blocks=pick(places.blocks),
         unroll=program.unroll,
+        precision=program.precision,
     )
 
 

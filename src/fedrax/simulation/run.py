@@ -79,7 +79,7 @@ def simulate(
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
     backend.use_all_cores()
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
+    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
         path = None if directory is None else Path(directory)
         return Simulation(algorithm, task, federation, settings, params, script, path, keep_clients).run(resume, sinks)
 
@@ -133,7 +133,14 @@ class Simulation:
         self.streamed, self.spilled = choose(settings, mesh, samples, store_bytes)
         self.samples = samples
         layout = Layout.of(federation.sizes)
-        program = Program(task, layout, federation.num_clients, chunk, own_samples=self.streamed)
+        program = Program(
+            task,
+            layout,
+            federation.num_clients,
+            chunk,
+            precision=settings.precision,
+            own_samples=self.streamed,
+        )
         engines = {"loop": LoopEngine, "debug": DebugEngine}
         self.engine = engines.get(self.plan, Engine)(program, mesh, None if self.streamed else samples)  # type: ignore[arg-type]
         self.evaluators = self._evaluators(federation, mesh)

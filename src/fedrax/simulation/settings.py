@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from fedrax.errors import FedraxError
 from fedrax.hyperparameters import Bound, Count, Fraction
+from fedrax.products import Format
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
 
@@ -84,10 +86,19 @@ class Settings:
     """Clients side by side in one vmap (plan vmap); chosen from the memory at hand by default."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and arithmetic."""
-    precision: Literal["highest", "tensorfloat32", "bfloat16"] = "highest"
-    """Arithmetic of float32 matrix products on accelerators that have a faster one."""
+    precision: Format = "highest"
+    """Operands of the matrix products and convolutions of local gradients: float32, or a shorter format that an
+    accelerator multiplies faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU operands are
+    rounded in the same way, at no gain in speed."""
     checkpoint_every: Count | None = None
     """Rounds between checkpoints; by default about every 30 seconds and at the end."""
+
+    def check(self) -> None:
+        """Refuse a short format for products of long numbers."""
+        if self.dtype == "float64" and self.precision != "highest":
+            raise FedraxError(
+                f"precision {self.precision} rounds float32 numbers: set dtype to float32"
+            )
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def sweep(
         raise FedraxError("a sweep needs at least one algorithm and one seed")
     if settings.target is not None and mode == "together":
         raise FedraxError("runs together cannot stop at a target: leave the target out, or run them in turn")
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision(settings.precision):
+    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         runs = [Simulation(algorithms[0], task, federation, each, None, None, None) for each in one]
         apart = runs[0].streamed or runs[0].spilled

@@ -1,0 +1,125 @@
+"""``python -m benchmarks.precision``: what shorter operands of matrix products do to the accuracy.
+
+Three workloads are trained with float32, TensorFloat-32 and bfloat16 operands, each with the same starts, cohorts and
+batches for several seeds. Appends the runs to ``results/precision.jsonl`` and writes ``precision.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any, NamedTuple
+
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.pages import markdown_table, write_page
+from benchmarks.points import measure_point, point_arguments
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.timing import RESULT_PREFIX
+
+RAW = RESULTS / "precision.jsonl"
+PRECISIONS = {"highest": "float32", "tensorfloat32": "TensorFloat-32", "bfloat16": "bfloat16"}
+SEEDS = range(5)
+
+
+class Training(NamedTuple):
+    rounds: int
+    learning_rate: float
+
+
+WORKLOADS = {"W1": Training(300, 0.05), "W2": Training(100, 0.01), "W3": Training(20, 0.05)}
+
+
+def main() -> None:
+    arguments = point_arguments(__doc__)
+    if arguments.point:
+        print(RESULT_PREFIX + json.dumps(train(**json.loads(arguments.point))))
+        return
+    session = Session.start(RAW)
+    for workload in WORKLOADS:
+        arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
+        for precision in PRECISIONS:
+            point = {"workload": workload, "precision": precision, "arrays": arrays}
+            result = measure_point("benchmarks.precision", point, arguments.max_wait, timeout=1800)
+            session.add({"workload": workload, "precision": precision} | result)
+            if "failed" in session.runs[-1]:
+                raise SystemExit(f"error: {workload} in {precision} failed: {session.runs[-1]['failed']}")
+            print(workload, precision, result["accuracy"], flush=True)
+    page = write_page(arguments.out / "precision.md", sections(session))
+    print(page.read_text())
+
+
+def train(workload: str, precision: str, arrays: str) -> dict[str, Any]:
+    """Test accuracy and loss after the last round, one for each seed, and the platform."""
+    import jax
+
+    from benchmarks.fedrax_problems import federation_of, model_of
+    from benchmarks.workloads import WORKLOADS as DEFINED
+    from benchmarks.workloads import Arrays
+    from fedrax import FedAvg, LocalSGD, classification, simulate
+
+    defined, training = DEFINED[workload], WORKLOADS[workload]
+    task, federation = classification(model_of(defined)), federation_of(Arrays(arrays, channels_last=True))
+    local = LocalSGD(lr=training.learning_rate, epochs=defined.epochs, batch_size=defined.batch)
+    ends = []
+    for seed in SEEDS:
+        result = simulate(
+            FedAvg(local=local),
+            task,
+            federation,
+            rounds=training.rounds,
+            cohort_size=defined.cohort,
+            eval_every=training.rounds,
+            seed=seed,
+            precision=precision,  # type: ignore[arg-type]
+        )
+        ends.append(result.events[-1])
+    return {
+        "accuracy": [end["test_accuracy"] for end in ends],
+        "loss": [end["test_loss"] for end in ends],
+        "platform": jax.default_backend(),
+    }
+
+
+def sections(session: Session) -> list[str]:
+    runs = {(run["workload"], run["precision"]): run for run in session.runs}
+    lines = []
+    for workload, training in WORKLOADS.items():
+        exact = runs[workload, "highest"]
+        for precision, name in PRECISIONS.items():
+            run = runs[workload, precision]
+            apart = [100 * (a - b) for a, b in zip(run["accuracy"], exact["accuracy"], strict=True)]
+            lines.append(
+                (
+                    f"{workload}, {training.rounds} rounds",
+                    name,
+                    spread([100 * a for a in run["accuracy"]], 2),
+                    "" if precision == "highest" else spread(apart, 2),
+                    spread(run["loss"], 4),
+                )
+            )
+    text = (
+        f"Written by `python -m benchmarks.precision` on {session.header['date']} from session "
+        f"`{session.header['id']}` of `precision.jsonl`. FedAvg on the workloads of `benchmarks/README.md`, with "
+        f"{len(SEEDS)} seeds of fedrax's own starts, cohorts and shuffles; mean and standard deviation over the seeds. "
+        "The difference is that of the same seed's accuracy with float32 operands: its spread beside the spread of the "
+        "accuracy itself tells whether the format matters. Products of local gradients take operands in the "
+        f"format, sums stay in float32; on the device used here ({exact['platform']}) "
+        f"{rounding(exact['platform'])}.\n\n{session.machine_text()}"
+    )
+    head = ("", "operands", "test accuracy, %", "difference, points", "test loss")
+    return ["# Accuracy with shorter operands", text, markdown_table(head, lines)]
+
+
+def rounding(platform: str) -> str:
+    """How the platform comes by the format."""
+    if platform == "cpu":
+        return "they are rounded to it (to nearest), which gains no speed, so that none is shown"
+    return "they are multiplied in it"
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()
