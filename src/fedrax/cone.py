@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.tree import Tree
+from fedrax.tree import Tree, sum_over_blocks
 
 _ENUMERATED = 3
 """Up to this many columns every set of them is tried; it takes no loop."""
-_BLOCK = 1 << 16
-"""Numbers whose inner products are taken at a time on CPU, so that they stay in a core's cache."""
 _NOISE = 8
 """Rounding errors of an inner product of vectors of length one, in units of the last place."""
 
@@ -196,24 +194,3 @@ def _products(columns: Callable[..., tuple], *arrays: Array) -> Array:
         return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
 
     return sum_over_blocks(of, *(a.reshape(-1) for a in arrays))
-
-
-def sum_over_blocks(of: Callable[..., Array], *arrays: Array) -> Array:
-    """``of(*arrays)``, a sum over the arrays' last axis.
-
-    On CPU it is taken in blocks that stay in a core's cache while ``of`` goes over them again and again.
-    """
-    return jax.lax.platform_dependent(*arrays, cpu=lambda *a: _in_blocks(of, *a), default=of)
-
-
-def _in_blocks(of: Callable[..., Array], *arrays: Array) -> Array:
-    size = max(1, _BLOCK // sum(a.size // a.shape[-1] for a in arrays))
-    whole = arrays[0].shape[-1] // size
-    rest = of(*(a[..., whole * size :] for a in arrays))
-    if not whole:
-        return rest
-
-    def add(k: Array, total: Array) -> Array:
-        return total + of(*(jax.lax.dynamic_slice_in_dim(a, k * size, size, axis=-1) for a in arrays))
-
-    return jax.lax.fori_loop(0, whole, add, rest)

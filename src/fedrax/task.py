@@ -147,10 +147,14 @@ def _one_a_sample(output: Array) -> Array:
     return output
 
 
+_QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
+"""Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
+
+
 def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
     """The task's own starting parameters, or those given if they have the same names and shapes."""
     try:
-        own = jax.jit(task.init)(key) if given is None else jax.eval_shape(task.init, key)
+        own = jax.jit(task.init, **_QUICK)(key) if given is None else jax.eval_shape(task.init, key)
     except jax.errors.JAXTypeError:  # a user's init may look at the key's value
         own = task.init(key)
     if given is None:

@@ -81,7 +81,7 @@ class Episode(Algorithm):
             d = tree.add(gradient, shift)
             if self.gamma is None:
                 return d, memory
-            length = tree.norm(d)
+            length = tree.norm_of(jnp.add, gradient, shift)
             shrink = jnp.where(clipped & (length > 0), threshold / jnp.where(length > 0, length, 1), 1)
             return tree.scale(shrink, d), memory
 

@@ -17,7 +17,7 @@ from fedrax import tree
 from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.client_data import ClientData
-from fedrax.cone import multipliers, project, sum_over_blocks
+from fedrax.cone import multipliers, project
 from fedrax.hyperparameters import Decay, Positive, Whole, hyperparameters
 from fedrax.local import LocalResult, LocalSGD, Step
 from fedrax.tree import Tree
@@ -225,7 +225,7 @@ def _products(vectors: Tree, slots: Array, m: Tree) -> Array:
         rows = jnp.concatenate([v.at[slots].get(mode="clip"), p[None]])
         return jnp.matmul(rows, v.T, precision=jax.lax.Precision.HIGHEST)
 
-    flat = lambda v, p: sum_over_blocks(of, v.reshape(len(v), -1), p.reshape(-1))  # noqa: E731
+    flat = lambda v, p: tree.sum_over_blocks(of, v.reshape(len(v), -1), p.reshape(-1))  # noqa: E731
     return jnp.stack([flat(v, p) for v, p in zip(jax.tree.leaves(vectors), jax.tree.leaves(m), strict=True)])
 
 

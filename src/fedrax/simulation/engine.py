@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Phase
+from fedrax.algorithm import Algorithm, ClientOutput, Cohort
 from fedrax.client_data import ClientData, Layout
 from fedrax.products import Format
 from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
@@ -147,31 +147,36 @@ class Progress(NamedTuple):
     store: Tree
 
 
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def run_client(
+    program: Program, p: int, algorithm: Algorithm, message: Tree, state: Tree, samples: Tree, places: Places, k: Array
+) -> ClientOutput:
+    """Phase ``p`` of the client in place k. Inlined; jit remembers the trace, which its callers ask for repeatedly."""
+    return algorithm.phases[p].client(message, state, client_data(program, samples, places, k))
+
+
 class PhaseRunner:
     """One phase (number ``p`` of the algorithm's) of one round on one device."""
 
     def __init__(
         self,
         program: Program,
-        phases: tuple[Phase, ...],
+        algorithm: Algorithm,
         p: int,
         message: Tree,
         samples: Tree,
         places: Places,
     ):
-        self.program, self.phase, self.message = program, phases[p], message
-        self.samples, self.places = samples, places
-        self.first, self.last = p == 0, p == len(phases) - 1
-
-    def one(self, state: Tree, k: Array) -> ClientOutput:
-        """The client in place k."""
-        return self.phase.client(self.message, state, client_data(self.program, self.samples, self.places, k))
+        self.program, self.places = program, places
+        self.first, self.last = p == 0, p == len(algorithm.phases) - 1
+        self.one = lambda state, k: run_client(program, p, algorithm, message, state, samples, places, k)
+        """(state, k) -> ClientOutput of the client in place k."""
 
     def start(self, states: Tree, store: Tree) -> Progress:
         """Before the first client: zero sums and room for what is kept one per place."""
         n = self.places.client.shape[0]
         state = jax.eval_shape(lambda s: tree.row(s, 0), store if self.first else states)
-        shape = jax.eval_shape(self.one, state, jax.ShapeDtypeStruct((), jnp.int32))
+        shape = jax.eval_shape(self.one, state, self.places.count)  # of the type of run's index: one trace for both
         by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         sums = Sums(
             tree.zeros_like(shape.upload),
@@ -212,7 +217,7 @@ class PhaseRunner:
         """All clients of this device."""
         chunk = self.program.chunk
         trips = (self.places.count + chunk - 1) // chunk if chunk else self.places.count
-        return jax.lax.fori_loop(0, trips, lambda i, p: self.step(i, states, p), self.start(states, store))
+        return jax.lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, states, p), self.start(states, store))
 
     @scope(AGGREGATE)
     def _add(self, sums: Sums, out: ClientOutput, at: Array, real: Array) -> Sums:
@@ -268,9 +273,8 @@ def run_round(
     record: dict[str, Array] = {}
     bad = jnp.int32(program.num_clients)
     server, store, states = carry.server, carry.store, ()
-    phases = algorithm.phases
-    for p, phase in enumerate(phases):
-        runner = PhaseRunner(program, phases, p, phase.broadcast(server), samples, places)
+    for p, phase in enumerate(algorithm.phases):
+        runner = PhaseRunner(program, algorithm, p, phase.broadcast(server), samples, places)
         with phase_scope(p):
             sums, each, states, store = runner.run(states, store)
         with scope(AGGREGATE):
@@ -357,6 +361,9 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
     return options
 
 
+_copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+
+
 class Engine:
     """Compiles and runs blocks of rounds on a mesh.
 
@@ -377,7 +384,7 @@ class Engine:
         """Server and store on the mesh; the arrays are given away to the next block."""
         # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
         return Carry(
-            jax.device_put(jax.tree.map(jnp.copy, server), NamedSharding(self.mesh, P()), may_alias=False),
+            jax.device_put(_copied(server), NamedSharding(self.mesh, P()), may_alias=False),
             jax.device_put(store, self.store_sharding, may_alias=False),
         )
 

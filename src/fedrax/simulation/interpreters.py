@@ -52,7 +52,7 @@ class LoopEngine(Engine):
         self._broadcast = jax.jit(lambda p, algorithm, server: algorithm.phases[p].broadcast(server), static_argnums=0)
 
     def _runner(self, p: int, algorithm: Algorithm, message: Tree, samples: Tree, places: Any) -> PhaseRunner:
-        return PhaseRunner(self.program, algorithm.phases, p, message, samples, places)
+        return PhaseRunner(self.program, algorithm, p, message, samples, places)
 
     def _start_phase(
         self,

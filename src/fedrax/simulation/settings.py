@@ -96,9 +96,7 @@ class Settings:
     def check(self) -> None:
         """Refuse a short format for products of long numbers."""
         if self.dtype == "float64" and self.precision != "highest":
-            raise FedraxError(
-                f"precision {self.precision} rounds float32 numbers: set dtype to float32"
-            )
+            raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
 
 
 @dataclass(frozen=True)
