@@ -1,5 +1,5 @@
 """Problems, local work and server rules once more, in NumPy float64 and plain loops; methods are in
-``reference_methods``.
+``reference_methods`` and ``reference_gradma``.
 
 Nothing here comes from fedrax: gradients are written by hand, and everything follows the papers' equations one
 line after another, with no thought for speed. Parameters are one flat vector; a client walks its data in the
@@ -9,7 +9,7 @@ order in which it is stored.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -262,3 +262,47 @@ class ServerRule:
         elif self.name == "Yogi":
             self.v = self.v - (1 - o["b2"]) * square * np.sign(self.v - square)
         return x + lr * self.m / (np.sqrt(self.v) + o["tau"])
+
+
+# ---------------------------------------------------------------------------------------------- methods
+
+
+@dataclass
+class Part:
+    """One client's part in a round: its number and weight, its share of the work, its blocks."""
+
+    client: int
+    weight: float
+    round: int
+    work: float = 1.0
+    blocks: Any = None
+
+
+@dataclass
+class Method:
+    """Base: N clients, the parameters x, and the server rule."""
+
+    clients: list[Client]
+    x: Vector
+    server: tuple[str, dict] = ("SGD", {})
+    default_server = ("SGD", {})
+    rule: ServerRule = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rule = ServerRule(*self.server)
+        self.start()
+
+    def start(self) -> None:
+        """Set the state before the first round."""
+
+    def round(self, parts: list[Part]) -> None:
+        """One round with the given cohort."""
+        raise NotImplementedError
+
+    def server_state(self) -> dict[str, Vector]:
+        """Vectors of the server's state by name, without x."""
+        return {}
+
+    def client_state(self, i: int) -> dict[str, np.ndarray]:
+        """Vectors (or stacks of vectors) of client i's state by name."""
+        return {}

@@ -6,54 +6,14 @@ Nothing here comes from fedrax; see ``reference``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tests.reference import Client, ServerRule, Vector, factor
-
-
-@dataclass
-class Part:
-    """One client's part in a round: its number and weight, its share of the work, its blocks."""
-
-    client: int
-    weight: float
-    round: int
-    work: float = 1.0
-    blocks: Any = None
-
-
-@dataclass
-class Method:
-    """Base: N clients, the parameters x, and the server rule."""
-
-    clients: list[Client]
-    x: Vector
-    server: tuple[str, dict] = ("SGD", {})
-    default_server = ("SGD", {})
-    rule: ServerRule = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rule = ServerRule(*self.server)
-        self.start()
-
-    def start(self) -> None:
-        """Set the state before the first round."""
-
-    def round(self, parts: list[Part]) -> None:
-        """One round with the given cohort."""
-        raise NotImplementedError
-
-    def server_state(self) -> dict[str, Vector]:
-        """Vectors of the server's state by name, without x."""
-        return {}
-
-    def client_state(self, i: int) -> dict[str, np.ndarray]:
-        """Vectors (or stacks of vectors) of client i's state by name."""
-        return {}
+from tests.reference import Client, Method, Part, Vector, factor
+from tests.reference_gradma import GradMA, GradMAS, GradMAW
 
 
 class FedAvg(Method):
@@ -296,7 +256,10 @@ class Upcycled(Method):
 
 METHODS = {
     m.__name__: m
-    for m in (FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled)
+    for m in (
+        *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
+        *(GradMAW, GradMAS, GradMA),
+    )
 }
 
 

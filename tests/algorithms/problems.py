@@ -14,6 +14,7 @@ import numpy as np
 import fedrax
 from fedrax import proximal, schedules, server_optimizers
 from fedrax.algorithm import Algorithm, find_algorithm
+from fedrax.algorithms.gradma import GradMAS
 from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3
@@ -178,6 +179,14 @@ def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
     return {name: _flat(problem, getattr(state, name)) for name in names}
 
 
+def server_vectors(problem: reference.Problem, algorithm: Algorithm, server: Any) -> dict[str, np.ndarray]:
+    """The same of a server's state; what it remembers of clients is named by client, wherever it lies."""
+    if not isinstance(algorithm, GradMAS):
+        return vectors(problem, server)
+    remembered = {f"D[{i}]": _flat(problem, d) for i, d in algorithm.remembered(server).items()}
+    return {"momentum": _flat(problem, server.momentum)} | remembered
+
+
 def _flat(problem: reference.Problem, arrays: Any) -> np.ndarray:
     name, shape = next(iter(problem.shapes.items()))
     leading = np.shape(arrays[name])[: np.ndim(arrays[name]) - len(shape)]
@@ -196,7 +205,7 @@ def assert_same(
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * max(1, np.abs(theirs).max()), err_msg=what)
 
     close(reference.join(problem, result.params), method.x, "parameters")
-    _same_vectors(vectors(problem, result.server), method.server_state(), "server", close)
+    _same_vectors(server_vectors(problem, case.algorithm(), result.server), method.server_state(), "server", close)
     for i in range(len(method.clients)):
         _same_vectors(vectors(problem, result.client_state(i)), method.client_state(i), f"client {i}", close)
 

@@ -133,8 +133,9 @@ def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: i
     [
         ("FedSaga", {"local": {"lr": 0.05, "steps": 6, "blocks": 3}}),
         ("FedAvg", {"local": FULL | {"clip": 0.02}}),
+        ("GradMAW", {"local": FULL}),
     ],
-    ids=["FedSaga", "CELGC"],
+    ids=["FedSaga", "CELGC", "GradMAW"],
 )
 def test_local_corrections_do_not_remove_the_bias(method: str, options: dict):
     result = run(method, options, rounds=3000)

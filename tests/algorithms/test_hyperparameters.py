@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax.algorithms.gradma import GradMA, GradMAS
 from fedrax.errors import FedraxError
 from fedrax.hyperparameters import check
 from fedrax.proximal import L1
@@ -39,12 +40,13 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
             fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.6, clip=0.2, prox=L1(0.2)), Adam(0.2, b2=0.9), mu=0.3),
         ),
         (fedrax.Episode(LOCAL, gamma=0.001), fedrax.Episode(LOCAL, gamma=0.002)),
+        (GradMA(LOCAL, beta1=0.4, beta2=0.9), GradMA(LOCAL, server_lr=0.8, beta1=0.6, beta2=0.2)),
         (
             fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.9))), 0.3),
             fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.8))), 0.6),
         ),
     ],
-    ids=["FedAvg", "FedProx", "Episode", "Upcycled"],
+    ids=["FedAvg", "FedProx", "Episode", "GradMA", "Upcycled"],
 )
 def test_a_float_is_not_compiled_in(first: Any, second: Any):
     """The second run traces the loss as often as a run of the very same algorithm, and ends elsewhere."""
@@ -105,6 +107,9 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3)), "LoSAC remembers a gradient for each of M fixed blocks"),
         (fedrax.FedSaga(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "FedSaga has no local momentum"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "LoSAC has no local momentum"),
+        (GradMAS(memory=-1), "GradMAS.memory must be at least 0, got -1"),
+        (GradMA(beta2=1.0), "GradMA.beta2 must be less than 1, got 1.0"),
+        (GradMA(**bad(previous="server")), "GradMA.previous must be one of 'global', 'local', got 'server'"),
         (fedrax.upcycle(fedrax.FedProx(mu=-1.0)), "Upcycled.inner.mu must be at least 0, got -1.0"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -125,8 +130,15 @@ def test_bad_values_are_refused_by_name(algorithm: Any, sentence: str):
             {"script": fedrax.Script(cohorts=[[0, 1], [2]])},
             "LoSAC converges to a wrong point when the cohort's size varies",
         ),
+        (GradMAS(LOCAL, memory=2), {}, "a memory of 2 clients is smaller than a cohort of 3"),
+        (fedrax.upcycle(GradMA(LOCAL, memory=2)), {}, "a memory of 2 clients is smaller than a cohort of 3"),
+        (
+            GradMA(LOCAL, memory=2),
+            {"script": fedrax.Script(cohorts=[[0, 1], [4, 1, 2]])},
+            "a memory of 2 clients is smaller than a cohort of 3",
+        ),
     ],
-    ids=["Scaffold", "MIFA", "Upcycled", "LoSAC"],
+    ids=["Scaffold", "MIFA", "Upcycled", "LoSAC", "GradMAS", "Upcycled GradMA", "GradMA"],
 )
 def test_methods_say_what_they_are_not_defined_for(algorithm: Any, settings: dict[str, Any], sentence: str):
     problem, defaults = make_problem(), bad(rounds=2, cohort_size=3)

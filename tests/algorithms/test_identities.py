@@ -52,8 +52,9 @@ def fedavg() -> np.ndarray:
         ("Upcycled", {"inner": ("FedAvg", {"local": LOCAL}), "a": 0.0}),
         ("MIFA", {"local": LOCAL}),
         ("MIFA", {"local": LOCAL, "memory": "server"}),
+        ("GradMAS", {"local": LOCAL, "memory": 0, "beta1": 0.0}),
     ],
-    ids=["FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server"],
+    ids=["FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"],
 )
 def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):
     close(run(method, options), fedavg)
@@ -73,6 +74,24 @@ def test_fedsgd_is_fedavg_with_one_full_step():
     one = {"lr": 0.3, "steps": 1, "batch_size": "full"}
     fedsgd = {"local": one, "server_optimizer": ("SGD", {"lr": 0.3})}
     close(run("FedSGD", fedsgd, weights="samples"), run("FedAvg", {"local": one}, weights="samples"))
+
+
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_gradma_on_the_server_without_memory_is_fedavgm(weights: str):
+    gradma = {"local": LOCAL, "memory": 0, "beta1": 0.6, "server_lr": 0.7}
+    fedavgm = {"local": LOCAL, "server_optimizer": ("SGD", {"lr": 0.7, "momentum": 0.6})}
+    close(run("GradMAS", gradma, weights=weights), run("FedAvg", fedavgm, weights=weights))
+
+
+def test_gradma_without_server_memory_or_momentum_is_gradma_on_the_workers():
+    close(run("GradMA", {"local": LOCAL, "memory": 0, "beta1": 0.0}), run("GradMAW", {"local": LOCAL}))
+
+
+def test_one_local_step_leaves_gradmas_workers_nothing_to_correct():
+    """x_0 = x_{-1} = x: the gradient agrees with itself."""
+    one = {"local": {"lr": 0.3, "steps": 1, "batch_size": 4}}
+    close(run("GradMAW", one), run("FedAvg", one))
+    close(run("GradMA", one), run("GradMAS", one))
 
 
 def test_losac_readings_agree_for_one_block_and_everybody():
@@ -101,6 +120,8 @@ ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
         ("NaiveParallelClip", {"local": ONE_STEP}),
         ("FedSGD", {"local": ONE_STEP, "server_optimizer": ("SGD", {"lr": 0.3})}),
         ("MIFA", {"local": ONE_STEP}),
+        ("GradMAW", {"local": ONE_STEP}),
+        ("GradMAW", {"local": ONE_STEP, "previous": "local", "scope": "leaf"}),
         ("FedSaga", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
         ("LoSAC", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
     ],
