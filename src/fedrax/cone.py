@@ -98,7 +98,7 @@ class _Tableau(NamedTuple):
     z: Array
     """Multipliers, feasible at all times."""
     noise: Array
-    """Rounding errors in the table: a pivot d divides those before it by sqrt(d)."""
+    """Rounding errors in the table: they grow with the square root of the chosen columns' inverse."""
     pivots: Array
     finished: Array
 
@@ -124,15 +124,16 @@ def _pivot(gram: Array, inner: Array) -> Array:
         share = jnp.where(leaving, t.z / jnp.where(fall > 0, fall, 1), jnp.inf)
         z = t.z - jnp.where(blocked, share.min(), 1) * fall
         # With the target reached, the column whose condition is broken most comes in.
-        limit = jnp.maximum(t.noise, _dependent(inner.dtype))
+        limit = jnp.maximum(8 * t.noise, _dependent(inner.dtype))
         broken = jnp.where(~t.chosen & (squared_sines > limit), -last, 0)
         index = jnp.where(blocked, share.argmin(), broken.argmax())
         finished = ~blocked & (broken.max() <= t.noise)
+        table = _sweep(t.table, index, jnp.where(blocked, -1, 1).astype(inner.dtype))
         moved = _Tableau(
-            _sweep(t.table, index, jnp.where(blocked, -1, 1).astype(inner.dtype)),
+            table,
             t.chosen.at[index].set(~blocked),
             z.at[index].set(jnp.where(blocked, 0, z[index])),
-            jnp.where(blocked, t.noise, jnp.maximum(t.noise, noise / jnp.sqrt(jnp.abs(squared_sines[index])))),
+            jnp.maximum(t.noise, noise * jnp.sqrt(jnp.abs(jnp.diagonal(table)[:m]).max())),
             t.pivots + 1,
             finished,
         )
@@ -152,14 +153,22 @@ def _sweep(table: Array, k: Array, sign: Array) -> Array:
 
 
 def _polish(gram: Array, inner: Array, end: _Tableau) -> Array:
-    """The multipliers of the set found, computed anew from the inner products: many pivots add up roundings."""
+    """The multipliers of the set found, computed anew from the inner products: many pivots add up roundings.
+
+    Of the two the ones that break the conditions less: near dependence the anew computed ones can be worse.
+    """
     both = end.chosen[:, None] & end.chosen
     matrix = jnp.where(both, gram, jnp.eye(len(inner), dtype=inner.dtype))
     right = jnp.where(end.chosen, -inner, 0)
     factor = jax.scipy.linalg.cho_factor(matrix)
     z = jax.scipy.linalg.cho_solve(factor, right)
-    z = z + jax.scipy.linalg.cho_solve(factor, right - matrix @ z)
-    return jnp.where(jnp.all(jnp.isfinite(z)), jnp.maximum(z, 0), end.z)
+    z = jnp.maximum(z + jax.scipy.linalg.cho_solve(factor, right - matrix @ z), 0)
+
+    def broken(z: Array) -> Array:
+        slack = inner + gram @ z
+        return jnp.abs(jnp.where(z > 0, slack, jnp.minimum(slack, 0))).max()
+
+    return jnp.where(broken(z) <= broken(end.z), z, end.z)
 
 
 def project(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_leaf: bool = False) -> Tree:
