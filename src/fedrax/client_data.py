@@ -84,7 +84,8 @@ class ClientData:
     ):
         self.task, self.layout, self.samples, self.offset, self.size = task, layout, samples, offset, size
         self.key, self.round, self.num_clients, self.cohort_size = key, round, num_clients, cohort_size
-        self.work, self.blocks, self.unroll, self.precision = work, blocks, unroll, precision
+        self.work, self.blocks, self.unroll = work, blocks, unroll
+        self.precision: Format = precision
         self.words = jax.random.key_data(key)
 
     def fresh(self) -> ClientData:

@@ -127,8 +127,8 @@ def _pivot(gram: Array, inner: Array) -> Array:
         limit = jnp.maximum(8 * t.noise, _dependent(inner.dtype))
         broken = jnp.where(~t.chosen & (squared_sines > limit), -last, 0)
         index = jnp.where(blocked, share.argmin(), broken.argmax())
-        finished = ~blocked & (broken.max() <= t.noise)
         table = _sweep(t.table, index, jnp.where(blocked, -1, 1).astype(inner.dtype))
+        finished = ~blocked & (broken.max() <= t.noise)
         moved = _Tableau(
             table,
             t.chosen.at[index].set(~blocked),
@@ -168,7 +168,7 @@ def _polish(gram: Array, inner: Array, end: _Tableau) -> Array:
         slack = inner + gram @ z
         return jnp.abs(jnp.where(z > 0, slack, jnp.minimum(slack, 0))).max()
 
-    return jnp.where(broken(z) <= broken(end.z), z, end.z)
+    return jnp.where(jnp.isfinite(z).all() & (broken(z) <= broken(end.z)), z, end.z)
 
 
 def project(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_leaf: bool = False) -> Tree:
