@@ -159,7 +159,7 @@ def assert_safe(given: Problems, dtype: str) -> None:
     assert (np.linalg.norm(found, axis=1) <= 1.001 * np.linalg.norm(given.p, axis=1)).all()
 
 
-@pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000)])
+@pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 1200), (100, 40, 400)])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
     """Columns that span all dimensions but one: the last to come in is independent, or a rounding error."""
@@ -168,7 +168,7 @@ def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
     assert_safe(rounded(columns, rng.normal(size=(count, d)), dtype), dtype)
 
 
-@pytest.mark.parametrize("m", [2, 3, 4, 10])
+@pytest.mark.parametrize("m", [2, 3, 4, 10, 50])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_nearly_opposite_columns(m: int, dtype: str):
     """Opposite up to 1 ... 1e-16, as the second step of full-batch GradMA has them: the answer jumps from a wedge to
