@@ -31,7 +31,7 @@ class Samples(NamedTuple):
 def ensure_arrays(name: str, directory: Path) -> Path:
     """The folder of workload ``name``'s arrays under ``directory``, made now if it is not there yet."""
     source = "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
-    home = directory / f"{name}-{source}-{SEED}"
+    home = directory / f"{name}-{source}-{SEED}-{WORKLOADS[name].total_rounds}"
     if not home.exists():
         part = home.with_suffix(f".{os.getpid()}")
         (part / "initial").mkdir(parents=True)

@@ -67,7 +67,7 @@ WORKLOADS = {
             epochs=10,
             batch=10,
             learning_rate=0.01,
-            rounds=10,
+            rounds=50,  # fewer would be over before the fastest simulator's threads are warm
             macs=(60 * 10,),
         ),
         Workload(

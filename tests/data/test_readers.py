@@ -1,19 +1,15 @@
 """Readers against files made by hand, good and broken, and against the real data where it is at hand."""
 
 import gzip
-import io
 import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
-from PIL import Image
 
 from fedrax.data import DATASETS, Federation, Natural, load
 from fedrax.data.files import find_file, read_idx, read_npz
-from fedrax.data.images import read_image_table
 from fedrax.data.readers import load_idx
 from fedrax.errors import FedraxError
 
@@ -43,19 +39,6 @@ def write_idx_folder(folder: Path, compress: bool, classes: int = 10) -> tuple[n
             else:
                 path.write_bytes(idx(array))
     return images, labels
-
-
-def jpeg(color, size=(32, 32), kind="PNG") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, color).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def write_images(path: Path, images: list, labels: list, column: str = "label") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pl.DataFrame({"img": [{"bytes": b, "path": None} for b in images], column: labels})
-    table.write_parquet(path)
-    return path
 
 
 # Names, options, directories
@@ -272,157 +255,6 @@ def test_har_subjects_and_channels_last(tmp_path):
     assert dataset.class_names == tuple("WUDSTL")
     federation = Federation.from_dataset(dataset, Natural(), 0)
     assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
-
-
-# Image tables
-
-
-def test_image_table_is_decoded_once(tmp_path, monkeypatch):
-    path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7)), jpeg((1, 2, 3))], [1, 0])
-    images, labels, names = read_image_table(path, "label", (32, 32))
-    assert images.shape == (2, 32, 32, 3) and (images[0] == (9, 8, 7)).all() and list(labels) == [1, 0]
-    assert names == ()
-    (cached,) = (tmp_path / "cache").iterdir()
-    monkeypatch.setattr(Image, "open", lambda *a, **k: pytest.fail("decoded again"))
-    assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
-    monkeypatch.undo()
-    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
-    cached.write_bytes(cached.read_bytes()[:100])  # a damaged cache is decoded afresh
-    assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
-    assert np.array_equal(np.load(cached), images)
-
-
-def test_another_file_of_the_same_name_has_its_own_cache(tmp_path):
-    path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7))], [0])
-    read_image_table(path, "label", (32, 32))
-    write_images(path, [jpeg((50, 60, 70))], [0])
-    assert (read_image_table(path, "label", (32, 32))[0] == (50, 60, 70)).all()
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "file"))
-    path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7), kind="JPEG")], [0])
-    assert read_image_table(path, "label", (32, 32))[0].shape == (1, 32, 32, 3)
-
-
-@pytest.mark.parametrize(
-    ("images", "labels", "words"),
-    [
-        ([jpeg((0, 0, 0), size=(33, 32))], [0], r"\(33, 32\), not \(32, 32\)"),
-        ([b"no image"], [0], "row 0: not a readable"),
-        ([jpeg((0, 0, 0))[:60]], [0], "row 0: not a readable"),
-        ([None], [0], "row 0: not a readable"),
-        ([jpeg((0, 0, 0), kind="GIF")], [0], "row 0: not a readable"),
-        ([jpeg((0, 0, 0))], [None], "missing values|integer column"),
-        ([jpeg((0, 0, 0))] * 2, [0, None], "missing values"),
-        ([jpeg((0, 0, 0))], ["cat"], "integer column"),
-    ],
-)
-def test_broken_image_tables(tmp_path, images, labels, words):
-    path = write_images(tmp_path / "train.parquet", images, labels)
-    with pytest.raises(FedraxError, match=words):
-        read_image_table(path, "label", (32, 32))
-
-
-def test_image_table_of_other_columns_or_no_parquet(tmp_path):
-    path = write_images(tmp_path / "train.parquet", [jpeg((0, 0, 0))], [0], column="lable")
-    with pytest.raises(FedraxError, match="did you mean 'lable'"):
-        read_image_table(path, "label", (32, 32))
-    pl.DataFrame({"img": [1], "label": [0]}).write_parquet(path)
-    with pytest.raises(FedraxError, match="encoded bytes"):
-        read_image_table(path, "label", (32, 32))
-    path.write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(FedraxError, match="cannot be read as a parquet"):
-        read_image_table(path, "label", (32, 32))
-
-
-def test_cifar_labels_are_checked(tmp_path):
-    write_images(tmp_path / "cifar10" / "train.parquet", [jpeg((0, 0, 0))], [10])
-    write_images(tmp_path / "cifar10" / "test.parquet", [jpeg((0, 0, 0))], [9])
-    with pytest.raises(FedraxError, match=r"0 .. 9, found 10"):
-        load("cifar10", tmp_path)
-
-
-# CSV
-
-
-CSV = "age,user,height,label\n" + "".join(f"{i},{'ab'[i % 2]},{i}.5,{'no' if i < 10 else 'yes'}\n" for i in range(20))
-
-
-def test_csv_with_clients(tmp_path):
-    path = tmp_path / "people.csv"
-    path.write_text(CSV)
-    dataset = load("csv", path=path, client="user")
-    assert dataset.class_names == ("no", "yes") and dataset.train.x.dtype == np.float32
-    assert dataset.train_clients is not None and dataset.test_clients is not None
-    assert list(np.bincount(dataset.train_clients)) == [8, 8] and list(np.bincount(dataset.test_clients)) == [
-        2,
-        2,
-    ]
-    everything = np.concatenate([dataset.train.x, dataset.test.x])
-    assert sorted(everything[:, 0]) == list(range(20)) and (everything[:, 1] == everything[:, 0] + 0.5).all()
-
-
-def test_csv_with_a_test_file_and_a_regression(tmp_path):
-    (tmp_path / "train.csv").write_text("a,b,label\n1,2,0.5\n3,4,1.5\n")
-    (tmp_path / "test.csv").write_text("a,b,label\n5,6,2.5\n")
-    dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
-    assert dataset.num_classes is None and dataset.train.x.tolist() == [[1, 2], [3, 4]]
-    assert dataset.test.y.tolist() == [2.5] and dataset.test.y.dtype == np.float32
-    (tmp_path / "test.csv").write_text("a,c,label\n5,6,2.5\n")
-    with pytest.raises(FedraxError, match="differ in their columns"):
-        load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "words"),
-    [
-        (CSV, {"label": "lable"}, "did you mean 'label'"),
-        (CSV, {"client": "usr"}, "did you mean 'user'"),
-        (CSV, {}, "'user' is not numeric"),
-        (CSV, {"client": "user", "test_fraction": 1.0}, "test fraction"),
-        ("a,label\n1,0\n,1\n", {}, "'a' has missing values"),
-        ("a,label\n1,0\n1,2,3,4\n", {}, "cannot be read as a CSV"),
-        ("a,label\nNaN,0\n2,1\n", {}, "not finite"),
-        ("", {}, "cannot be read as a CSV"),
-        ("a,label\n", {}, "not numeric"),
-    ],
-)
-def test_broken_csv(tmp_path, text, options, words):
-    path = tmp_path / "table.csv"
-    path.write_text(text)
-    with pytest.raises(FedraxError, match=words):
-        load("csv", path=path, **options)
-
-
-def test_csv_that_is_not_there(tmp_path):
-    with pytest.raises(FedraxError, match="there is no file"):
-        load("csv", path=tmp_path / "none.csv")
-
-
-# OpenML
-
-
-def test_openml_arrays_become_a_data_set(monkeypatch):
-    x = np.arange(40.0).reshape(20, 2)
-    y = np.array(["b", "a"] * 10, object)
-    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: (x, y))
-    dataset = load("openml", dataset="letters")
-    assert dataset.class_names == ("a", "b") and dataset.train.x.dtype == np.float32
-    assert len(dataset.train.y) == 16 and list(np.bincount(dataset.test.y)) == [2, 2]
-    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: (x * np.nan, y))
-    with pytest.raises(FedraxError, match="missing, sparse or non-numeric"):
-        load("openml", dataset="letters")
-
-
-def test_openml_without_network(monkeypatch):
-    def offline(*arguments, **options):
-        raise OSError("name resolution failed")
-
-    monkeypatch.setattr("sklearn.datasets.fetch_openml", offline)
-    with pytest.raises(FedraxError, match=r"'iris'.*name resolution failed.*needs the network"):
-        load("openml", dataset="iris")
 
 
 # The real thing

@@ -30,6 +30,8 @@ def make_federation(sizes: tuple[int, ...] = SIZES, test_rows: int = 23) -> fedr
 TASK = fedrax.classification(Logistic().build((FEATURES,), CLASSES))
 FEDERATION = make_federation()
 LOCAL = fedrax.LocalSGD(lr=0.05, steps=3, batch_size=2)
+SCAFFOLD = fedrax.Scaffold(local=LOCAL)
+AWAY: dict[str, Any] = {"samples": "streamed", "states": "spilled"}
 MODEL_BYTES = 4 * (FEATURES * CLASSES + CLASSES)
 
 

@@ -1,42 +1,35 @@
 """Samples on the host and client states on disk: the same numbers as with everything on the devices."""
 
-import errno
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedrax
-from fedrax import FedraxError
-from fedrax.hyperparameters import hyperparameters
-from fedrax.simulation import NonFiniteError, backend, checkpoint, evaluate, row_file, storage
+from fedrax.simulation import backend, evaluate, row_file, storage
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
+    AWAY,
     FEATURES,
     FEDERATION,
     LOCAL,
+    SCAFFOLD,
     TASK,
     assert_identical,
-    bytes_of,
     make_federation,
     run,
 )
 
-SCAFFOLD = fedrax.Scaffold(local=LOCAL)
-AWAY = {"samples": "streamed", "states": "spilled"}
 METHODS = {
     "fedavg": fedrax.FedAvg(local=LOCAL),
     "scaffold": SCAFFOLD,
@@ -45,12 +38,6 @@ METHODS = {
     "episode": fedrax.Episode(gamma=0.05, local=LOCAL),
 }
 OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
-
-
-def open_files() -> set[str]:
-    """What this process has open or mapped that has no name any more."""
-    links = [f"/proc/self/fd/{entry}" for entry in os.listdir("/proc/self/fd")]
-    return {os.readlink(link) for link in links if os.path.lexists(link) and "(deleted)" in os.readlink(link)}
 
 
 # -- the same numbers ----------------------------------------------------------------------------------------------
@@ -188,223 +175,6 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values)
     evaluate.compiled_evaluation.cache_clear()
-
-
-# -- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("before", "after"), [({}, AWAY), (AWAY, {}), (AWAY, AWAY)])
-def test_a_run_goes_on_elsewhere(before: dict, after: dict, tmp_path: Path):
-    """Also where more rounds give clients other rows."""
-    options = OPTIONS | {"eval_every": 1}
-    run(SCAFFOLD, directory=tmp_path, **before, **(options | {"rounds": 3}))
-    resumed = run(SCAFFOLD, directory=tmp_path, resume=True, **after, **options)
-    assert_identical(resumed, run(SCAFFOLD, **options))
-
-
-def test_the_checkpoint_is_the_same_file(tmp_path: Path):
-    for name, away in (("resident", {}), ("away", AWAY)):
-        run(SCAFFOLD, directory=tmp_path / name, rounds=3, cohort_size=2, **away)
-    files = [bytes_of(tmp_path / name / "checkpoint") for name in ("resident", "away")]
-    assert files[0] == files[1]
-    with np.load(tmp_path / "away" / "checkpoint" / checkpoint.FILE) as file:
-        assert len(next(file[name] for name in file.files if "store" in name)) >= 4
-
-
-def test_a_damaged_store_is_refused(tmp_path: Path):
-    """The sum over the rows is wrong, which shows when the last one has been read."""
-    run(SCAFFOLD, directory=tmp_path, rounds=3)
-    file = tmp_path / "checkpoint" / checkpoint.FILE
-    content = bytearray(file.read_bytes())
-    with np.load(file) as arrays:
-        name = next(name for name in arrays.files if "store" in name)
-        row = next(row for row in arrays[name] if row.any()).tobytes()
-    content[content.index(row)] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(FedraxError, match="damaged or not a checkpoint"):
-        run(SCAFFOLD, directory=tmp_path, rounds=4, resume=True, **AWAY)
-
-
-def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A checkpoint of clients that have not taken part does not fill the disk."""
-    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 70 * 4096)
-    table = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
-    table.write(np.array([3, 4, 900]), np.ones((3, 1024), np.float32))
-    checkpoint.save(tmp_path / "c", {"store": table}, {})
-    like = {"store": jax.ShapeDtypeStruct((1000, 1024), np.float32)}
-    stored = checkpoint.load(tmp_path / "c", like, in_pieces="store")[0]["store"]
-    again = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
-    spill = object.__new__(storage.Spill)
-    spill.files = again
-    old = np.arange(4, 1000)
-    spill.fill(stored, old, old[::-1])
-    np.testing.assert_array_equal(np.flatnonzero(again.written), [103, 999])
-    np.testing.assert_array_equal(again.read(old), table.read(old)[::-1])
-    assert os.fstat(again._file.fileno()).st_blocks * 512 < 100_000
-
-
-def test_a_large_store_goes_to_the_checkpoint_and_back_piece_by_piece(tmp_path: Path):
-    """64 MB of states, of which memory never holds more than a piece or two."""
-    initial = np.zeros(1 << 14, np.float32)
-    table, again = RowFile(tmp_path, 1000, initial), RowFile(tmp_path, 1000, initial)
-    table.write(np.arange(500), np.ones((500, 1 << 14), np.float32))
-    spill = object.__new__(storage.Spill)
-    spill.files = [again]
-    tracemalloc.start()
-    checkpoint.save(tmp_path / "c", {"store": [table]}, {})
-    like = {"store": [jax.ShapeDtypeStruct(table.shape, table.dtype)]}
-    spill.fill(checkpoint.load(tmp_path / "c", like, in_pieces="store")[0]["store"], np.arange(1000), np.arange(1000))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert again.written.sum() == 500 and again[499][3] == 1 and again[500][3] == 0
-    assert peak < 45e6
-
-
-# -- failures ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
-@pytest.mark.parametrize(("plan", "client"), [("scan", 1), ("scan", 3), ("vmap", 5), ("loop", 5)])
-def test_the_sick_client_is_named(plan: str, client: int, name: str, tmp_path: Path):
-    """On whichever device it is."""
-    x, y = (np.array(a) for a in FEDERATION.train)
-    x[FEDERATION.offsets[client] : FEDERATION.offsets[client + 1]] = np.nan
-    sick = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
-    script, messages = fedrax.Script(cohorts=[[0, 2, 7], [6, 4], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
-    for where, away in (("resident", {}), ("away", AWAY)):
-        with pytest.raises(NonFiniteError) as caught:
-            run(METHODS[name], sick, script=script, rounds=5, plan=plan, directory=tmp_path / where, **away)
-        messages.append(str(caught.value).replace(where, ""))
-    assert messages[0] == messages[1] and f"round 4, client {client}" in messages[0]
-    with (
-        np.load(tmp_path / "resident" / "failure" / checkpoint.FILE) as one,
-        np.load(tmp_path / "away" / "failure" / checkpoint.FILE) as other,
-    ):
-        assert one.files == other.files and len(one.files) >= 4
-        for file in set(one.files) - {"meta"}:
-            assert one[file].tobytes() == other[file].tobytes()
-
-
-@hyperparameters
-class Worn(fedrax.FedAvg):
-    """A client's third upload is not a number."""
-
-    def init_client(self, params: Any) -> Any:
-        """Uploads so far."""
-        return jnp.zeros((), jnp.int32)
-
-    def client(self, message: Any, state: Any, data: Any) -> Any:
-        """As FedAvg's, at first."""
-        output = super().client(message, (), data)
-        worn = jnp.where(state >= 2, jnp.nan, 0.0)
-        return output._replace(state=state + 1, upload=jax.tree.map(lambda u: u + worn, output.upload))
-
-
-@pytest.mark.parametrize("client", [0, 2, 4, 6])
-def test_a_worn_client_is_named(client: int):
-    """The diagnosis starts from the states of the block, which has fewer rows than there are clients."""
-    others = [[c for c in (0, 2, 4, 6) if c != client], [1, 3, 5], [7]]
-    script = fedrax.Script(cohorts=[sorted([client, *some]) for some in others])
-    with pytest.raises(NonFiniteError, match=f"^Worn, round 3, client {client}: upload"):
-        run(Worn(local=LOCAL), script=script, rounds=3, eval_every=1, cohort_size=4, **AWAY)
-
-
-def test_killed_and_resumed(tmp_path: Path):
-    """Nothing but the checkpoint is left, and the run ends as the uninterrupted one."""
-    code = f"""
-import os, signal
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_disable_most_optimizations", True)  # as here, or the last digits differ
-from tests.simulation.test_storage import AWAY, SCAFFOLD, run
-class Kill:
-    def start(self, info): pass
-    def event(self, event):
-        if event["round"] == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-run(SCAFFOLD, rounds=9, checkpoint_every=2, directory={str(tmp_path)!r}, sinks=[Kill()], **AWAY)
-"""
-    path = os.pathsep.join(p for p in sys.path if p)
-    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=200)
-    assert killed.returncode == -signal.SIGKILL
-    left = {path.name for path in tmp_path.rglob("*")}
-    assert left == {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE}
-    assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] == 4
-    resumed = run(SCAFFOLD, rounds=9, checkpoint_every=2, directory=tmp_path, resume=True, **AWAY)
-    assert_identical(resumed, run(SCAFFOLD, rounds=9))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
-def test_scratch_files_go(tmp_path: Path):
-    """They have no name at any time, and go with the result, an error or an interruption."""
-
-    class Look:
-        def __init__(self, error: BaseException | None):
-            self.error, self.names, self.open = error, set(), set()
-
-        def start(self, info: object) -> None:
-            """Nothing to do."""
-
-        def event(self, event: dict) -> None:
-            self.names |= {path.name for path in tmp_path.rglob("*")}
-            self.open |= open_files() - before
-            if self.error is not None:
-                raise self.error
-
-        def finish(self, result: object) -> None:
-            """Nothing to do."""
-
-    before = open_files()
-    for kind in (None, KeyboardInterrupt, RuntimeError):
-        look = Look(error := kind and kind())
-        try:
-            result = run(SCAFFOLD, directory=tmp_path, sinks=[look], **AWAY)  # type: ignore[list-item]
-        except BaseException as caught:
-            assert caught is error
-        else:
-            assert error is None and np.any(result.client_state(next(iter(result.homes))).control["output"]["weight"])
-            del result
-        assert look.names <= {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE}
-        assert len(look.open) == 2  # a file for each leaf of the state
-        assert open_files() <= before
-
-
-def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(row_file.os, "pwritev", full)
-    with pytest.raises(FedraxError, match=r"^cannot keep client states on disk in .+: No space left on device$"):
-        run(SCAFFOLD, directory=tmp_path, **AWAY)
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(row_file.tempfile, "gettempdir", lambda: str(tmp_path / "file" / "below"))
-    with pytest.raises(FedraxError, match=r"^cannot keep client states on disk in .+: Not a directory$"):
-        run(SCAFFOLD, **AWAY)
-
-
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    mesh = backend.make_mesh(1)
-    for away in ({"samples": "streamed"}, {"states": "spilled"}):
-        with pytest.raises(FedraxError, match="by a single process only"):
-            storage.choose(Settings(**away), mesh, FEDERATION.train, 8)
-    assert storage.choose(Settings(), mesh, FEDERATION.train, 1 << 60) == (False, False)
-
-
-def test_a_sweep_takes_turns():
-    local = [fedrax.LocalSGD(lr=lr, steps=3, batch_size=2) for lr in (0.05, 0.1)]
-    grid = [fedrax.Scaffold(local=each) for each in local]
-    options = {"rounds": 3, "cohort_size": 3}
-    results = fedrax.sweep(grid, TASK, FEDERATION, (0, 1), **AWAY, **options)
-    for row, algorithm in zip(results, grid, strict=True):
-        for seed, result in enumerate(row):
-            assert "samples streamed, client states on disk" in result.plan
-            assert_identical(result, fedrax.simulate(algorithm, TASK, FEDERATION, seed=seed, **options))
-    with pytest.raises(FedraxError, match="run them in turn"):
-        fedrax.sweep(grid, TASK, FEDERATION, mode="together", samples="streamed", **options)
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------
