@@ -39,7 +39,7 @@ def multipliers(gram: Array, inner: Array) -> Array:
     slopes = inner * inverse
     size = jnp.max(jnp.abs(slopes), initial=0)
     slopes = slopes / jnp.where(size > 0, size, 1)
-    solve = _try_all if len(inner) <= _ENUMERATED else _pivot
+    solve = _try_all if len(inner) <= _ENUMERATED else _search
     return solve(cosines, slopes) * inverse * size
 
 
@@ -87,7 +87,7 @@ def _equalities(g: list, b: list, chosen: tuple[int, ...]) -> tuple[dict[int, Ar
     return z, independent
 
 
-class _Tableau(NamedTuple):
+class _Search(NamedTuple):
     """Where the search for the equalities stands."""
 
     table: Array
@@ -95,80 +95,64 @@ class _Tableau(NamedTuple):
     minus their multipliers, for the others the slack <p~, M_k>; the diagonal is the others' squared sine."""
     chosen: Array
     """bool [m]: taken as equalities."""
+    unswept: Array
+    """bool [m]: those of them on which the table, begun anew, has still to be swept."""
     z: Array
-    """Multipliers, feasible at all times."""
-    noise: Array
-    """Rounding errors in the table: they grow with the square root of the chosen columns' inverse."""
-    pivots: Array
+    """Multipliers, none negative at any time."""
+    steps: Array
     finished: Array
 
 
-def _pivot(gram: Array, inner: Array) -> Array:
-    """Lawson and Hanson's active-set method (1974, chapter 23), a principal pivot at a time.
+def _search(gram: Array, inner: Array) -> Array:
+    """Lawson and Hanson's active-set method (1974, chapter 23) on a tableau.
 
-    Each pivot is a rank-one update of the tableau. The objective falls with every column taken in, so no set
-    comes twice; the bound on the pivots is for rounding's sake.
+    A column that comes in is one sweep, a rank-one update. When one leaves, the table is begun anew: undoing a sweep
+    on a small pivot would leave its rounding errors behind. The objective falls with every column taken in, so no
+    set comes twice; the bound on the steps is for rounding's sake. (No library's factorisation: with a device a core,
+    LAPACK's own threads would fight over the cores.)
     """
     m = len(inner)
+    eps = float(jnp.finfo(inner.dtype).eps)
     table = jnp.block([[gram, inner[:, None]], [inner[None], jnp.zeros((1, 1), inner.dtype)]])
-    noise = jnp.asarray(_NOISE * jnp.finfo(inner.dtype).eps, inner.dtype)
-    start = _Tableau(table, jnp.zeros(m, bool), jnp.zeros_like(inner), noise, jnp.int32(0), jnp.bool_(False))
 
-    def step(t: _Tableau) -> _Tableau:
-        last, squared_sines = t.table[:m, m], jnp.diagonal(t.table)[:m]
-        target = jnp.where(t.chosen, -last, 0)
-        leaving = t.chosen & (target <= 0)
-        blocked = leaving.any()
+    def step(at: _Search) -> _Search:
+        last, diagonal = at.table[:m, m], jnp.diagonal(at.table)[:m]
+        ready = ~at.unswept.any()
+        target = jnp.where(at.chosen, -last, 0)
+        leaving = at.chosen & (target <= 0)
+        blocked = ready & leaving.any()
         # On the way from z to the target the first multiplier to reach zero leaves.
-        fall = t.z - target
-        share = jnp.where(leaving, t.z / jnp.where(fall > 0, fall, 1), jnp.inf)
-        z = t.z - jnp.where(blocked, share.min(), 1) * fall
+        fall = at.z - target
+        share = jnp.where(leaving, at.z / jnp.where(fall > 0, fall, 1), jnp.inf)
+        z = jnp.where(ready, at.z - jnp.where(blocked, share.min(), 1) * fall, at.z)
         # With the target reached, the column whose condition is broken most comes in.
-        limit = jnp.maximum(8 * t.noise, _dependent(inner.dtype))
-        broken = jnp.where(~t.chosen & (squared_sines > limit), -last, 0)
-        index = jnp.where(blocked, share.argmin(), broken.argmax())
-        table = _sweep(t.table, index, jnp.where(blocked, -1, 1).astype(inner.dtype))
-        finished = ~blocked & (broken.max() <= t.noise)
-        moved = _Tableau(
-            table,
-            t.chosen.at[index].set(~blocked),
-            z.at[index].set(jnp.where(blocked, 0, z[index])),
-            jnp.maximum(t.noise, noise * jnp.sqrt(jnp.abs(jnp.diagonal(table)[:m]).max())),
-            t.pivots + 1,
-            finished,
+        broken = jnp.where(~at.chosen & (diagonal > eps ** (2 / 3)), -last, 0)
+        # Rounding errors grow with the square root of the chosen columns' inverse, which the diagonal holds.
+        noise = _NOISE * eps * jnp.sqrt(jnp.where(at.chosen, -diagonal, 1).max())
+        finished = ready & ~blocked & (broken.max() <= noise)
+
+        out, into = share.argmin(), jnp.where(ready, broken.argmax(), at.unswept.argmax())
+        stays = at.chosen.at[out].set(False)
+        return _Search(
+            table=jnp.where(blocked, table, jnp.where(finished, at.table, _sweep(at.table, into))),
+            chosen=jnp.where(blocked, stays, at.chosen.at[into].set(at.chosen[into] | ~finished)),
+            unswept=jnp.where(blocked, stays, at.unswept.at[into].set(False)),
+            z=jnp.where(blocked, z.at[out].set(0), z),
+            steps=at.steps + ready,
+            finished=finished,
         )
-        stay = t._replace(z=z, finished=finished)
-        return jax.tree.map(lambda a, b: jnp.where(finished, a, b), stay, moved)
 
-    end = jax.lax.while_loop(lambda t: ~t.finished & (t.pivots < 8 * m), step, start)
-    return _polish(gram, inner, end)
+    none = jnp.zeros(m, bool)
+    start = _Search(table, none, none, jnp.zeros_like(inner), jnp.int32(0), jnp.bool_(False))
+    return jax.lax.while_loop(lambda at: ~at.finished & (at.steps < 8 * m), step, start).z
 
 
-def _sweep(table: Array, k: Array, sign: Array) -> Array:
-    """Exchange variable k of the tableau with its slack; sign: 1 when its column comes in, -1 when it leaves."""
+def _sweep(table: Array, k: Array) -> Array:
+    """Exchange variable k of the tableau with its slack."""
     pivot = table[k, k]
     row, column = table[k] / pivot, table[:, k]
     swept = table - jnp.outer(column, row)
-    return swept.at[k].set(sign * row).at[:, k].set(sign * row).at[k, k].set(-1 / pivot)
-
-
-def _polish(gram: Array, inner: Array, end: _Tableau) -> Array:
-    """The multipliers of the set found, computed anew from the inner products: many pivots add up roundings.
-
-    Of the two the ones that break the conditions less: near dependence the anew computed ones can be worse.
-    """
-    both = end.chosen[:, None] & end.chosen
-    matrix = jnp.where(both, gram, jnp.eye(len(inner), dtype=inner.dtype))
-    right = jnp.where(end.chosen, -inner, 0)
-    factor = jax.scipy.linalg.cho_factor(matrix)
-    z = jax.scipy.linalg.cho_solve(factor, right)
-    z = jnp.maximum(z + jax.scipy.linalg.cho_solve(factor, right - matrix @ z), 0)
-
-    def broken(z: Array) -> Array:
-        slack = inner + gram @ z
-        return jnp.abs(jnp.where(z > 0, slack, jnp.minimum(slack, 0))).max()
-
-    return jnp.where(jnp.isfinite(z).all() & (broken(z) <= broken(end.z)), z, end.z)
+    return swept.at[k].set(row).at[:, k].set(row).at[k, k].set(-1 / pivot)
 
 
 def project(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_leaf: bool = False) -> Tree:

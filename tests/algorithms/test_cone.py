@@ -159,11 +159,11 @@ def assert_safe(given: Problems, dtype: str) -> None:
     assert (np.linalg.norm(found, axis=1) <= 1.001 * np.linalg.norm(given.p, axis=1)).all()
 
 
-@pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 1200), (100, 40, 400)])
+@pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 1200), (100, 40, 600)])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
     """Columns that span all dimensions but one: the last to come in is independent, or a rounding error."""
-    rng = np.random.default_rng([m, d, 0])
+    rng = np.random.default_rng([m, d, 3])
     columns = [rng.normal(size=(d, d - 1)) @ rng.normal(size=(d - 1, m)) for _ in range(count)]
     assert_safe(rounded(columns, rng.normal(size=(count, d)), dtype), dtype)
 
@@ -171,12 +171,12 @@ def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
 @pytest.mark.parametrize("m", [2, 3, 4, 10, 50])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_nearly_opposite_columns(m: int, dtype: str):
-    """Opposite up to 1 ... 1e-16, as the second step of full-batch GradMA has them: the answer jumps from a wedge to
-    a plane where rounding errors decide which of the two it is.
+    """Opposite up to 1 ... 1e-16, half of them where float64 just sees that they are not, as full-batch GradMA has them
+    from its second step on: the answer jumps from a wedge to a plane where rounding errors decide which it is.
     """
     rng, columns, p = np.random.default_rng(m), [], []
-    for k in range(2000 if m < 50 else 200):
-        d, noise = int(rng.choice([2, 3, 5, 20])), 10.0 ** -rng.uniform(0, 16)
+    for k in range(3000 if m < 50 else 300):
+        d, noise = int(rng.choice([2, 3, 5, 20])), 10.0 ** -(rng.uniform(0, 16) if k % 2 else rng.uniform(3.5, 7.5))
         few = rng.normal(size=(d, min(m - 1, 3)))
         near = few[:, rng.integers(0, few.shape[1], m)] * rng.choice([-1, 1], m) + noise * rng.normal(size=(d, m))
         columns.append(np.pad(near, [(0, 20 - d), (0, 0)]))
