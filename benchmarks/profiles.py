@@ -20,7 +20,7 @@ from benchmarks.workloads import WORKLOADS
 RAW = RESULTS / "profiles.jsonl"
 ROUNDS = 300  # of the run that is looked into; only some of them are run
 POINTS = [(workload, "fedavg") for workload in WORKLOADS]
-POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg", "fedsaga", "mifa")]
+POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg", "fedsaga", "mifa", "gradma")]
 
 
 def main() -> None:
