@@ -6,7 +6,8 @@ through their inner products: min over z >= 0 of z' G z / 2 + b' z with G = M' M
 d x d is formed.
 
 The cone knows the columns by their directions alone, so they are scaled to length one first. A column that
-depends on others to within rounding (a sine below about 1e-3 in float32, 1e-7 in float64) adds nothing to them.
+depends on others to within rounding (its sine to their span is below 5e-3 in float32, 6e-6 in float64) adds
+nothing to them.
 """
 
 from __future__ import annotations
