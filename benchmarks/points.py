@@ -20,20 +20,30 @@ from benchmarks.sessions import RESULTS
 REPOSITORY = Path(__file__).parents[1]
 
 
-def point_arguments(description: str | None) -> argparse.Namespace:
+def point_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments of a benchmark of single points; ``point`` is the JSON of one that this process is to measure."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
     parser.add_argument("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
     parser.add_argument("--point", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
-def measure_point(module: str, point: dict[str, Any], max_wait: float, timeout: float = 900) -> dict[str, Any]:
-    """Runs ``python -m module --point JSON``, which prints one line of results; see ``run_quietly``."""
+def point_arguments(description: str | None) -> argparse.Namespace:
+    """What was given of them."""
+    return point_parser(description).parse_args()
+
+
+def measure_point(
+    module: str, point: dict[str, Any], max_wait: float, timeout: float = 900, **variables: str
+) -> dict[str, Any]:
+    """Runs ``python -m module --point JSON``, which prints one line of results; see ``run_quietly``.
+
+    ``variables`` are added to its environment.
+    """
     path = os.pathsep.join(part for part in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if part)
     command = [sys.executable, "-m", module, "--point", json.dumps(point)]
     with tempfile.TemporaryDirectory() as empty:
         ours = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FEDRAX_CACHE": empty}
-        return run_quietly(command, os.environ | ours, max_wait, timeout)
+        return run_quietly(command, os.environ | ours | variables, max_wait, timeout)

@@ -1,94 +1,132 @@
-"""``python -m benchmarks.storage``: samples streamed from disk and client states spilled to it, against memory.
+"""Samples streamed from disk and client states spilled to it, against memory.
 
-A federation with 1.2 GB of samples, and one whose clients' states grow to 1.2 GB, each run with everything in memory
-and with it on disk. It checks that both end at the same parameters, bit for bit, appends the runs to
-``results/storage.jsonl`` and writes ``storage.md``.
+``python -m benchmarks.storage`` runs a federation with 1.2 GB of samples, and one whose clients' states are 1.2 GB,
+with the bulk in memory and on disk; each run in a fresh process on a quiet machine. Every client takes part once a
+pass; the rounds of the last of three passes are timed. The command checks that all places end at the same server and
+test loss, bit for bit, appends the runs to ``results/storage.jsonl`` and writes ``storage.md``, ``storage.png`` and
+``storage.svg``. Samples and spilled states lie under ``--cache`` meanwhile (1.3 GB).
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.pages import markdown_table, write_page
-from benchmarks.points import measure_point, point_arguments
+from benchmarks.pages import markdown_table, number, save_picture, write_page
+from benchmarks.points import measure_point, point_parser
 from benchmarks.sessions import RESULTS, Session
-from benchmarks.timing import RESULT_PREFIX
+from benchmarks.timing import RESULT_PREFIX, RoundClock
+from benchmarks.workloads import read_array
+
+if TYPE_CHECKING:
+    from fedrax import Algorithm, Federation, Task
 
 RAW = RESULTS / "storage.jsonl"
-REPEATS = 3
+PASSES = 3  # the first writes the states, the next ones read them, and the last shares no compiled block with the first
 
 
-class Case(NamedTuple):
-    """A federation, and the setting that says where its bulk lies."""
+@dataclass(frozen=True)
+class Case:
+    """A federation, and the places where its bulk may lie."""
 
-    setting: str
-    places: tuple[str, str]
+    name: str  # of the bulk, and of the setting that says where it lies: "samples" or "states"
+    places: tuple[str, ...]  # the setting's value; the first is the reference
     clients: int
-    rows: int
-    """A client."""
+    rows: int  # of each client
     features: int
+    classes: int
     cohort: int
-    rounds: int
     text: str
 
+    @property
+    def rounds(self) -> int:
+        """Of a pass over all clients."""
+        return self.clients // self.cohort
 
-CASES = {
-    "samples": Case(
-        setting="samples",
-        places=("resident", "streamed"),
-        clients=1000,
-        rows=300,
-        features=1000,
-        cohort=20,
-        rounds=50,
-        text="FedAvg, MLP 1000-200-10, one epoch in batches of 50",
-    ),
-    "states": Case(
-        setting="states",
-        places=("resident", "spilled"),
-        clients=100_000,
-        rows=2,
-        features=99,
-        cohort=2000,
-        rounds=50,
-        text="SCAFFOLD, softmax regression 99-30, one step; every client takes part once",
-    ),
-}
+
+SAMPLES = Case(
+    name="samples",
+    places=("resident", "resident, mapped", "streamed"),
+    clients=1000,
+    rows=300,
+    features=1000,
+    classes=10,
+    cohort=20,
+    text="FedAvg, MLP 1000-200-10, one epoch in batches of 50",
+)
+STATES = Case(
+    name="states",
+    places=("resident", "spilled"),
+    clients=100_000,
+    rows=2,
+    features=99,
+    classes=30,
+    cohort=2000,
+    text="SCAFFOLD, softmax regression 99-30, one step",
+)
+CASES = (SAMPLES, STATES)
 
 
 def main() -> None:
-    arguments = point_arguments(__doc__)
+    arguments = parse_arguments()
     if arguments.point:
-        print(RESULT_PREFIX + json.dumps(measure_here(**json.loads(arguments.point))))
+        point = json.loads(arguments.point)
+        print(RESULT_PREFIX + json.dumps(measure_here(Case(**point.pop("case")), **point)))
         return
+    session = Session.latest(RAW) if arguments.report else measure(arguments)
+    rows = list(medians(session))
+    print(table(rows))
+    print("wrote", *write_report(session, rows, arguments.out))
+    if problems := disagreements(session):
+        raise SystemExit("\n".join(f"error: {problem}" for problem in problems))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = point_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
+    parser.add_argument("--report", action="store_true", help="only write the last session's page and pictures again")
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace) -> Session:
+    """All cases in all places; ends the command where a run fails."""
     session = Session.start(RAW)
+    arguments.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.cache) as scratch:
-        for name, case in CASES.items():
-            path = Path(scratch) / f"{name}.npy"
+        for case in CASES:
+            path = Path(scratch) / f"{case.name}.npy"
             write_samples(path, case)
-            for repeat in range(1, REPEATS + 1):
+            for repeat in range(1, arguments.repeats + 1):
                 for place in case.places:
-                    point = {"name": name, "place": place, "path": str(path)}
-                    result = measure_point("benchmarks.storage", point, arguments.max_wait)
-                    session.add({"case": name, "place": place, "repeat": repeat} | result)
+                    point = {"case": asdict(case), "place": place, "path": str(path)}
+                    # TMPDIR: states are spilled there, and the usual place may be in memory
+                    result = measure_point("benchmarks.storage", point, arguments.max_wait, TMPDIR=scratch)
+                    session.add({"case": case.name, "place": place, "repeat": repeat} | result)
                     if "failed" in result:
-                        raise SystemExit(f"error: {name} {place} failed: {result['failed']}")
-                    print(
-                        name, place, f"{1e3 * result['round_median']:.1f} ms", result["peak_pss_mb"], "MB", flush=True
-                    )
+                        raise SystemExit(f"error: {case.name} {place} failed: {result['failed']}")
+                    print(one_line(session.runs[-1]), flush=True)
             path.unlink()
-    page = write_page(arguments.out / "storage.md", sections(session))
-    print(page.read_text())
-    for name in CASES:
-        if len({run["digest"] for run in session.runs if run["case"] == name}) > 1:
-            raise SystemExit(f"error: {name}: the two places end at different parameters")
+    return session
+
+
+def one_line(run: dict[str, Any]) -> str:
+    return (
+        f"{run['case']:8s} {run['place']:17s} {run['repeat']}  {run['round_median'] * 1e3:8.2f} ms a round, "
+        f"first {run['first_round_with_import']:5.2f} s, {run['peak_pss_mb']:6.0f} MB, "
+        f"foreign CPU {run['foreign_cpu']:.2f}"
+    )
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
 
 
 def write_samples(path: Path, case: Case) -> None:
@@ -101,86 +139,198 @@ def write_samples(path: Path, case: Case) -> None:
     x.flush()
 
 
-def measure_here(name: str, place: str, path: str) -> dict[str, Any]:
-    """One run in this process: the times of its rounds, and a digest of its last parameters."""
+def measure_here(case: Case, place: str, path: str) -> dict[str, Any]:
+    """One run in this process: the times of the last pass's rounds, what they moved, and where training ended."""
     import jax
 
     from benchmarks.fedrax_clock import time_rounds
-    from fedrax import FedAvg, Federation, LocalSGD, Scaffold, Script, classification
-    from fedrax.models import MLP, Logistic
+    from fedrax import Script
 
-    case = CASES[name]
-    in_memory = name == "samples" and place == "resident"
-    x = np.load(path, mmap_mode=None if in_memory else "r")
-    if name == "states":
-        x = np.array(x)  # the samples are no matter here
-    classes = 10 if name == "samples" else 30
-    y = np.arange(len(x)) % classes
-    offsets = np.arange(case.clients + 1) * case.rows
-    federation = Federation.from_arrays(x, y, offsets=offsets, test=(x[:500], y[:500]), shuffle=False)
-    if name == "samples":
-        task = classification(MLP((200,)).build((case.features,), classes))
-        algorithm = FedAvg(local=LocalSGD(lr=0.01, batch_size=50))
-    else:
-        task = classification(Logistic().build((case.features,), classes))
-        algorithm = Scaffold(local=LocalSGD(lr=0.01, steps=1, batch_size=case.rows))
-    everybody = np.random.default_rng(0).permutation(case.clients)
-    cohorts = [everybody[(np.arange(case.cohort) + r * case.cohort) % case.clients] for r in range(case.rounds)]
+    algorithm, task = method(case)
     clock, result = time_rounds(
         algorithm,
         task,
-        federation,
-        case.rounds,
+        federation_of(case, place, path),
+        PASSES * case.rounds,
         cohort_size=case.cohort,
-        script=Script(cohorts=cohorts),
-        **{case.setting: place},
+        script=Script(cohorts=cohorts(case)),
+        **{case.name: place.split(",")[0]},
     )
-    leaves = jax.tree.leaves(result.params)
-    digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
-    states = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(result.client_state(0)))
-    bytes_a_round = case.cohort * (case.rows * case.features * 4 if name == "samples" else 2 * states)
-    return clock.summary() | {"digest": digest, "bytes_a_round": bytes_a_round, "states_bytes": case.clients * states}
+    last_pass = clock.seconds[(PASSES - 1) * case.rounds :]
+    timed = RoundClock([clock.seconds[0], *last_pass], clock.first_round_since_process_start)
+    server = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.server))
+    state = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(result.client_state(0)))
+    client = 4 * case.rows * case.features if case.name == "samples" else state
+    return timed.summary() | {
+        "plan": result.plan,
+        "server": hashlib.sha256(server).hexdigest(),
+        "test_loss": result.events[-1]["test_loss"],
+        "bulk_bytes": case.clients * client,
+        # samples are read, states read and written
+        "bytes_a_round": case.cohort * client * (1 if case.name == "samples" else 2),
+    }
 
 
-def sections(session: Session) -> list[str]:
-    lines = []
-    for name, case in CASES.items():
-        runs = {
-            place: [run for run in session.runs if (run["case"], run["place"]) == (name, place)]
-            for place in case.places
-        }
-        samples = case.clients * case.rows * case.features * 4
-        bulk = samples if name == "samples" else runs["resident"][0]["states_bytes"]
-        usual = middle(runs["resident"], "round_median")
-        lines += [
-            (
-                f"{bulk / 1e9:.1f} GB of {name}",
-                place,
-                f"{1e3 * middle(of, 'round_median'):.1f}",
-                f"{middle(of, 'round_median') / usual:.2f}",
-                f"{of[0]['bytes_a_round'] / 1e6:.0f}",
-                f"{middle(of, 'first_round_with_import'):.1f}",
-                f"{middle(of, 'peak_pss_mb'):.0f}",
-                f"{max(run['foreign_cpu'] for run in of):.2f}",
+def method(case: Case) -> tuple[Algorithm, Task]:
+    """The algorithm and the task that ``case.text`` describes."""
+    from fedrax import FedAvg, LocalSGD, Scaffold, classification
+    from fedrax.models import MLP, Logistic
+
+    if case.name == "samples":
+        model, local = MLP((200,)), LocalSGD(lr=0.01, epochs=1, batch_size=50)
+        return FedAvg(local=local), classification(model.build((case.features,), case.classes))
+    local = LocalSGD(lr=0.01, steps=1, batch_size=case.rows)
+    return Scaffold(local=local), classification(Logistic().build((case.features,), case.classes))
+
+
+def federation_of(case: Case, place: str, path: str) -> Federation:
+    """The samples in memory where neither they are streamed nor mapped, else as a memory-mapped array."""
+    from fedrax import Federation
+
+    x = read_array(Path(path)) if place in ("resident", "spilled") else np.load(path, mmap_mode="r", allow_pickle=False)
+    y = np.arange(len(x), dtype=np.int32) % case.classes
+    offsets = np.arange(case.clients + 1) * case.rows
+    test = (np.array(x[:500]), y[:500])
+    return Federation.from_arrays(x, y, offsets=offsets, test=test, num_classes=case.classes, shuffle=False)
+
+
+def cohorts(case: Case) -> np.ndarray:
+    """int [rounds, cohort]: every client once a pass; in another order each time, which scatters rows on disk."""
+    rng, used = np.random.default_rng(0), case.rounds * case.cohort
+    passes = [rng.permutation(case.clients)[:used].reshape(case.rounds, case.cohort) for _ in range(PASSES)]
+    return np.concatenate(passes)
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case in one place: medians over the repeats, in seconds and MB."""
+
+    case: str
+    place: str
+    round: float
+    ratio: float  # to the case's first place
+    bulk: float
+    moved: float  # a round, in its place or to the devices
+    first_round_with_import: float
+    peak_pss_mb: float
+    foreign_cpu: float
+
+
+def medians(session: Session) -> Iterator[Row]:
+    for case in CASES:
+        places = {place: runs_of(session, case, place) for place in case.places}
+        reference = middle(places[case.places[0]], "round_median")
+        for place, runs in places.items():
+            round_median = middle(runs, "round_median")
+            yield Row(
+                case=case.name,
+                place=place,
+                round=round_median,
+                ratio=round_median / reference,
+                bulk=runs[0]["bulk_bytes"] / 1e6,
+                moved=runs[0]["bytes_a_round"] / 1e6,
+                first_round_with_import=middle(runs, "first_round_with_import"),
+                peak_pss_mb=middle(runs, "peak_pss_mb"),
+                foreign_cpu=middle(runs, "foreign_cpu"),
             )
-            for place, of in runs.items()
-        ]
-    cases = "; ".join(f"{name}: {c.clients:,} clients, {c.cohort:,} a round, {c.text}" for name, c in CASES.items())
-    text = (
-        f"Written by `python -m benchmarks.storage` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `storage.jsonl`; medians of {REPEATS} runs of {CASES['samples'].rounds} rounds, "
-        f"each in a fresh process with an empty cache of compiled programs. {cases}. Resident is in memory, streamed "
-        "from a memory-mapped file, spilled to scratch files. MB a round: what a round needs of the bulk (states: read "
-        "and written). The first round counts from the start of the process. Peak memory is that of the process, pages "
-        "of the file that it has mapped included. Both ways end at the same parameters, bit for bit; the command fails "
-        f"where they do not.\n\n{session.machine_text()}"
-    )
-    head = ("", "", "ms a round", "ratio", "MB a round", "first round, s", "peak MB", "foreign CPU")
-    return ["# Samples and states on disk", text, markdown_table(head, lines)]
 
 
-def middle(runs: list[dict], name: str) -> float:
+def runs_of(session: Session, case: Case, place: str) -> list[dict[str, Any]]:
+    """The finished runs; ends the command if there is none."""
+    runs = [run for run in session.runs if (run["case"], run["place"]) == (case.name, place) and "server" in run]
+    if not runs:
+        raise SystemExit(f"error: the session holds no finished run of {case.name} {place}")
+    return runs
+
+
+def middle(runs: list[dict[str, Any]], name: str) -> float:
     return statistics.median(run[name] for run in runs)
+
+
+def disagreements(session: Session) -> list[str]:
+    """A sentence for each case whose runs did not all end at the same server and the same test loss."""
+    return [
+        f"{case.name}: the places do not all end at the same server and test loss"
+        for case in CASES
+        if len({(run["server"], run["test_loss"]) for run in session.runs if run["case"] == case.name}) > 1
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    head = ("", "", "ms a round", "ratio", "MB a round", "first round s", "peak MB", "foreign CPU")
+    lines = [
+        (
+            f"{row.bulk / 1e3:.1f} GB of {row.case}",
+            row.place,
+            number(row.round * 1e3),
+            f"{row.ratio:.2f}",
+            number(row.moved),
+            f"{row.first_round_with_import:.2f}",
+            f"{row.peak_pss_mb:.0f}",
+            f"{row.foreign_cpu:.2f}",
+        )
+        for row in rows
+    ]
+    return markdown_table(head, lines)
+
+
+def write_report(session: Session, rows: list[Row], out: Path) -> list[Path]:
+    repeats = max(run["repeat"] for run in session.runs)
+    cases = "\n".join(f"- {c.name}: {c.clients:,} clients, {c.cohort:,} a round; {c.text}." for c in CASES)
+    introduction = (
+        f"Written by `python -m benchmarks.storage` on {session.header['date']} from session "
+        f"`{session.header['id']}` of `storage.jsonl`. Medians of {repeats} runs, each in a fresh process with an "
+        "empty cache of compiled programs. Every client takes part once a pass, in another order each time; the rounds "
+        f"of the last of {PASSES} passes are timed. The ratio is to the first place. MB a round: the cohort's part of "
+        "the bulk, samples read, states read and written. The first round counts from the start of the process.\n\n"
+        f"{cases}\n\n"
+        "*Resident*: in memory. *Resident, mapped*: a memory-mapped file that is read where it is. *Streamed*: each "
+        "block of rounds copies its samples from that file. *Spilled*: states in scratch files on disk. What the "
+        "system keeps of these files in its page cache it keeps here too: with free memory for all of them, the "
+        "figures are those of the copies and system calls, not of the disk.\n\n"
+        "Peak memory is the process's proportional set size, sampled four times a second. It counts the pages of a "
+        "mapped file that the process has read and the system could take back (so *resident, mapped* grows to the "
+        "file's size where memory is free); streaming lets go of them after each block. It does not count the "
+        "page cache of spilled states, which are read and written by system calls.\n\n"
+        f"{session.machine_text()} No accelerator is used."
+    )
+    problems = disagreements(session)
+    agreement = "All places end at the same server and test loss, bit for bit." if not problems else "**Not all agree**"
+    sections = [
+        "# Samples and states on disk",
+        introduction,
+        table(rows),
+        "![Samples and states on disk](storage.svg)",
+        agreement,
+        *(f"- {problem}" for problem in problems),
+    ]
+    return [write_page(out / "storage.md", sections), *draw(rows, out / "storage")]
+
+
+def draw(rows: list[Row], path: Path) -> list[Path]:
+    """Milliseconds a round and peak memory, a bar for each place."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(8, 0.35 * len(rows) + 1), sharey=True)
+    colours = ["tab:gray" if row.place.startswith("resident") else "tab:orange" for row in rows]
+    figures = {"ms a round": [row.round * 1e3 for row in rows], "peak MB": [row.peak_pss_mb for row in rows]}
+    for panel, (label, values) in zip(panels, figures.items(), strict=True):
+        bars = panel.barh(range(len(rows)), values, color=colours)
+        panel.bar_label(bars, [number(value) for value in values], padding=2, fontsize=7)
+        panel.set_xlabel(label)
+        panel.margins(x=0.15)
+        panel.grid(axis="x", alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(rows)), [f"{row.case} {row.place}" for row in rows], fontsize=8)
+    panels[0].invert_yaxis()
+    plt.close(figure)
+    return save_picture(figure, path)
 
 
 if __name__ == "__main__":
