@@ -1,4 +1,4 @@
-"""An LSTM layer whose weight gradient is one matrix product after the backward scan, not one a step."""
+"""An LSTM layer whose weights' gradients are one matrix product after the backward scan, not one a step."""
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +21,35 @@ def init_lstm(key: Array, num_inputs: int, hidden: int) -> dict[str, Array]:
 
 def lstm(layer: dict[str, Array], x: Array) -> Array:
     """The last hidden state [B, hidden] of an LSTM over x [B, T, F], from a zero state."""
-    inputs = x.swapaxes(0, 1) @ layer["input_weight"] + (layer["input_bias"] + layer["hidden_bias"])
-    return _recurrence(inputs, layer["hidden_weight"])
+    bias = layer["input_bias"] + layer["hidden_bias"]
+    return _recurrence(x.swapaxes(0, 1), layer["input_weight"], layer["hidden_weight"], bias)
 
 
 @jax.custom_vjp
-def _recurrence(inputs: Array, weight: Array) -> Array:
-    """inputs [T, B, 4 * hidden] (what x adds to the gates), weight [hidden, 4 * hidden] -> [B, hidden]."""
-    return _forward(inputs, weight)[0]
+def _recurrence(x: Array, input_weight: Array, hidden_weight: Array, bias: Array) -> Array:
+    """x [T, B, F], input_weight [F, 4 * hidden], hidden_weight [hidden, 4 * hidden], bias [4 * hidden]."""
+    return _forward(x, input_weight, hidden_weight, bias)[0]
 
 
-def _forward(inputs: Array, weight: Array):
+def _forward(x: Array, input_weight: Array, hidden_weight: Array, bias: Array):
     def step(state, inputs_t):
         h, c = state
-        i, f, g, o = jnp.split(inputs_t + h @ weight, 4, axis=-1)
+        i, f, g, o = jnp.split(inputs_t + h @ hidden_weight, 4, axis=-1)
         i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
         new_c = f * c + i * g
         tanh_c = jnp.tanh(new_c)
         return (o * tanh_c, new_c), (h, c, i, f, g, o, tanh_c)
 
-    zeros = jnp.zeros_like(inputs[0, :, : weight.shape[0]])
+    inputs = x @ input_weight + bias
+    zeros = jnp.zeros_like(inputs[0, :, : len(hidden_weight)])
     (h, _), saved = lax.scan(step, (zeros, zeros), inputs)
-    return h, (saved, weight)
+    return h, (x, input_weight, hidden_weight, saved)
 
 
-def _backward(residuals, h_grad: Array) -> tuple[Array, Array]:
-    saved, weight = residuals
+def _backward(residuals, h_grad: Array) -> tuple[Array, ...]:
+    x, input_weight, hidden_weight, saved = residuals
+    # Transposed once: XLA:CPU would do it again at every step. Without the barrier it puts it back there.
+    to_hidden = lax.optimization_barrier(hidden_weight.T)
 
     def step(grads, saved_t):
         dh, dc = grads
@@ -55,11 +58,13 @@ def _backward(residuals, h_grad: Array) -> tuple[Array, Array]:
         di, df, dg, do = dc * g, dc * c, dc * i, dh * tanh_c
         gates = [di * i * (1 - i), df * f * (1 - f), dg * (1 - g * g), do * o * (1 - o)]
         gates = jnp.concatenate(gates, axis=-1)
-        return (gates @ weight.T, dc * f), gates
+        return (gates @ to_hidden, dc * f), gates
 
     _, gates = lax.scan(step, (h_grad, jnp.zeros_like(h_grad)), saved, reverse=True)
-    hidden = saved[0].reshape(-1, weight.shape[0])
-    return gates, hidden.T @ gates.reshape(-1, weight.shape[1])
+    read = jnp.concatenate([x, saved[0]], axis=-1).reshape(-1, len(input_weight) + len(hidden_weight))
+    flat = gates.reshape(-1, gates.shape[-1])
+    weights = read.T @ flat  # of input and hidden state in one product
+    return gates @ input_weight.T, weights[: len(input_weight)], weights[len(input_weight) :], flat.sum(0)
 
 
 _recurrence.defvjp(_forward, _backward)

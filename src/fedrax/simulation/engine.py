@@ -346,16 +346,20 @@ def compiled_block(program: Program, mesh: Mesh) -> Callable:
     return jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
+def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
     """XLA's options for a block of rounds.
 
     On CPU it copies loop state that is read and then written, a whole client store for each client, unless told
     to look closer. And it splits a batch's gather over threads by the size of the whole data set, which costs a
-    local step more than the gather; where each core is a device, no operation is to be split.
+    local step more than the gather; where each core is a device, no operation is to be split. And its
+    vectors have 256 bits even where the processor's have 512: a round of an LSTM takes 5 % less with these.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return {}
-    options: dict[str, bool | str] = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    options: dict[str, bool | int | str] = {
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+        "xla_cpu_prefer_vector_width": 512,
+    }
     if len(jax.devices()) > 1:
         options["xla_disable_hlo_passes"] = "cpu-parallel-task-assigner"
     return options
