@@ -41,6 +41,24 @@ def test_time_is_charged_from_the_end_of_the_operation_before():
     assert dict(made.runs) == {"a": 2, "b": 1} and made.span == 40
 
 
+def test_a_product_is_charged_with_the_delay_of_what_reads_it():
+    text = ProgramText("""HloModule m
+
+ENTRY %e (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  %dot = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %bitcast = f32[4,4]{1,0} bitcast(%dot)
+  %reads = f32[4,4]{1,0} add(%a, %bitcast)
+  ROOT %other = f32[4,4]{1,0} add(%a, %reads)
+}
+""")
+    made = _timeline([(10, 0, "dot"), (70, 60, "reads"), (90, 80, "other")], text)
+    assert dict(made.charged) == {"dot": 60, "reads": 10, "other": 20}
+    busy = _timeline([(10, 0, "dot"), (50, 12, "other"), (70, 60, "reads")], text)
+    assert dict(busy.charged) == {"dot": 20, "other": 40, "reads": 10}
+    assert made.span == 90 and made.runs["dot"] == 1
+
+
 def test_an_interrupted_execution_is_charged_with_the_median():
     ends = [1000 * (i + 1) for i in range(9)] + [5_000_000]
     made = _timeline([(end, end - 1000, "a") for end in ends], TEXT)

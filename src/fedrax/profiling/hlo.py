@@ -181,6 +181,17 @@ class ProgramText:
         """Whether devices meet in it."""
         return name in self.operations and self.operations[name].opcode.startswith(_COLLECTIVES)
 
+    def product_read(self, name: str) -> str | None:
+        """The matrix product whose result the operation reads, if there is one."""
+        operation = self.operations.get(name)
+        for operand in operation.operands if operation is not None else ():
+            source = self.operations.get(operand)
+            while source is not None and source.opcode == "bitcast":
+                source = self.operations.get(source.operands[0])
+            if source is not None and source.opcode == "dot":
+                return source.name
+        return None
+
     def _whole(self, operation: Operation) -> Cost:
         if operation.name not in self._costs:
             self._costs[operation.name] = self._count(operation)

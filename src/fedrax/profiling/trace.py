@@ -2,8 +2,10 @@
 
 A device's time is parted among its operations without gaps: an operation is charged with the time from the end of
 the one before it to its own end, so with the work of starting it too. Loops and calls, whose events contain those
-of their bodies, are charged with what is left after their last operation. An execution far longer than its
-operation's median was interrupted by another program and is charged with the median.
+of their bodies, are charged with what is left after their last operation. XLA:CPU computes some matrix products
+beside the device's own thread, and their events end when they are handed over: where an operation that reads such a
+product starts late, the product is charged with the delay. An execution far longer than its operation's median was
+interrupted by another program and is charged with the median.
 """
 
 from __future__ import annotations
@@ -81,19 +83,33 @@ def _timeline(events: list[tuple[int, int, str]], program: ProgramText) -> Timel
     events.sort()
     first = last = min(start for _, start, _ in events)
     each: dict[str, list[int]] = defaultdict(list)
+    delays: dict[str, list[int]] = defaultdict(list)  # by product
+    products = {name: program.product_read(name) for name in {name for _, _, name in events}}
     for end, start, name in events:
+        product = products[name]
+        if product is not None and start > last:
+            delays[product].append(start - last)
+            last = start
         each[name].append(end - last)
         if program.is_collective(name):
             made.meetings[name].append(end - start)
         last = end
     for name, times in each.items():
         made.runs[name] = len(times)
-        usual = int(statistics.median(times))
-        limit = usual + max(_INTERRUPTION, 20 * usual)
-        steady = name not in made.meetings and len(times) >= 5
-        made.charged[name] = sum(usual if steady and t > limit else t for t in times)
+        made.charged[name] = sum(times) if name in made.meetings else _undisturbed(times)
+    for name, times in delays.items():
+        made.charged[name] += _undisturbed(times)
     made.span = last - first
     return made
+
+
+def _undisturbed(times: list[int]) -> int:
+    """Their sum, each that is far longer than the median replaced by it; as they are if there are few."""
+    if len(times) < 5:
+        return sum(times)
+    usual = int(statistics.median(times))
+    limit = usual + max(_INTERRUPTION, 20 * usual)
+    return sum(usual if t > limit else t for t in times)
 
 
 def waits(timelines: list[Timeline]) -> list[dict[str, int]]:
