@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
     from fedrax.algorithms.episode import Episode, NaiveParallelClip
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
+    from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
     from fedrax.algorithms.losac import FedSaga, LoSAC
     from fedrax.algorithms.mifa import MIFA
     from fedrax.algorithms.mime import MimeSVRG
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fedrax.data import Dataset, Federation
     from fedrax.local import LocalSGD, Step
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
+    from fedrax.table import Table
     from fedrax.task import Batch, Task, classification, regression, scale
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
@@ -33,6 +35,7 @@ _HOMES = {
     "fedrax.algorithm": ("Algorithm", "ClientOutput", "Cohort", "Info", "Phase"),
     "fedrax.algorithms.episode": ("Episode", "NaiveParallelClip"),
     "fedrax.algorithms.fedavg": ("FedAvg", "FedProx", "FedSGD"),
+    "fedrax.algorithms.gradma": ("GradMA", "GradMAS", "GradMAW"),
     "fedrax.algorithms.losac": ("FedSaga", "LoSAC"),
     "fedrax.algorithms.mifa": ("MIFA",),
     "fedrax.algorithms.mime": ("MimeSVRG",),
@@ -41,6 +44,7 @@ _HOMES = {
     "fedrax.data": ("Dataset", "Federation"),
     "fedrax.local": ("LocalSGD", "Step"),
     "fedrax.simulation": ("Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores"),
+    "fedrax.table": ("Table",),
     "fedrax.task": ("Batch", "Task", "classification", "regression", "scale"),
     "fedrax.wrappers.upcycle": ("Upcycled", "upcycle"),
 }
@@ -48,9 +52,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - by topic
     "FedraxError",
-    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step",
-    "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "LoSAC", "LocalSGD", "MIFA", "MimeSVRG",
-    "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
+    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step", "Table",
+    "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC", "LocalSGD",
+    "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip

@@ -64,9 +64,10 @@ def assert_close(a: Any, b: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), a, b)
 
 
-def kinds(state: Any) -> Any:
-    """Shapes and types."""
-    return jax.tree.map(lambda a: (a.shape, str(a.dtype)), state)
+def kinds(state: Any) -> dict[str, tuple]:
+    """Shapes and types by name."""
+    leaves = zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True)
+    return {name: (a.shape, str(a.dtype)) for name, a in leaves}
 
 
 def without_times(events: list[dict]) -> list[dict]:

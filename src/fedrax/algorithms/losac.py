@@ -19,6 +19,7 @@ from fedrax.errors import FedraxError
 from fedrax.hyperparameters import hyperparameters
 from fedrax.local import LocalSGD, Step
 from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.table import Table
 from fedrax.tree import Tree
 
 
@@ -30,9 +31,9 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """y_ij: the last g_ij of each block; leaves [M, ...]."""
+    """y_ij: the last g_ij of each block."""
 
-    block_gradients: Tree
+    block_gradients: Table
 
 
 class Message(NamedTuple):
@@ -51,7 +52,7 @@ class Upload(NamedTuple):
 
 class _Memory(NamedTuple):
     gradient_sum: Tree
-    block_gradients: Tree
+    block_gradients: Table
 
 
 def _num_blocks(local: LocalSGD, name: str) -> int:
@@ -60,8 +61,8 @@ def _num_blocks(local: LocalSGD, name: str) -> int:
     return local.blocks
 
 
-def _zero_blocks(params: Tree, num_blocks: int) -> Tree:
-    return jax.tree.map(lambda x: jnp.zeros((num_blocks, *x.shape), x.dtype), params)
+def _zero_blocks(params: Tree, num_blocks: int) -> Table:
+    return Table(jax.tree.map(lambda x: jnp.zeros((num_blocks, *x.shape), x.dtype), params))
 
 
 @hyperparameters
@@ -123,10 +124,10 @@ class LoSAC(Algorithm):
         share = 1 / blocks if self.consistent else 1.0
 
         def direction(gradient: Tree, x: Tree, memory: _Memory, step: Step) -> tuple[Tree, _Memory]:
-            change = tree.sub(gradient, tree.row(memory.block_gradients, step.block))
+            change = tree.sub(gradient, memory.block_gradients[step.block])
             d = tree.add_scaled(change, 1 / data.num_clients, memory.gradient_sum)
             gradient_sum = tree.add_scaled(memory.gradient_sum, share, change)
-            return d, _Memory(gradient_sum, tree.set_row(memory.block_gradients, step.block, gradient))
+            return d, _Memory(gradient_sum, memory.block_gradients.put(step.block, gradient))
 
         result = self.local.run(data, message.params, direction, _Memory(message.gradient_sum, state.block_gradients))
         upload = Upload(
@@ -152,10 +153,10 @@ class SagaServer(NamedTuple):
 
 
 class SagaClient(NamedTuple):
-    """phi~_i = sum_j grad f_ij(z_ij), and its terms y_ij (leaves [M, ...])."""
+    """phi~_i = sum_j grad f_ij(z_ij), and its terms y_ij."""
 
     gradient_sum: Tree
-    block_gradients: Tree
+    block_gradients: Table
 
 
 @hyperparameters
@@ -184,10 +185,10 @@ class FedSaga(Algorithm):
         blocks = _num_blocks(self.local, "FedSaga")
 
         def direction(gradient: Tree, x: Tree, memory: SagaClient, step: Step) -> tuple[Tree, SagaClient]:
-            change = tree.sub(gradient, tree.row(memory.block_gradients, step.block))
+            change = tree.sub(gradient, memory.block_gradients[step.block])
             d = tree.add(change, memory.gradient_sum)
             gradient_sum = tree.add_scaled(memory.gradient_sum, 1 / blocks, change)
-            return d, SagaClient(gradient_sum, tree.set_row(memory.block_gradients, step.block, gradient))
+            return d, SagaClient(gradient_sum, memory.block_gradients.put(step.block, gradient))
 
         result = self.local.run(data, message, direction, state)
         delta = tree.sub(result.params, message)

@@ -26,6 +26,7 @@ from fedrax.client_data import ClientData, Layout
 from fedrax.products import Format
 from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
 from fedrax.simulation.cohorts import Block
+from fedrax.table import set_state, state_in
 from fedrax.tree import Tree
 
 AXIS = "clients"
@@ -169,13 +170,16 @@ class PhaseRunner:
     ):
         self.program, self.places = program, places
         self.first, self.last = p == 0, p == len(algorithm.phases) - 1
+        # A state that goes back to the store before the next client's turn can leave its tables there.
+        in_place = self.first and self.last and not program.chunk
+        self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
         self.one = lambda state, k: run_client(program, p, algorithm, message, state, samples, places, k)
         """(state, k) -> ClientOutput of the client in place k."""
 
     def start(self, states: Tree, store: Tree) -> Progress:
         """Before the first client: zero sums and room for what is kept one per place."""
         n = self.places.client.shape[0]
-        state = jax.eval_shape(lambda s: tree.row(s, 0), store if self.first else states)
+        state = jax.eval_shape(self.get_state, store if self.first else states, jnp.int32(0))
         shape = jax.eval_shape(self.one, state, self.places.count)  # of the type of run's index: one trace for both
         by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         sums = Sums(
@@ -200,15 +204,15 @@ class PhaseRunner:
         if chunk:
             state = _get_rows(source, rows)
             out: ClientOutput = jax.vmap(self.one)(state, at)
-            put = _put_rows
+            put = put_state = _put_rows
         else:
             with scope(STATES):
-                state = tree.row(source, rows)
+                state = self.get_state(source, rows)
             out = self.one(state, at)
-            put = scope(STATES)(tree.set_row)
+            put, put_state = scope(STATES)(tree.set_row), scope(STATES)(self.put_state)
         each = put(each, at, out.each)
         if self.last:
-            store = put(store, slots, out.state)
+            store = put_state(store, slots, out.state)
         else:
             kept = put(kept, at, out.state)
         return Progress(self._add(sums, out, at, real), each, kept, store)

@@ -1,0 +1,89 @@
+"""Tables of vectors in client states: as values, and in their place among all clients'."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import tree
+from fedrax.models import MLP
+from fedrax.simulation.engine import Engine
+from fedrax.table import Table, set_state, state_in
+from tests.simulation.problems import CLASSES, FEATURES, make_federation, run
+
+CLIENTS, M = 4, 3
+
+
+def store() -> tuple[jax.Array, Table]:
+    """A state of a vector and a table of trees, for each client."""
+    rng = np.random.default_rng(0)
+    vectors = {
+        "w": jnp.asarray(rng.normal(size=(CLIENTS, M, 2, 5))),
+        "b": jnp.asarray(rng.normal(size=(CLIENTS, M, 5))),
+    }
+    return jnp.asarray(rng.normal(size=(CLIENTS, 7))), Table(vectors)
+
+
+def use(state: tuple[jax.Array, Table]) -> tuple[jax.Array, Table]:
+    """What a client may do in a loop: read a row, write another, and read what it has written."""
+
+    def body(k: jax.Array, state: tuple[jax.Array, Table]) -> tuple[jax.Array, Table]:
+        vector, table = state
+        moved = tree.scale(2.0, table[k % M])
+        table = table.put((k + 1) % M, moved)
+        return vector + table[(k + 1) % M]["b"].sum(), table
+
+    return jax.lax.fori_loop(0, 2 * M + 1, body, state)
+
+
+def test_a_table_in_its_store_is_what_it_is_as_a_value():
+    for client in range(CLIENTS):
+        whole = store()
+        alone = use(jax.tree.map(lambda a: a[client], whole))  # noqa: B023
+        assert alone[1].client is None
+        expected = jax.tree.map(lambda all, new: all.at[client].set(new), whole, alone)  # noqa: B023
+
+        @jax.jit
+        def in_place(whole: tuple[jax.Array, Table], slot: jax.Array) -> tuple[jax.Array, Table]:
+            return set_state(whole, slot, use(state_in(whole, slot)))
+
+        found = in_place(whole, jnp.int32(client))
+        assert jax.tree.structure(found) == jax.tree.structure(whole)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_a_table_that_a_client_made_anew_replaces_the_old_one():
+    whole = store()
+    new = Table(jax.tree.map(lambda a: jnp.ones(a.shape[1:], a.dtype), whole[1].rows))
+    found = set_state(whole, jnp.int32(2), (whole[0][2], new))[1]
+    assert np.all(found.rows["w"][2] == 1) and np.all(found.rows["b"][2] == 1)
+    assert np.array_equal(found.rows["w"][1], whole[1].rows["w"][1])
+
+
+def test_a_row_is_read_and_written():
+    table = Table({"a": jnp.arange(6.0).reshape(3, 2)})
+    changed = table.put(1, {"a": jnp.array([7, 8])})
+    assert np.array_equal(changed[1]["a"], [7, 8]) and np.array_equal(table[1]["a"], [2, 3])
+    assert changed.rows["a"].dtype == table.rows["a"].dtype
+
+
+@pytest.mark.parametrize("algorithm", [fedrax.LoSAC, fedrax.FedSaga])
+def test_a_simulation_does_not_copy_tables(algorithm, monkeypatch):
+    """A round needs less scratch memory than one client's table, of which it uses few rows."""
+    sizes = []
+
+    def measured(self, algorithm, carry, key, xs, rounds):
+        compiled = self._block.lower(algorithm, carry, self.samples, key, xs, np.int32(rounds)).compile()
+        table = max(a.nbytes // a.shape[0] for a in jax.tree.leaves(carry.store))
+        sizes.append((compiled.memory_analysis().temp_size_in_bytes, table))
+        return original(self, algorithm, carry, key, xs, rounds)
+
+    original = Engine.run
+    monkeypatch.setattr(Engine, "run", measured)
+    task = fedrax.classification(MLP((64,)).build((FEATURES,), CLASSES))
+    local = fedrax.LocalSGD(lr=1e-3, steps=2, blocks=200)
+    run(algorithm(local=local), make_federation((200,) * 6), task=task, plan="scan")
+    scratch, table = sizes[0]
+    assert table == 200 * 4 * FEATURES * 64 and scratch < table / 2
