@@ -1,5 +1,21 @@
-"""Two CPU devices for every test, set before anything touches JAX."""
+"""Two CPU devices for every test, set before anything touches JAX, and room for what they compile."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 2)
+
+MAPS = Path("/proc/self/maps")
+MANY = 20_000
+"""Pieces of memory. A compiled program has dozens, and without another (Linux allows 65,530) a process crashes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Forget compiled programs before there are too many."""
+    yield
+    if MAPS.exists() and sum(1 for _ in MAPS.open("rb")) > MANY:
+        jax.clear_caches()
