@@ -60,7 +60,8 @@ def measure() -> dict[str, float]:
     figures = {}
     for label, threads in (("1_thread", 1), ("all_cores", cores())):
         limit = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "OPENBLAS", "MKL", "BLIS")}
-        limit["VECLIB_MAXIMUM_THREADS"] = str(threads)
+        limit |= {"VECLIB_MAXIMUM_THREADS": str(threads), "JAX_NUM_CPU_DEVICES": str(threads)}
+        limit |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
         command = [sys.executable, "-m", "benchmarks.machine", "--worker", str(threads)]
         printed = subprocess.run(command, env=os.environ | limit, check=True, capture_output=True, text=True)
         for name, value in json.loads(printed.stdout).items():
@@ -92,10 +93,9 @@ def blas_gflops() -> float:
 def xla_gflops(threads: int) -> float:
     """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
     from fedrax.profiling import limits
-    from fedrax.simulation.backend import make_mesh, use_all_cores
+    from fedrax.simulation.backend import make_mesh
 
-    use_all_cores()
-    return limits.measure(make_mesh(threads), budget=2.0).gflops
+    return limits.product_gflops(make_mesh(threads), budget=2.0)
 
 
 def best_seconds(run: Callable[[], object], budget: float = 2.0) -> float:

@@ -237,7 +237,7 @@ def workload_section(name: str, session: Session, found: list[Row]) -> str:
             f"{number(row.fastest * 1e3)}–{number(row.slowest * 1e3)}",
             f"{best[name] / row.round:.2f}" if name in best else "",
             number(gflops),
-            f"{number(100 * gflops / peak)}",
+            number(100 * gflops / peak),
             number(row.round / facts["steps"] * 1e6),
             f"{row.first_round:.2f}",
             f"{row.first_round_with_import:.2f}",

@@ -251,11 +251,12 @@ def middle(runs: list[dict[str, Any]], name: str) -> float:
 
 
 def disagreements(session: Session) -> list[str]:
-    """A sentence for each case whose runs did not all end at the same server and the same test loss."""
+    """A sentence for each case whose finished runs did not all end at the same server and the same test loss."""
+    finished = [run for run in session.runs if "server" in run]
     return [
         f"{case.name}: the places do not all end at the same server and test loss"
         for case in CASES
-        if len({(run["server"], run["test_loss"]) for run in session.runs if run["case"] == case.name}) > 1
+        if len({(run["server"], run["test_loss"]) for run in finished if run["case"] == case.name}) > 1
     ]
 
 
@@ -278,7 +279,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write_report(session: Session, rows: list[Row], out: Path) -> list[Path]:
-    repeats = max(run["repeat"] for run in session.runs)
+    repeats = min(len(runs_of(session, case, place)) for case in CASES for place in case.places)
     cases = "\n".join(f"- {c.name}: {c.clients:,} clients, {c.cohort:,} a round; {c.text}." for c in CASES)
     introduction = (
         f"Written by `python -m benchmarks.storage` on {session.header['date']} from session "

@@ -74,8 +74,29 @@ def hyperparameters(cls: type[T]) -> type[T]:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     static = [name for name in fields if _is_static(hints[name])]
-    jax.tree_util.register_dataclass(cls, [name for name in fields if name not in static], static)
+    _register(cls, [name for name in fields if name not in static], static)
     return cls
+
+
+def _register(cls: type, leaves: list[str], static: list[str]) -> None:
+    """Make ``cls`` a pytree.
+
+    Its class is part of the structure's data: JAX 0.10 calls the structures of two ``register_dataclass`` classes
+    equal when their fields are, and may then take FedAvg's compiled program for FedSGD's, or FedAdam's for FedYogi's.
+    """
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+
+    def flatten(config: Any) -> tuple[list[Any], tuple]:
+        return [getattr(config, name) for name in leaves], (cls, *(getattr(config, name) for name in static))
+
+    def flatten_with_keys(config: Any) -> tuple[list[tuple[Any, Any]], tuple]:
+        values, data = flatten(config)
+        return list(zip(keys, values, strict=True)), data
+
+    def unflatten(data: tuple, values: Any) -> Any:
+        return cls(**dict(zip(leaves, values, strict=True)), **dict(zip(static, data[1:], strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
 def check(config: Any, path: str = "") -> None:

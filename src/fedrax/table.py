@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from fedrax import tree
 from fedrax.tree import Tree
@@ -15,58 +16,85 @@ from fedrax.tree import Tree
 class Table:
     """M vectors that a client remembers, used one at a time.
 
-    To an algorithm it is a value: ``table[j]`` and ``table.put(j, vector)``. A simulation that goes through its
-    clients one after another hands each its table where it lies, among those of all clients, so that a local step
-    moves one row of it instead of the client's start and end all of them.
+    To an algorithm it is a value with ``table[j]``, ``table.put(j, vector)`` and ``rows``, and these are all it may
+    use of it: no vector algebra on the table as a whole. Where clients take their turns one after another (plans
+    scan and loop, methods of one phase), a client's table stays where it lies, among those of all clients, and a local
+    step moves one row; elsewhere the client works on a copy.
     """
 
-    def __init__(self, rows: Tree, client: Array | None = None):
-        self.rows = rows
-        """Leaves [M, ...]; where ``client`` is given [clients, M, ...]."""
-        self.client = client
-        """int32, this client's place among all those in ``rows``."""
+    def __init__(self, rows: Tree, _client: Array | None = None, _number: int | None = None):
+        """rows: leaves [M, ...]. The other arguments are the simulation's, see :func:`state_in`."""
+        self._rows, self._client, self._number = rows, _client, _number
+
+    @property
+    def rows(self) -> Tree:
+        """All of the client's vectors, leaves [M, ...]."""
+        return self._rows if self._client is None else tree.row(self._rows, self._client)
 
     def __getitem__(self, j: Any) -> Tree:
-        if self.client is None:
-            return tree.row(self.rows, j)
-        return jax.tree.map(lambda a: a[self.client, j], self.rows)
+        """Row ``j``; of an index out of range the nearest one."""
+        if self._client is None:
+            return tree.row(self._rows, j)
+
+        def read(a: Array) -> Array:
+            shape = a.shape[2:]
+            return lax.dynamic_slice(a, self._start(a, j), (1, 1, *shape)).reshape(shape)
+
+        return jax.tree.map(read, self._rows)
 
     def put(self, j: Any, vector: Tree) -> Table:
-        """The table with row ``j`` replaced."""
-        if self.client is None:
-            return Table(tree.set_row(self.rows, j, vector))
-        rows = jax.tree.map(lambda a, v: a.at[self.client, j].set(v.astype(a.dtype)), self.rows, vector)
-        return Table(rows, self.client)
+        """The table with row ``j`` replaced; of an index out of range the nearest one."""
+        if self._client is None:
+            return Table(tree.set_row(self._rows, j, vector))
+        write = lambda a, v: lax.dynamic_update_slice(a, v.astype(a.dtype)[None, None], self._start(a, j))  # noqa: E731
+        return Table(jax.tree.map(write, self._rows, vector), self._client, self._number)
+
+    def _start(self, a: Array, j: Any) -> list[Any]:
+        return [jnp.asarray(i, jnp.int32) for i in (self._client, j)] + [jnp.int32(0)] * (a.ndim - 2)
 
     def __repr__(self) -> str:
-        return f"Table({self.rows!r})" if self.client is None else f"Table({self.rows!r}, client={self.client!r})"
+        return f"Table({self._rows!r})" if self._client is None else f"<Table {self._number} of client {self._client}>"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple, None]:
+    def tree_flatten_with_keys(self) -> tuple[tuple, int | None]:
         """For JAX."""
-        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in ("rows", "client")), None
+        key = jax.tree_util.GetAttrKey
+        return ((key("rows"), self._rows), (key("client"), self._client)), self._number
 
     @classmethod
-    def tree_unflatten(cls, aux: None, children: tuple) -> Table:
+    def tree_unflatten(cls, number: int | None, children: tuple) -> Table:
         """For JAX."""
-        return cls(*children)
+        rows, client = children
+        return cls(rows, client, number)
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
+    """Whether ``value`` is a table; where a pytree is to be cut off above its arrays."""
     return isinstance(value, Table)
 
 
 def state_in(store: Tree, slot: Array) -> Tree:
-    """The client state in row ``slot`` of a store of states, its tables left where they are."""
-    take = lambda a: Table(a.rows, slot) if _is_table(a) else a[slot]  # noqa: E731
-    return jax.tree.map(take, store, is_leaf=_is_table)
+    """The client state in row ``slot`` of a store of states, its tables left where they are.
+
+    Such a table holds those of all clients [clients, M, ...], this client's place among them, and its number among
+    the tables of the state.
+    """
+    parts, structure = jax.tree.flatten(store, is_leaf=is_table)
+    state = [Table(a._rows, slot, k) if is_table(a) else tree.row(a, slot) for k, a in enumerate(parts)]
+    return jax.tree.unflatten(structure, state)
 
 
 def set_state(store: Tree, slot: Array, state: Tree) -> Tree:
-    """The store with row ``slot`` replaced by a state that may have come from :func:`state_in`."""
+    """The store with row ``slot`` replaced by a state, made of what :func:`state_in` gave for that row."""
+    parts, structure = jax.tree.flatten(store, is_leaf=is_table)
+    news = structure.flatten_up_to(state)
 
-    def put(old: Any, new: Any) -> Any:
-        if _is_table(old) and new.client is not None:
-            return Table(new.rows)
-        return tree.set_row(old, slot, new)
+    def put(k: int, old: Any, new: Any) -> Any:
+        if not is_table(old):
+            return tree.set_row(old, slot, new)
+        if new._client is not None and new._number == k:
+            return Table(new._rows)
+        return Table(tree.set_row(old._rows, slot, new.rows))  # another table took this one's place
 
-    return jax.tree.map(put, store, state, is_leaf=_is_table)
+    return jax.tree.unflatten(
+        structure, [put(k, old, new) for k, (old, new) in enumerate(zip(parts, news, strict=True))]
+    )

@@ -141,3 +141,11 @@ def test_an_unfinished_session_makes_no_page(tmp_path):
     session.runs = [run for run in session.runs if run["place"] != "spilled"]
     with pytest.raises(SystemExit, match="no finished run of states spilled"):
         list(medians(session))
+
+
+def test_a_failed_run_is_left_out_of_the_page(tmp_path):
+    session = session_of(tmp_path)
+    session.runs[-1] = {"case": "states", "place": "spilled", "repeat": 3, "failed": "no space left"}
+    assert disagreements(session) == []
+    write_report(session, list(medians(session)), tmp_path)
+    assert "Medians of 2 runs" in (tmp_path / "storage.md").read_text()

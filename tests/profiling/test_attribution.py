@@ -57,6 +57,25 @@ ENTRY %e (a: f32[4,4]) -> f32[4,4] {
     busy = _timeline([(10, 0, "dot"), (50, 12, "other"), (70, 60, "reads")], text)
     assert dict(busy.charged) == {"dot": 20, "other": 40, "reads": 10}
     assert made.span == 90 and made.runs["dot"] == 1
+    without = _timeline([(10, 0, "other"), (70, 60, "reads")], text)
+    assert dict(without.charged) == {"other": 10, "reads": 60}, "a product that the trace does not show"
+
+
+def test_the_product_handed_over_last_is_the_one_waited_for():
+    text = ProgramText("""HloModule m
+
+ENTRY %e (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  %first = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %second = f32[4,4]{1,0} dot(%a, %first), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %early = f32[4,4]{1,0} add(%first, %first)
+  ROOT %both = f32[4,4]{1,0} add(%first, %second)
+}
+""")
+    events = [(5, 0, "first"), (60, 46, "early"), (65, 60, "second"), (120, 110, "both")]
+    assert dict(_timeline(events, text).charged) == {"first": 46, "early": 14, "second": 50, "both": 10}
+    again = [(end + 120, start + 120, name) for end, start, name in events]
+    assert _timeline(events + again, text).charged["second"] == 100
 
 
 def test_an_interrupted_execution_is_charged_with_the_median():

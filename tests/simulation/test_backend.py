@@ -57,6 +57,13 @@ def test_jax_reports_compilations_under_this_name():
     from fedrax.simulation.backend import _COMPILED
 
     seen: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: seen.append(event))
-    jax.jit(lambda x: jnp.sin(x) + 3)(1.0)
+
+    def listener(event: str, duration_secs: float, **_: str | int) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        jax.jit(lambda x: jnp.sin(x) + 3)(1.0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
     assert _COMPILED in seen

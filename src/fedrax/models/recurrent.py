@@ -43,11 +43,11 @@ def _forward(x: Array, input_weight: Array, hidden_weight: Array, bias: Array):
     inputs = x @ input_weight + bias
     zeros = jnp.zeros_like(inputs[0, :, : len(hidden_weight)])
     (h, _), saved = lax.scan(step, (zeros, zeros), inputs)
-    return h, (x, input_weight, hidden_weight, saved)
+    return h, (x, input_weight, hidden_weight, bias, saved)
 
 
 def _backward(residuals, h_grad: Array) -> tuple[Array, ...]:
-    x, input_weight, hidden_weight, saved = residuals
+    x, input_weight, hidden_weight, bias, saved = residuals
     # Transposed once: XLA:CPU would do it again at every step. Without the barrier it puts it back there.
     to_hidden = lax.optimization_barrier(hidden_weight.T)
 
@@ -64,7 +64,8 @@ def _backward(residuals, h_grad: Array) -> tuple[Array, ...]:
     read = jnp.concatenate([x, saved[0]], axis=-1).reshape(-1, len(input_weight) + len(hidden_weight))
     flat = gates.reshape(-1, gates.shape[-1])
     weights = lax.optimization_barrier(read.T) @ flat
-    return gates @ input_weight.T, weights[: len(input_weight)], weights[len(input_weight) :], flat.sum(0)
+    grads = gates @ input_weight.T, weights[: len(input_weight)], weights[len(input_weight) :], flat.sum(0)
+    return tuple(grad.astype(a.dtype) for grad, a in zip(grads, (x, input_weight, hidden_weight, bias), strict=True))
 
 
 _recurrence.defvjp(_forward, _backward)

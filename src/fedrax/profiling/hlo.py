@@ -181,16 +181,16 @@ class ProgramText:
         """Whether devices meet in it."""
         return name in self.operations and self.operations[name].opcode.startswith(_COLLECTIVES)
 
-    def product_read(self, name: str) -> str | None:
-        """The matrix product whose result the operation reads, if there is one."""
-        operation = self.operations.get(name)
+    def products_read(self, name: str) -> set[str]:
+        """The matrix products whose results the operation reads."""
+        operation, found = self.operations.get(name), set()
         for operand in operation.operands if operation is not None else ():
             source = self.operations.get(operand)
             while source is not None and source.opcode == "bitcast":
                 source = self.operations.get(source.operands[0])
             if source is not None and source.opcode == "dot":
-                return source.name
-        return None
+                found.add(source.name)
+        return found
 
     def _whole(self, operation: Operation) -> Cost:
         if operation.name not in self._costs:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,24 +26,37 @@ class Limits(NamedTuple):
 
 
 def measure(mesh: Mesh, dtype: str = "float32", budget: float = 0.5) -> Limits:
-    """The limits of the mesh's devices; ``budget`` seconds for each, and the time to compile.
+    """The limits of the mesh's devices; ``budget`` seconds for each, and the time to compile."""
+    return Limits(product_gflops(mesh, dtype, budget), streamed_gigabytes(mesh, dtype, budget))
+
+
+def product_gflops(mesh: Mesh, dtype: str = "float32", budget: float = 0.5) -> float:
+    """``Limits.gflops`` alone."""
+    n = 1024 if _on_cpu(mesh) else 8192
+    square = _full(0.5, (mesh.devices.size * n, n), dtype, mesh)
+    product = _on_each(lambda a: a @ a, mesh)
+    fastest = best_seconds(lambda: product(square).block_until_ready(), budget)
+    return 2 * n**3 * mesh.devices.size / fastest / 1e9
+
+
+def streamed_gigabytes(mesh: Mesh, dtype: str = "float32", budget: float = 0.5) -> float:
+    """``Limits.gigabytes`` alone.
 
     Arrays are changed in place: into new ones, the operating system's work for fresh pages is measured instead.
     """
-    devices, cpu = mesh.devices.size, mesh.devices.flat[0].platform == "cpu"
-    n = 1024 if cpu else 8192
-    square = _full(0.5, (devices * n, n), dtype, mesh)
-    product = _on_each(lambda a: a @ a, mesh)
-    fastest = best_seconds(lambda: product(square).block_until_ready(), budget)
-    size = max(2**29 // devices, 2**25) if cpu else 2**30  # bytes on each device
-    held = [_full(1.0, (devices * size // 4096, 4096 // square.itemsize), dtype, mesh)]
+    devices = mesh.devices.size
+    size = max(2**29 // devices, 2**25) if _on_cpu(mesh) else 2**30  # bytes on each device
+    held = [_full(1.0, (devices * size // 4096, 4096 // np.dtype(dtype).itemsize), dtype, mesh)]
     stream = _on_each(lambda x: -x, mesh, donate=True)
 
     def pass_over() -> None:
         held[0] = stream(held[0]).block_until_ready()
 
-    streaming = best_seconds(pass_over, budget)
-    return Limits(2 * n**3 * devices / fastest / 1e9, 2 * devices * size / streaming / 1e9)
+    return 2 * devices * size / best_seconds(pass_over, budget) / 1e9
+
+
+def _on_cpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def best_seconds(run: Callable[[], object], budget: float) -> float:

@@ -3,9 +3,10 @@
 A device's time is parted among its operations without gaps: an operation is charged with the time from the end of
 the one before it to its own end, so with the work of starting it too. Loops and calls, whose events contain those
 of their bodies, are charged with what is left after their last operation. XLA:CPU computes some matrix products
-beside the device's own thread, and their events end when they are handed over: where an operation that reads such a
-product starts late, the product is charged with the delay. An execution far longer than its operation's median was
-interrupted by another program and is charged with the median.
+beside the device's own thread, and their events end when they are handed over: the time before the first operation
+that reads such a product is charged to the product, with the work of starting that operation in it. Waits through
+loops and tuples are not seen. An execution far longer than its operation's median was interrupted by another program
+and is charged with the median.
 """
 
 from __future__ import annotations
@@ -84,12 +85,17 @@ def _timeline(events: list[tuple[int, int, str]], program: ProgramText) -> Timel
     first = last = min(start for _, start, _ in events)
     each: dict[str, list[int]] = defaultdict(list)
     delays: dict[str, list[int]] = defaultdict(list)  # by product
-    products = {name: program.product_read(name) for name in {name for _, _, name in events}}
+    read = {name: program.products_read(name) for name in {name for _, _, name in events}}
+    products = set().union(*read.values())
+    unread: list[str] = []  # products that have been handed over, the last one last
     for end, start, name in events:
-        product = products[name]
-        if product is not None and start > last:
-            delays[product].append(start - last)
+        awaited = [product for product in unread if product in read[name]]
+        if awaited and start > last:
+            delays[awaited[-1]].append(start - last)
             last = start
+        unread = [product for product in unread if product not in awaited]
+        if name in products:
+            unread = [product for product in unread if product != name] + [name]
         each[name].append(end - last)
         if program.is_collective(name):
             made.meetings[name].append(end - start)

@@ -24,6 +24,8 @@ def cache_directory() -> Path:
 def use_all_cores() -> None:
     """Make each CPU core a JAX device of one thread, and keep compiled programs in the cache directory.
 
+    The process also returns to the system the memory that compilations have freed.
+
     ``simulate`` calls this; it has an effect only before JAX first touches a device, so a program that uses JAX
     before its first simulation calls it at its start. Settings of the user's own (``XLA_FLAGS``,
     ``jax_num_cpu_devices``, ``jax_compilation_cache_dir``) are left alone.
@@ -53,11 +55,12 @@ def give_back_memory_of_compilations() -> None:
     """From now on return to the system what a long compilation has freed, before its program runs.
 
     glibc keeps freed memory for later, and the next large arrays rarely fit into what LLVM leaves: a process would
-    peak at the sum of both, an eighth more for a small convolutional network. Other C libraries are left alone.
+    peak at the sum of both. Loading a program from the cache counts as a compilation. Other C libraries are left alone.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is None:
         return
+    trim.argtypes = [ctypes.c_size_t]
 
     def compiled(event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED and duration_secs >= _LONG:

@@ -26,7 +26,7 @@ from fedrax.client_data import ClientData, Layout
 from fedrax.products import Format
 from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
 from fedrax.simulation.cohorts import Block
-from fedrax.table import set_state, state_in
+from fedrax.table import is_table, set_state, state_in
 from fedrax.tree import Tree
 
 AXIS = "clients"
@@ -153,7 +153,11 @@ def run_client(
     program: Program, p: int, algorithm: Algorithm, message: Tree, state: Tree, samples: Tree, places: Places, k: Array
 ) -> ClientOutput:
     """Phase ``p`` of the client in place k. Inlined; jit remembers the trace, which its callers ask for repeatedly."""
-    return algorithm.phases[p].client(message, state, client_data(program, samples, places, k))
+    out = algorithm.phases[p].client(message, state, client_data(program, samples, places, k))
+    sent = jax.tree.leaves((out.upload, out.each), is_leaf=is_table)
+    if any(is_table(part) for part in sent):
+        raise TypeError(f"{type(algorithm).__name__} uploads a Table: send its rows")
+    return out
 
 
 class PhaseRunner:
@@ -354,9 +358,10 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
     """XLA's options for a block of rounds.
 
     On CPU it copies loop state that is read and then written, a whole client store for each client, unless told
-    to look closer. And it splits a batch's gather over threads by the size of the whole data set, which costs a
-    local step more than the gather; where each core is a device, no operation is to be split. And its
-    vectors have 256 bits even where the processor's have 512: a round of an LSTM takes 5 % less with these.
+    to look closer. It splits a batch's gather over threads by the size of the whole data set, which costs a local
+    step more than the gather; where each core is a device, no operation is to be split. And it prefers vectors of
+    256 bits where the processor has 512, with which the cells of recurrent models are faster; other processors
+    ignore the preference.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return {}
