@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax import proximal, server_optimizers
 from fedrax.algorithms.gradma import GradMA, GradMAS
 from fedrax.errors import FedraxError
 from fedrax.hyperparameters import check
@@ -144,3 +145,27 @@ def test_methods_say_what_they_are_not_defined_for(algorithm: Any, settings: dic
     problem, defaults = make_problem(), bad(rounds=2, cohort_size=3)
     with pytest.raises(FedraxError, match=sentence):
         fedrax.simulate(algorithm, problem.task, problem.federation, **(defaults | settings))
+
+
+def test_unlike_classes_have_unlike_structures():
+    """Else JAX may run one's compiled program for the other: whether it notices is up to its hash table."""
+    local = fedrax.LocalSGD(steps=1, batch_size="full")
+    pairs = [
+        (fedrax.FedSGD(local=local), fedrax.FedAvg(local=local)),
+        (server_optimizers.Adam(), server_optimizers.Yogi()),
+        (proximal.L1(0.1), proximal.NuclearNorm(0.1)),
+    ]
+    for one, other in pairs:
+        assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(other))
+        assert jax.tree.structure(one) != jax.tree.structure(other)
+    assert jax.tree.structure(local) == jax.tree.structure(dataclasses.replace(local, lr=0.7))
+    assert jax.tree.structure(local) != jax.tree.structure(dataclasses.replace(local, steps=2))
+
+
+def test_objects_survive_their_flattening():
+    algorithm = fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.5, prox=L1(0.1)), Adam(0.1), mu=0.1)
+    leaves, structure = jax.tree.flatten(algorithm)
+    assert jax.tree.unflatten(structure, leaves) == algorithm
+    assert jax.tree.map(lambda x: x, algorithm) == algorithm
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(algorithm)]
+    assert ".local.prox.weight" in names and ".mu" in names

@@ -1,5 +1,7 @@
 """Tables of vectors in client states: as values, and in their place among all clients'."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ import pytest
 
 import fedrax
 from fedrax import tree
+from fedrax.hyperparameters import hyperparameters
 from fedrax.models import MLP
 from fedrax.simulation.engine import Engine
 from fedrax.table import Table, set_state, state_in
-from tests.simulation.problems import CLASSES, FEATURES, make_federation, run
+from tests.simulation.problems import CLASSES, FEATURES, assert_close, make_federation, run
 
 CLIENTS, M = 4, 3
 
@@ -41,7 +44,6 @@ def test_a_table_in_its_store_is_what_it_is_as_a_value():
     for client in range(CLIENTS):
         whole = store()
         alone = use(jax.tree.map(lambda a: a[client], whole))  # noqa: B023
-        assert alone[1].client is None
         expected = jax.tree.map(lambda all, new: all.at[client].set(new), whole, alone)  # noqa: B023
 
         @jax.jit
@@ -60,6 +62,53 @@ def test_a_table_that_a_client_made_anew_replaces_the_old_one():
     found = set_state(whole, jnp.int32(2), (whole[0][2], new))[1]
     assert np.all(found.rows["w"][2] == 1) and np.all(found.rows["b"][2] == 1)
     assert np.array_equal(found.rows["w"][1], whole[1].rows["w"][1])
+
+
+class State(NamedTuple):
+    """What a client of the method below remembers."""
+
+    current: Table
+    previous: Table
+
+
+@hyperparameters
+class Shifting(fedrax.FedAvg):
+    """FedAvg whose clients move one table into another and use all of it."""
+
+    def init_client(self, params: Any) -> State:
+        rows = jax.tree.map(lambda a: jnp.zeros((M, *a.shape), a.dtype), params)
+        return State(Table(rows), Table(rows))
+
+    def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
+        out = super().client(message, state, data)
+        new = state.current.put(data.round % M, out.upload).put(M + 7, message).put(-M, state.previous[-1])
+        upload = jax.tree.map(lambda u, a: u + 0.1 * a.sum(0), out.upload, new.rows)
+        return out._replace(upload=upload, state=State(new, state.current))
+
+
+OTHERS = ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"states": "spilled"})
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_tables_are_values_in_every_plan(options):
+    """A table that moves into another's place is copied, and only this client's; rows out of range are the nearest."""
+    algorithm = Shifting(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=2))
+    one = run(algorithm, plan="scan", rounds=6)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(one.client_state(next(iter(one.homes))).previous))
+    assert_close(one, run(algorithm, rounds=6, **({"plan": "scan"} | options)), 2e-5)
+
+
+@hyperparameters
+class Telling(Shifting):
+    """Uploads a table."""
+
+    def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
+        return super().client(message, state, data)._replace(each=state.current)
+
+
+def test_a_table_cannot_be_uploaded():
+    with pytest.raises(TypeError, match="Telling uploads a Table: send its rows"):
+        run(Telling())
 
 
 def test_a_row_is_read_and_written():
