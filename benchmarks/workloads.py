@@ -91,7 +91,7 @@ WORKLOADS = {
             epochs=1,
             batch=32,
             learning_rate=0.05,
-            rounds=20,
+            rounds=10,
             macs=(25 * 50 * 512, 25 * 128 * 512, 128 * 2),
         ),
     )
