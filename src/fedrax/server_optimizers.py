@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from fedrax import tree
@@ -117,7 +116,8 @@ class Yogi(Adam):
 class Optax:
     """Any optax optimizer on the pseudo-gradient -Delta: ``Optax(optax.adamw(1e-2))``. Library use only."""
 
-    transform: optax.GradientTransformation
+    transform: Any
+    """An ``optax.GradientTransformation``."""
 
     def init(self, params: Tree) -> Tree:
         """The optimizer's state."""
@@ -125,6 +125,8 @@ class Optax:
 
     def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
         """(parameters, state) after one server step."""
+        import optax  # here, so that only those who use it wait for it
+
         updates, state = self.transform.update(tree.scale(-1, delta), state, params)
         return optax.apply_updates(params, updates), state
 

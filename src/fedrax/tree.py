@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ def dot(a: Tree, b: Tree) -> jax.Array:
     return sum((_dot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.zeros(()))
 
 
-def _dot(x: jax.Array, y: jax.Array | float) -> jax.Array:
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     # All axes but the last first, and on their own: XLA:CPU sums rows into a row straight from where they are
     # computed, but copies what it sums to a single number.
     products = x * y
@@ -117,8 +118,13 @@ def num_bytes(a: Tree) -> int:
 def all_finite(a: Tree) -> jax.Array:
     """Whether every entry of every floating leaf is finite."""
     floating = [x for x in jax.tree.leaves(a) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    # Zero times anything finite is zero; one sum reads an array once, where flags would be written and read again.
-    return jnp.all(jnp.stack([_dot(x, 0.0) == 0 for x in floating])) if floating else jnp.bool_(True)
+    return jnp.all(jnp.stack([_all_finite(x) for x in floating])) if floating else jnp.bool_(True)
+
+
+def _all_finite(x: jax.Array) -> jax.Array:
+    """Zero times anything finite is zero: a product with zeros reads ``x`` once, where flags would be written too."""
+    rows = x.reshape(math.prod(x.shape[:-1]), -1) if x.size else jnp.zeros((1, 1), x.dtype)
+    return jnp.all(rows @ jax.lax.optimization_barrier(jnp.zeros(rows.shape[1], x.dtype)) == 0)
 
 
 def leaf_names(a: Tree) -> list[str]:

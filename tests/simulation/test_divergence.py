@@ -37,7 +37,7 @@ class Overflowing(fedrax.FedAvg):
         return server._replace(params={"w": server.params["w"] / jnp.where(cohort.round == 2, 0.0, 1.0)}), info
 
 
-@pytest.mark.parametrize("method", ["FedAvg", "Scaffold", "MimeSVRG"])
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold", "MimeSVRG", "GradMA"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_sick_client_is_named(plan: str, method: str, tmp_path: Path):
     algorithm = getattr(fedrax, method)(local=LOCAL)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ data = load("digits")
 federation = Federation.from_dataset(data, Shards(clients=20), seed=0)
 task = fedrax.classification(Logistic().build(data.train.x.shape[1:], 10))
 results = []
-for algorithm in (fedrax.FedAvg(), fedrax.Scaffold(), fedrax.MIFA(memory="server"), fedrax.Episode(gamma=0.05)):
+methods = fedrax.FedAvg(), fedrax.Scaffold(), fedrax.MIFA(memory="server"), fedrax.Episode(gamma=0.05), fedrax.GradMA()
+for algorithm in methods:
     result = fedrax.simulate(algorithm, task, federation, rounds=6, cohort_size=7, eval_every=3)
     last = {k: v for k, v in result.events[-1].items() if not k.startswith("seconds")}
     results.append([result.plan, np.asarray(result.params["output"]["weight"]).tolist(), last])
@@ -36,15 +38,16 @@ print(json.dumps(results))
 """
 
 
-def start(process: int, processes: int, devices: int, port: int) -> subprocess.Popen:
+def start(process: int, processes: int, devices: int, port: int, path: Path) -> subprocess.Popen:
+    """A child that prints to a file: one that waits for a pipe to be read would keep the other from ending."""
     command = [sys.executable, "-c", CHILD, *map(str, (process, processes, devices, port))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    with path.open("w") as file:
+        return subprocess.Popen(command, stdout=file, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
-def output(child: subprocess.Popen) -> list:
-    text, _ = child.communicate(timeout=240)
-    assert child.returncode == 0
-    return json.loads(text.splitlines()[-1])
+def output(child: subprocess.Popen, path: Path) -> list:
+    assert child.wait(timeout=240) == 0
+    return json.loads(path.read_text().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,11 @@ def port() -> int:
         return probe.getsockname()[1]
 
 
-def test_two_processes_of_two_devices_equal_one_of_four(port: int) -> None:
-    children = [start(process, 2, 2, port) for process in range(2)]
-    first, second = map(output, children)
-    alone = output(start(0, 1, 4, port))
+def test_two_processes_of_two_devices_equal_one_of_four(port: int, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("first", "second", "alone")]
+    children = [start(process, 2, 2, port, files[process]) for process in range(2)]
+    first, second = map(output, children, files[:2])
+    alone = output(start(0, 1, 4, port, files[2]), files[2])
     for mine, other, reference in zip(first, second, alone, strict=True):
         assert "4 CPU cores" in mine[0]
         assert mine == other

@@ -21,6 +21,7 @@ from fedrax.cone import multipliers, project
 from fedrax.hyperparameters import Decay, Positive, Whole, hyperparameters
 from fedrax.local import LocalResult, LocalSGD, Step
 from fedrax.tree import Tree
+from fedrax.vectors import Vectors
 
 Scope = Literal["vector", "leaf"]
 
@@ -36,8 +37,8 @@ class Server(NamedTuple):
 class Memory(NamedTuple):
     """D in slots: D[i] = scale_i v_i, so that forgetting touches the scales alone and never underflows v."""
 
-    vectors: Tree
-    """v, leaves [m, ...]."""
+    vectors: Vectors
+    """v."""
     scale: Array
     """[m]."""
     gram: Array
@@ -62,11 +63,14 @@ def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: Cli
         def gradient(at: Tree) -> Tree:
             return local.decayed(step.gradient(at)[1], at)
 
-        at_x = jax.lax.cond(step.index > 0, lambda: gradient(x), lambda: p)
-        known = step.index == 1 if remembers else step.index <= 1
-        at_previous = jax.lax.cond(known, lambda: at_x, lambda: gradient(before))
-        columns = lambda previous, start, here, x: (previous, start, here - x)  # noqa: E731
-        return project(p, (at_previous, at_x, x_i, x), columns, algorithm.scope == "leaf"), x_i
+        def corrected() -> Tree:
+            at_x = jax.lax.cond(step.index > 0, lambda: gradient(x), lambda: p) if remembers else gradient(x)
+            at_previous = jax.lax.cond(step.index == 1, lambda: at_x, lambda: gradient(before))
+            columns = lambda previous, start, here, x: (previous, start, here - x)  # noqa: E731
+            return project(p, (at_previous, at_x, x_i, x), columns, algorithm.scope == "leaf")
+
+        # At x itself, with no other point before, the columns are p, p and zero.
+        return corrected() if remembers else jax.lax.cond(step.index > 0, corrected, lambda: p), x_i
 
     result = local.run(data, x, direction, state if remembers else x)
     steps = local.num_steps(data)
@@ -132,11 +136,11 @@ class GradMAS(Algorithm):
         zeros = tree.zeros_like(params)
         if m == 0:
             return Server(params, zeros, ())
-        vectors = jax.tree.map(lambda a: jnp.zeros((m, *a.shape), a.dtype), params)
         leaves = jax.tree.leaves(params)
         none = jnp.zeros(m, jnp.int32)
         gram = jnp.zeros((len(leaves) if self.scope == "leaf" else 1, m, m), leaves[0].dtype)
         scale = jnp.zeros(m, leaves[0].dtype)
+        vectors = Vectors.zeros(m, params)
         return Server(params, zeros, Memory(vectors, scale, gram, none + num_clients, none, none))
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
@@ -147,7 +151,7 @@ class GradMAS(Algorithm):
     def output(self, update: Tree, info: Info, state: Tree = ()) -> ClientOutput:
         """d_i for itself where the server remembers it, for the mean where not."""
         if self.memory:
-            return ClientOutput(upload=(), each=update, info=info, state=state)
+            return ClientOutput(upload=(), each=Vectors.of(update), info=info, state=state)
         return ClientOutput(upload=update, info=info, state=state)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
@@ -155,16 +159,13 @@ class GradMAS(Algorithm):
         if not self.memory:
             momentum = tree.add_scaled(cohort.mean, self.beta1, server.momentum)
             return self._step(server, momentum, ()), {}
-        d = jax.tree.map(lambda u: jnp.tensordot(cohort.weights.astype(u.dtype), u, 1), cohort.each)
-        m = tree.add_scaled(d, self.beta1, server.momentum)
+        m = tree.add_scaled(cohort.each.combine(cohort.weights), self.beta1, server.momentum)
         slots, is_new = take_slots(server.memory, cohort.clients, cohort.num_clients)
         memory, inner = self._remember(server.memory, cohort, slots, is_new, m)
         # Without any memory of the past the absent constrain nothing.
         live = (memory.owner < cohort.num_clients) & ((memory.scale > 0) | (self.beta2 > 0))
         z = jax.vmap(multipliers)(jnp.where(live[:, None] & live, memory.gram, 0), jnp.where(live, inner, 0))
-        leaves, structure = jax.tree.flatten(m)
-        factors = jax.tree.unflatten(structure, list(jnp.broadcast_to(z, (len(leaves), *z.shape[1:]))))
-        momentum = jax.tree.map(lambda p, z, v: p + jnp.tensordot(z, v, 1), m, factors, memory.vectors)
+        momentum = tree.add(m, memory.vectors.combine(z))
         conditions = jnp.mean(jnp.sum(z > 0, axis=1, dtype=jnp.float32))
         return self._step(server, momentum, memory), {"conditions": conditions}
 
@@ -176,8 +177,8 @@ class GradMAS(Algorithm):
         put = lambda table, values: table.at[slots].set(values, mode="drop")  # noqa: E731
         get = lambda table: table.at[slots].get(mode="clip")  # noqa: E731
         scale = self.beta2 * memory.scale
-        vectors = _add_rows(memory.vectors, slots, jnp.where(is_new, 0, get(scale)), cohort.each)
-        products = _products(vectors, slots, m)
+        vectors = memory.vectors.accumulate(slots, jnp.where(is_new, 0, get(scale)), cohort.each)
+        products = vectors.products(slots, m)
         if self.scope == "vector":
             products = products.sum(0, keepdims=True)
         rows = products[:, :-1]
@@ -197,36 +198,9 @@ class GradMAS(Algorithm):
         """D[i] of every client in the memory, for people."""
         if not self.memory:
             return {}
-        memory = jax.tree.map(np.asarray, server.memory)
-        row = lambda k: jax.tree.map(lambda v: memory.scale[k] * v[k], memory.vectors)  # noqa: E731
-        return {int(memory.owner[k]): row(k) for k in np.flatnonzero(memory.count)}
-
-
-def _add_rows(vectors: Tree, slots: Array, kept: Array, updates: Tree) -> Tree:
-    """``vectors`` with row slots[k] replaced by kept[k] times itself plus row k of ``updates``.
-
-    Row by row: XLA:CPU does it in place, where a scatter of all rows takes several times as long.
-    """
-    room = len(jax.tree.leaves(vectors)[0])
-
-    def add(k: Array, vectors: Tree) -> Tree:
-        slot = jnp.minimum(slots[k], room - 1)
-        old = tree.row(vectors, slot)
-        new = jax.tree.map(lambda v, d: (kept[k] * v + d).astype(v.dtype), old, tree.row(updates, k))
-        return tree.set_row(vectors, slot, tree.where(slots[k] < room, new, old))
-
-    return jax.lax.fori_loop(0, len(slots), add, vectors)
-
-
-def _products(vectors: Tree, slots: Array, m: Tree) -> Array:
-    """[leaves, cohort + 1, m]: inner products of the vectors in ``slots`` and, last, of ``m`` with all vectors."""
-
-    def of(v: Array, p: Array) -> Array:
-        rows = jnp.concatenate([v.at[slots].get(mode="clip"), p[None]])
-        return jnp.matmul(rows, v.T, precision=jax.lax.Precision.HIGHEST)
-
-    flat = lambda v, p: tree.sum_over_blocks(of, v.reshape(len(v), -1), p.reshape(-1))  # noqa: E731
-    return jnp.stack([flat(v, p) for v, p in zip(jax.tree.leaves(vectors), jax.tree.leaves(m), strict=True)])
+        memory, owners = server.memory, np.asarray(server.memory.owner).tolist()
+        taken = np.flatnonzero(np.asarray(memory.count)).tolist()
+        return {owners[k]: tree.scale(memory.scale[k], memory.vectors[k]) for k in taken}
 
 
 def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array, Array]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from fedrax import tree
@@ -14,17 +13,18 @@ from fedrax.hyperparameters import hyperparameters
 from fedrax.local import LocalSGD
 from fedrax.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
+from fedrax.vectors import Vectors
 
 
 class Server(NamedTuple):
     """Global parameters, the memory's mean over all N clients, the memory itself and the optimizer's state.
 
-    memory: leaves [N, ...] where the server keeps it, an empty tuple where the clients do.
+    memory: N vectors where the server keeps it, an empty tuple where the clients do.
     """
 
     params: Tree
     mean: Tree
-    memory: Tree
+    memory: Any
     optimizer: Tree
 
 
@@ -45,9 +45,7 @@ class MIFA(Algorithm):
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; the memory is zero."""
         zeros = tree.zeros_like(params)
-        memory: Tree = ()
-        if self.memory == "server":
-            memory = jax.tree.map(lambda x: jnp.zeros((num_clients, *x.shape), x.dtype), params)
+        memory = Vectors.zeros(num_clients, params) if self.memory == "server" else ()
         return Server(params, zeros, memory, self.server_optimizer.init(params))
 
     def init_client(self, params: Tree) -> Tree:
@@ -59,7 +57,7 @@ class MIFA(Algorithm):
         result = self.local.run(data, message)
         delta = tree.sub(result.params, message)
         if self.memory == "server":
-            return ClientOutput(upload=(), each=delta, info=result.info)
+            return ClientOutput(upload=(), each=Vectors.of(delta), info=result.info)
         return ClientOutput(upload=tree.sub(delta, state), state=delta, info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
@@ -69,7 +67,7 @@ class MIFA(Algorithm):
             mean = tree.add_scaled(server.mean, share, cohort.mean)
             memory = server.memory
         else:
-            memory = jax.tree.map(lambda m, new: m.at[cohort.clients].set(new, mode="drop"), server.memory, cohort.each)
-            mean = jax.tree.map(lambda m: m.mean(0), memory)
+            memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
+            mean = memory.combine(jnp.full(cohort.num_clients, 1 / cohort.num_clients))
         params, optimizer = self.server_optimizer.step(server.params, server.optimizer, mean, cohort.round)
         return Server(params, mean, memory, optimizer), {}

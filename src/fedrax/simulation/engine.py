@@ -28,6 +28,7 @@ from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
 from fedrax.simulation.cohorts import Block
 from fedrax.table import is_table, set_state, state_in
 from fedrax.tree import Tree
+from fedrax.vectors import cut, exchanged, holds_vectors, map_vectors, on_axis, padded
 
 AXIS = "clients"
 BY_DEVICE = ("count", "client", "slot", "offset", "size", "weight", "work", "blocks")
@@ -276,8 +277,10 @@ def run_round(
 ) -> tuple[Carry, dict[str, Array]]:
     """One round on one device of the mesh; collectives over ``axis`` join the devices."""
     places = places_of(xs, key)
-    join = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
-    gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
+    join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
+    least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
+    everyones: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
+    share: Callable = partial(exchanged, axis=axis) if axis else lambda x: x
     record: dict[str, Array] = {}
     bad = jnp.int32(program.num_clients)
     server, store, states = carry.server, carry.store, ()
@@ -286,8 +289,8 @@ def run_round(
         with phase_scope(p):
             sums, each, states, store = runner.run(states, store)
         with scope(AGGREGATE):
-            sums = Sums(join(sums.upload), join(sums.info), jax.lax.pmin(sums.bad, axis) if axis else sums.bad)
-            each, clients, weights = gather((each, xs.client, xs.weight))
+            sums = Sums(join(sums.upload), join(sums.info), least(sums.bad))
+            each, clients, weights = map_vectors(share, (each, xs.client, xs.weight), everyones)
         cohort = Cohort(
             mean=sums.upload,
             each=each,
@@ -298,10 +301,12 @@ def run_round(
             round=jnp.asarray(xs.round),
         )
         with scope(SERVER):
-            server, info = phase.server(server, cohort)
+            server, info = phase.server(on_axis(server, axis), cohort)
+            server = on_axis(server, None)
         bad = jnp.minimum(bad, sums.bad)
         record = merge_info(record, sums.info, info)
-    sound = tree.all_finite(server) & (bad == program.num_clients)
+    finite = tree.all_finite(server)
+    sound = (least(finite) if holds_vectors(server) else finite) & (bad == program.num_clients)
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     server = jax.lax.cond(sound, lambda: server, lambda: carry.server)
     return Carry(server, store), record | {"sound": sound, "bad": bad}
@@ -343,15 +348,25 @@ def run_block(
 @lru_cache(maxsize=16)
 def compiled_block(program: Program, mesh: Mesh) -> Callable:
     """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats."""
-    specs = Block(P(), P(), *(P(None, AXIS) for _ in BY_DEVICE))  # type: ignore[arg-type]
-    sharded = jax.shard_map(
-        partial(run_block, program, AXIS),
-        mesh=mesh,
-        in_specs=(P(), Carry(P(), P(AXIS)), P(AXIS) if program.own_samples else P(), P(), specs, P()),
-        out_specs=(Carry(P(), P(AXIS)), P()),
-        check_vma=False,
-    )
-    return jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+    blocks = Block(P(), P(), *(P(None, AXIS) for _ in BY_DEVICE))  # type: ignore[arg-type]
+
+    def block(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array]]:
+        carries = Carry(server_specs(carry.server), P(AXIS))
+        sharded = jax.shard_map(
+            partial(run_block, program, AXIS),
+            mesh=mesh,
+            in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), blocks, P()),
+            out_specs=(carries, P()),
+            check_vma=False,
+        )
+        return sharded(algorithm, carry, *inputs)
+
+    return jax.jit(block, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+
+
+def server_specs(server: Any) -> Any:
+    """How a server's state lies on a mesh: every device has all of it, but only its entries of Vectors."""
+    return map_vectors(lambda _: P(None, AXIS), server, lambda _: P())
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
@@ -395,11 +410,19 @@ class Engine:
 
     def put(self, server: Any, store: Tree) -> Carry:
         """Server and store on the mesh; the arrays are given away to the next block."""
+        server = padded(server, self.devices)
+        places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server))
         # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
         return Carry(
-            jax.device_put(_copied(server), NamedSharding(self.mesh, P()), may_alias=False),
+            jax.device_put(_copied(server), places, may_alias=False),
             jax.device_put(store, self.store_sharding, may_alias=False),
         )
+
+    def server(self, carry: Carry) -> Any:
+        """The server's state, all of it on every device."""
+        if not holds_vectors(carry.server):
+            return carry.server
+        return jax.jit(cut, out_shardings=NamedSharding(self.mesh, P()))(carry.server)
 
     def new_store(self, client: Tree, capacity: int) -> Tree:
         """A store of ``capacity`` rows a device, each the state ``client`` of a client that has not taken part."""

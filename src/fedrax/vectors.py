@@ -1,0 +1,164 @@
+"""Many vectors of the parameters' kind on the server, their entries spread over the simulator's devices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax.tree import Tree, sum_over_blocks
+
+
+class Form(NamedTuple):
+    """What the vectors are vectors of: a pytree's structure and the shapes of its leaves."""
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Vectors:
+    """K vectors v_k of the parameters' kind, for servers that remember clients.
+
+    A client hands in one, as ``ClientOutput(each=Vectors.of(update))``; the server finds the cohort's in
+    ``cohort.each`` and may keep others in its state. In the compiled plans every device holds a part of each vector
+    and does its share of the work. An algorithm uses what is public here and nothing else.
+    """
+
+    def __init__(self, parts: Sequence[Array], form: Form, _axis: str | None = None):
+        """parts: each leaf's entries [K, n], or this device's share of them. The rest is the simulator's."""
+        self._parts, self._form, self._axis = tuple(parts), form, _axis
+
+    @classmethod
+    def of(cls, vector: Tree) -> Vectors:
+        """A single vector, without the axis of K."""
+        leaves, structure = jax.tree.flatten(vector)
+        return cls([x.reshape(-1) for x in leaves], Form(structure, tuple(x.shape for x in leaves)))
+
+    @classmethod
+    def zeros(cls, count: int, like: Tree) -> Vectors:
+        """``count`` vectors of zeros."""
+        one = cls.of(like)
+        return cls([jnp.zeros((count, *part.shape), part.dtype) for part in one._parts], one._form)
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self._parts[0])
+
+    def combine(self, factors: Array) -> Tree:
+        """sum_k factors_k v_k. factors: [K], or [leaves, K] where every leaf has its own."""
+        each = jnp.broadcast_to(factors, (len(self._parts), len(self)))
+        return self._whole([jnp.tensordot(f.astype(v.dtype), v, 1) for f, v in zip(each, self._parts, strict=True)])
+
+    def products(self, rows: Array, vector: Tree) -> Array:
+        """[leaves, R + 1, K]: inner products of the v_k with numbers ``rows`` [R] and, last, ``vector`` with all v_k.
+
+        A number out of range stands for the nearest.
+        """
+
+        def of(v: Array, p: Array) -> Array:
+            chosen = jnp.concatenate([v.at[rows].get(mode="clip"), p[None]])
+            return jnp.matmul(chosen, v.T, precision=lax.Precision.HIGHEST)
+
+        pairs = zip(self._parts, self._share(vector), strict=True)
+        products = jnp.stack([sum_over_blocks(of, v, p) for v, p in pairs])
+        return products if self._axis is None else lax.psum(products, self._axis)
+
+    def accumulate(self, rows: Array, kept: Array, updates: Vectors) -> Vectors:
+        """v_k becomes kept[j] v_k plus vector j of ``updates`` where k = rows[j]; a number out of range is passed over.
+
+        Row by row: XLA:CPU does it in place, where a scatter of all rows takes several times as long.
+        """
+        last = len(self) - 1
+
+        def add(j: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+            k, real = jnp.minimum(rows[j], last), rows[j] <= last
+
+            def one(v: Array, update: Array) -> Array:
+                old = lax.dynamic_index_in_dim(v, k, keepdims=False)
+                new = kept[j] * old + lax.dynamic_index_in_dim(update, j, keepdims=False)
+                return lax.dynamic_update_index_in_dim(v, jnp.where(real, new.astype(v.dtype), old), k, 0)
+
+            return tuple(one(*pair) for pair in zip(parts, updates._parts, strict=True))
+
+        return Vectors(lax.fori_loop(0, len(rows), add, self._parts), self._form, self._axis)
+
+    def __getitem__(self, k: int) -> Tree:
+        """v_k; for people, outside of compiled code."""
+        return self._whole([part[k] for part in self._parts])
+
+    def _whole(self, pieces: Sequence[Array]) -> Tree:
+        """The vector of which this device has ``pieces``, one of each leaf."""
+        if self._axis is not None:
+            everyones = lax.all_gather(jnp.concatenate(pieces), self._axis)  # one exchange, not one a leaf
+            bounds = itertools.pairwise(itertools.accumulate([len(p) for p in pieces], initial=0))
+            pieces = [everyones[:, a:b].reshape(-1).astype(p.dtype) for (a, b), p in zip(bounds, pieces, strict=True)]
+        leaves = [p[: math.prod(s)].reshape(s) for p, s in zip(pieces, self._form.shapes, strict=True)]
+        return jax.tree.unflatten(self._form.structure, leaves)
+
+    def _share(self, vector: Tree) -> list[Array]:
+        """This device's pieces of a whole vector."""
+        flat = [x.reshape(-1) for x in jax.tree.leaves(vector)]
+        if self._axis is None:
+            return flat
+        devices, mine = lax.axis_size(self._axis), lax.axis_index(self._axis)
+        pieces = [x.reshape(devices, -1) for x in _padded(flat, devices)]
+        return [lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in pieces]
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+        """For JAX."""
+        keys = (jax.tree_util.SequenceKey(k) for k in range(len(self._parts)))
+        return tuple(zip(keys, self._parts, strict=True)), (self._form, self._axis)
+
+    @classmethod
+    def tree_unflatten(cls, fixed: tuple, parts: Sequence[Array]) -> Vectors:
+        """For JAX."""
+        return cls(parts, *fixed)
+
+
+def is_vectors(value: Any) -> bool:
+    """Whether ``value`` is a :class:`Vectors`; where a pytree is to be cut off above its arrays."""
+    return isinstance(value, Vectors)
+
+
+def holds_vectors(values: Tree) -> bool:
+    """Whether a pytree has any."""
+    return any(map(is_vectors, jax.tree.leaves(values, is_leaf=is_vectors)))
+
+
+def map_vectors(function: Callable[[Vectors], Any], values: Tree, other: Callable[[Any], Any] = lambda x: x) -> Tree:
+    """``function`` of the :class:`Vectors` in a pytree, ``other`` of its other leaves."""
+    return jax.tree.map(lambda x: function(x) if is_vectors(x) else other(x), values, is_leaf=is_vectors)
+
+
+def on_axis(values: Tree, axis: str | None) -> Tree:
+    """The same with vectors that are shares of the devices along a mesh's axis; None: that are whole."""
+    return map_vectors(lambda v: Vectors(v._parts, v._form, axis), values)
+
+
+def exchanged(vectors: Vectors, axis: str) -> Vectors:
+    """A device's share of the vectors of all devices along ``axis``, each of which brings whole ones."""
+    parts = _padded(vectors._parts, lax.axis_size(axis))
+    parts = [lax.all_to_all(part, axis, split_axis=1, concat_axis=0, tiled=True) for part in parts]
+    return Vectors(parts, vectors._form, axis)
+
+
+def padded(values: Tree, devices: int) -> Tree:
+    """The same with zeros at the end of every leaf of the vectors, so that ``devices`` can share it."""
+    return map_vectors(lambda v: Vectors(_padded(v._parts, devices), v._form), values)
+
+
+def cut(values: Tree) -> Tree:
+    """The same without what :func:`padded` added."""
+    size = lambda v: [part[..., : math.prod(s)] for part, s in zip(v._parts, v._form.shapes, strict=True)]  # noqa: E731
+    return map_vectors(lambda v: Vectors(size(v), v._form), values)
+
+
+def _padded(parts: Sequence[Array], devices: int) -> list[Array]:
+    none = lambda part: [(0, 0)] * (part.ndim - 1)  # noqa: E731
+    return [jnp.pad(part, [*none(part), (0, -part.shape[-1] % devices)]) for part in parts]

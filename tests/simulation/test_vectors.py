@@ -1,0 +1,168 @@
+"""Vectors that a server remembers: their operations, whole and in shares, and runs whose devices share them."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import fedrax
+from fedrax import tree
+from fedrax.hyperparameters import hyperparameters
+from fedrax.simulation import NonFiniteError
+from fedrax.simulation.engine import AXIS, Engine, server_specs
+from fedrax.vectors import Vectors, cut, exchanged, on_axis, padded
+from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
+
+K, S = 5, 4
+SHAPES = {"a": (3, 3), "b": (1,), "c": (4,)}
+"""Nine, one and four entries: two of the leaves are not shared evenly by two devices."""
+ROWS = jnp.array([4, 1, K, 0])
+"""The third is out of range."""
+KEPT = jnp.array([0.5, 0.0, 2.0, 1.0])
+
+
+def tables(count: int, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(count, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def vectors(values: dict[str, np.ndarray]) -> Vectors:
+    """As the simulator stacks what clients hand in."""
+    rows = [Vectors.of({name: jnp.asarray(v[k]) for name, v in values.items()}) for k in range(len(values["a"]))]
+    return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+HELD, UPDATES, ONE = tables(K, 0), tables(S, 1), {name: v[0] for name, v in tables(1, 2).items()}
+FACTORS = np.random.default_rng(3).normal(size=(len(SHAPES), K)).astype(np.float32)
+
+
+def use(held: Vectors, updates: Vectors) -> tuple[Any, ...]:
+    """What an algorithm may do with them."""
+    new = held.accumulate(ROWS, KEPT, updates)
+    return new, new.products(ROWS, ONE), new.combine(FACTORS), new.combine(FACTORS[0])
+
+
+def by_hand() -> tuple[Any, ...]:
+    """The same in NumPy, leaf by leaf and entry by entry."""
+    new = {name: v.copy() for name, v in HELD.items()}
+    for j, k in enumerate(ROWS.tolist()):
+        if k < K:
+            for name in SHAPES:
+                new[name][k] = KEPT[j] * HELD[name][k] + UPDATES[name][j]
+    products = np.zeros((len(SHAPES), S + 1, K))
+    for leaf, name in enumerate(SHAPES):
+        for k in range(K):
+            for j, row in enumerate(ROWS.tolist()):
+                products[leaf, j, k] = np.sum(new[name][min(row, K - 1)] * new[name][k])
+            products[leaf, S, k] = np.sum(ONE[name] * new[name][k])
+    by_leaf = {name: sum(FACTORS[i, k] * new[name][k] for k in range(K)) for i, name in enumerate(SHAPES)}
+    alike = {name: sum(FACTORS[0, k] * new[name][k] for k in range(K)) for name in SHAPES}
+    return new, products, by_leaf, alike
+
+
+def assert_as_by_hand(found: tuple[Any, ...]) -> None:
+    new, *rest = found
+    expected, *others = by_hand()
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    for k in range(K):
+        jax.tree.map(lambda a, b: close(a, b[k]), new[k], expected)  # noqa: B023
+    jax.tree.map(close, rest, others)
+
+
+def test_whole_vectors():
+    assert len(vectors(HELD)) == K
+    assert_as_by_hand(jax.jit(use)(vectors(HELD), vectors(UPDATES)))
+
+
+def test_shares_of_vectors():
+    """Two devices, each with its share of the held vectors and half of the new ones."""
+    mesh = Mesh(jax.devices()[:2], (AXIS,))
+    held = padded(vectors(HELD), 2)
+    specs = server_specs(held)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P(), P(), P()), check_vma=False)
+    def shared(held: Vectors, mine: Vectors) -> tuple[Any, ...]:
+        assert held._parts[0].shape == (K, 5) and mine._parts[0].shape == (S // 2, 9)
+        new, *rest = use(on_axis(held, AXIS), exchanged(mine, AXIS))
+        return on_axis(new, None), *rest
+
+    new, *rest = jax.jit(shared)(held, vectors(UPDATES))
+    assert_as_by_hand((cut(new), *rest))
+
+
+REMEMBERING = (
+    fedrax.GradMA(local=LOCAL, memory=4),
+    fedrax.GradMAS(local=LOCAL, memory=6, scope="leaf"),
+    fedrax.MIFA(local=LOCAL, memory="server"),
+)
+
+
+@pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: type(a).__name__)
+def test_devices_share_what_a_server_remembers(algorithm, monkeypatch):
+    """Each holds its share, not all; results are whole."""
+    shares = []
+
+    def seen(self, algorithm, carry, key, xs, rounds):
+        carry, records = original(self, algorithm, carry, key, xs, rounds)
+        held = carry.server.memory if isinstance(carry.server.memory, Vectors) else carry.server.memory.vectors
+        shares.append([(part.shape[1], part.addressable_shards[0].data.shape[1]) for part in held._parts])
+        return carry, records
+
+    original = Engine.run
+    monkeypatch.setattr(Engine, "run", seen)
+    one, two = run(algorithm, devices=1), run(algorithm, devices=2)
+    sizes = [part.size for part in jax.tree.leaves(one.params)]
+    assert shares[0] == [(n, n) for n in sizes] and any(n % 2 for n in sizes)
+    assert shares[-1] == [(n + n % 2, (n + 1) // 2) for n in sizes]
+    assert jax.tree.structure(one.server) == jax.tree.structure(two.server)
+    assert_close(one, two)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    """Which holds whole vectors."""
+    often = partial(run, REMEMBERING[0], eval_every=3, devices=2)
+    often(rounds=3, directory=tmp_path)
+    assert_identical(often(rounds=6, directory=tmp_path, resume=True), often(rounds=6))
+
+
+class Hoard(NamedTuple):
+    """Parameters, and updates that nobody uses."""
+
+    params: Any
+    memory: Vectors
+
+
+@hyperparameters
+class Hoarding(fedrax.FedAvg):
+    """Remembers updates; from round 3 on the first entry of each is not a number."""
+
+    def init(self, params: Any, num_clients: int) -> Hoard:
+        return Hoard(params, Vectors.zeros(num_clients, params))
+
+    def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
+        out = super().client(message, state, data)
+        spoilt = jax.tree.map(
+            lambda u: u.at[(0,) * u.ndim].set(jnp.where(data.round < 2, u[0].sum(), jnp.nan)), out.upload
+        )
+        return out._replace(each=Vectors.of(spoilt))
+
+    def server(self, server: Hoard, cohort: fedrax.Cohort) -> tuple[Hoard, dict]:
+        memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
+        return Hoard(tree.add(server.params, cohort.mean), memory), {}
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
+def test_what_is_not_finite_in_one_share_stops_all_devices(plan, tmp_path):
+    """And the state kept for the diagnosis is that before the round."""
+    with pytest.raises(NonFiniteError, match=r"^Hoarding, round 3, client \d+: .*each.* is not finite"):
+        run(Hoarding(local=LOCAL), rounds=5, plan=plan, directory=tmp_path)
+    healthy = run(Hoarding(local=LOCAL), rounds=2, plan=plan)
+    with np.load(tmp_path / "failure" / "state.npz") as file:
+        kept = [file[name] for name in sorted(file.files) if "server" in name]
+    for ours, theirs in zip(kept, jax.tree.leaves(healthy.server), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
