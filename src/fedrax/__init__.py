@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
     from fedrax.table import Table
     from fedrax.task import Batch, Task, classification, regression, scale
+    from fedrax.vectors import Vectors
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
 _HOMES = {
@@ -46,13 +47,14 @@ _HOMES = {
     "fedrax.simulation": ("Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores"),
     "fedrax.table": ("Table",),
     "fedrax.task": ("Batch", "Task", "classification", "regression", "scale"),
+    "fedrax.vectors": ("Vectors",),
     "fedrax.wrappers.upcycle": ("Upcycled", "upcycle"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - by topic
     "FedraxError",
-    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step", "Table",
+    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step", "Table", "Vectors",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC", "LocalSGD",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "classification", "regression", "scale",
