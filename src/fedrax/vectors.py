@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from fedrax.tree import Tree, sum_over_blocks
@@ -88,9 +89,12 @@ class Vectors:
 
         return Vectors(lax.fori_loop(0, len(rows), add, self._parts), self._form, self._axis)
 
-    def __getitem__(self, k: int) -> Tree:
-        """v_k; for people, outside of compiled code."""
-        return self._whole([part[k] for part in self._parts])
+    @property
+    def rows(self) -> Tree:
+        """All vectors, NumPy leaves [K, ...]; for people, outside of compiled code."""
+        pairs = zip(self._parts, self._form.shapes, strict=True)
+        leaves = [np.asarray(part).reshape(*part.shape[:-1], *shape) for part, shape in pairs]
+        return jax.tree.unflatten(self._form.structure, leaves)
 
     def _whole(self, pieces: Sequence[Array]) -> Tree:
         """The vector of which this device has ``pieces``, one of each leaf."""

@@ -16,6 +16,7 @@ from fedrax import proximal, schedules, server_optimizers
 from fedrax.algorithm import Algorithm, find_algorithm
 from fedrax.algorithms.gradma import GradMAS
 from fedrax.table import Table
+from fedrax.vectors import Vectors
 from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3
@@ -189,7 +190,7 @@ def server_vectors(problem: reference.Problem, algorithm: Algorithm, server: Any
 
 
 def _flat(problem: reference.Problem, arrays: Any) -> np.ndarray:
-    arrays = arrays.rows if isinstance(arrays, Table) else arrays
+    arrays = arrays.rows if isinstance(arrays, Table | Vectors) else arrays
     name, shape = next(iter(problem.shapes.items()))
     leading = np.shape(arrays[name])[: np.ndim(arrays[name]) - len(shape)]
     return reference.join(problem, arrays, leading)

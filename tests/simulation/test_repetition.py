@@ -57,7 +57,7 @@ def make_simulation(algorithm: fedrax.Algorithm, task: fedrax.Task, **changes: i
 def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCaptureFixture):
     """The second round of runs finds the programs of the first, state on clients or not."""
     task, ends = dataclasses.replace(TASK, name="of its own"), []
-    compiled = lambda: sum("Compiling jit(run_block)" in record.getMessage() for record in caplog.records)  # noqa: E731
+    compiled = lambda: sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records)  # noqa: E731
     with jax.log_compiles():
         for lr, seed in ((0.1, 0), (0.2, 1), (0.4, 2)):
             local = dataclasses.replace(LOCAL, lr=lr)

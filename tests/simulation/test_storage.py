@@ -128,7 +128,7 @@ def test_different_blocks_share_a_program(caplog: pytest.LogCaptureFixture):
     with jax.log_compiles():
         task = fedrax.Task(init=TASK.init, loss=TASK.loss)
         run(SCAFFOLD, task=task, rounds=30, eval_every=5, stragglers=0.3, **AWAY)
-    assert sum("Compiling jit(run_block)" in record.getMessage() for record in caplog.records) == 1
+    assert sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):

@@ -198,9 +198,9 @@ class GradMAS(Algorithm):
         """D[i] of every client in the memory, for people."""
         if not self.memory:
             return {}
-        memory, owners = server.memory, np.asarray(server.memory.owner).tolist()
-        taken = np.flatnonzero(np.asarray(memory.count)).tolist()
-        return {owners[k]: tree.scale(memory.scale[k], memory.vectors[k]) for k in taken}
+        memory, vectors = jax.tree.map(np.asarray, server.memory), server.memory.vectors.rows
+        row = lambda k: jax.tree.map(lambda v: memory.scale[k] * v[k], vectors)  # noqa: E731
+        return {int(memory.owner[k]): row(k) for k in np.flatnonzero(memory.count)}
 
 
 def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array, Array]:

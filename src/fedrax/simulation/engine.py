@@ -348,20 +348,20 @@ def run_block(
 @lru_cache(maxsize=16)
 def compiled_block(program: Program, mesh: Mesh) -> Callable:
     """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats."""
-    blocks = Block(P(), P(), *(P(None, AXIS) for _ in BY_DEVICE))  # type: ignore[arg-type]
+    specs = Block(P(), P(), *(P(None, AXIS) for _ in BY_DEVICE))  # type: ignore[arg-type]
 
-    def block(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array]]:
+    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array]]:
         carries = Carry(server_specs(carry.server), P(AXIS))
         sharded = jax.shard_map(
             partial(run_block, program, AXIS),
             mesh=mesh,
-            in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), blocks, P()),
+            in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), specs, P()),
             out_specs=(carries, P()),
             check_vma=False,
         )
         return sharded(algorithm, carry, *inputs)
 
-    return jax.jit(block, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+    return jax.jit(block_on_mesh, donate_argnums=(1,), compiler_options=compiler_options(mesh))
 
 
 def server_specs(server: Any) -> Any:
