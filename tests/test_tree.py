@@ -25,6 +25,12 @@ def test_inner_products(shape):
     assert found.dtype == jnp.float32 and abs(float(found) - expected) < 1e-6 * size
 
 
+def test_norms_of_what_is_never_written():
+    a, b = ({name: leaf(shape, k) for name, shape in (("a", (40, 5000)), ("b", (0,)))} for k in (0, 1))
+    found = jax.jit(lambda a, b: tree.norm_of(lambda x, y: x - 2 * y, a, b))(a, b)
+    np.testing.assert_allclose(found, np.linalg.norm(a["a"] - 2 * b["a"]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_numbers_that_are_not_finite_are_found_wherever_they_are(shape):
     values = np.sign(leaf(shape, 0)) * LARGEST

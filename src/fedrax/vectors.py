@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fedrax.tree import Tree, sum_over_blocks
+from fedrax.tree import Tree, leaf_names, sum_over_blocks
 
 
 class Form(NamedTuple):
@@ -27,12 +27,13 @@ class Vectors:
     """K vectors v_k of the parameters' kind, for servers that remember clients.
 
     A client hands in one, as ``ClientOutput(each=Vectors.of(update))``; the server finds the cohort's in
-    ``cohort.each`` and may keep others in its state. In the compiled plans every device holds a part of each vector
-    and does its share of the work. An algorithm uses what is public here and nothing else.
+    ``cohort.each``. ``Vectors.zeros`` in ``init`` makes room for others in its state. In the compiled plans every
+    device of a process holds a part of each vector and does its share of the work. An algorithm uses what is public
+    here and nothing else.
     """
 
-    def __init__(self, parts: Sequence[Array], form: Form, _axis: str | None = None):
-        """parts: each leaf's entries [K, n], or this device's share of them. The rest is the simulator's."""
+    def __init__(self, parts: Sequence[Any], form: Form, _axis: str | None = None):
+        """Made by :meth:`of` and :meth:`zeros`. parts: each leaf's entries [K, n], or this device's share of them."""
         self._parts, self._form, self._axis = tuple(parts), form, _axis
 
     @classmethod
@@ -56,10 +57,10 @@ class Vectors:
         each = jnp.broadcast_to(factors, (len(self._parts), len(self)))
         return self._whole([jnp.tensordot(f.astype(v.dtype), v, 1) for f, v in zip(each, self._parts, strict=True)])
 
-    def products(self, rows: Array, vector: Tree) -> Array:
-        """[leaves, R + 1, K]: inner products of the v_k with numbers ``rows`` [R] and, last, ``vector`` with all v_k.
+    def products(self, rows: Array, vector: Tree) -> tuple[Array, Array]:
+        """Inner products with all v_k, leaf by leaf: of those with numbers ``rows`` [R], and of ``vector``.
 
-        A number out of range stands for the nearest.
+        ([leaves, R, K], [leaves, K]). A number out of range stands for the nearest.
         """
 
         def of(v: Array, p: Array) -> Array:
@@ -68,13 +69,16 @@ class Vectors:
 
         pairs = zip(self._parts, self._share(vector), strict=True)
         products = jnp.stack([sum_over_blocks(of, v, p) for v, p in pairs])
-        return products if self._axis is None else lax.psum(products, self._axis)
+        products = products if self._axis is None else lax.psum(products, self._axis)
+        return products[:, :-1], products[:, -1]
 
     def accumulate(self, rows: Array, kept: Array, updates: Vectors) -> Vectors:
         """v_k becomes kept[j] v_k plus vector j of ``updates`` where k = rows[j]; a number out of range is passed over.
 
         Row by row: XLA:CPU does it in place, where a scatter of all rows takes several times as long.
         """
+        if (updates._form, updates._axis) != (self._form, self._axis):
+            raise TypeError("a server accumulates the Vectors of cohort.each, into Vectors that init has made")
         last = len(self) - 1
 
         def add(j: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -116,8 +120,13 @@ class Vectors:
 
     def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
         """For JAX."""
-        keys = (jax.tree_util.SequenceKey(k) for k in range(len(self._parts)))
+        names = leaf_names(jax.tree.unflatten(self._form.structure, range(len(self._parts))))
+        keys = map(jax.tree_util.GetAttrKey, names)
         return tuple(zip(keys, self._parts, strict=True)), (self._form, self._axis)
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """For JAX."""
+        return self._parts, (self._form, self._axis)
 
     @classmethod
     def tree_unflatten(cls, fixed: tuple, parts: Sequence[Array]) -> Vectors:
@@ -157,10 +166,14 @@ def padded(values: Tree, devices: int) -> Tree:
     return map_vectors(lambda v: Vectors(_padded(v._parts, devices), v._form), values)
 
 
-def cut(values: Tree) -> Tree:
-    """The same without what :func:`padded` added."""
-    size = lambda v: [part[..., : math.prod(s)] for part, s in zip(v._parts, v._form.shapes, strict=True)]  # noqa: E731
-    return map_vectors(lambda v: Vectors(size(v), v._form), values)
+def fetched(values: Tree) -> Tree:
+    """The same with the vectors on the host, without what :func:`padded` added."""
+
+    def fetch(v: Vectors) -> Vectors:
+        sizes = [math.prod(shape) for shape in v._form.shapes]
+        return Vectors([np.asarray(part)[..., :n] for part, n in zip(v._parts, sizes, strict=True)], v._form)
+
+    return map_vectors(fetch, values)
 
 
 def _padded(parts: Sequence[Array], devices: int) -> list[Array]:

@@ -14,7 +14,7 @@ CHILD = """
 import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 import jax
-process, processes, devices, port = map(int, sys.argv[1:])
+process, processes, devices, port = map(int, sys.argv[1:5])
 jax.config.update("jax_num_cpu_devices", devices)
 if processes > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -31,7 +31,10 @@ task = fedrax.classification(Logistic().build(data.train.x.shape[1:], 10))
 results = []
 methods = fedrax.FedAvg(), fedrax.Scaffold(), fedrax.MIFA(memory="server"), fedrax.Episode(gamma=0.05), fedrax.GradMA()
 for algorithm in methods:
-    result = fedrax.simulate(algorithm, task, federation, rounds=6, cohort_size=7, eval_every=3)
+    kept = {"directory": f"{sys.argv[5]}/{type(algorithm).__name__}", "checkpoint_every": 2}
+    if isinstance(algorithm, fedrax.Scaffold):
+        kept = {}  # what clients remember lies in all processes and is not saved
+    result = fedrax.simulate(algorithm, task, federation, rounds=6, cohort_size=7, eval_every=3, **kept)
     last = {k: v for k, v in result.events[-1].items() if not k.startswith("seconds")}
     results.append([result.plan, np.asarray(result.params["output"]["weight"]).tolist(), last])
 print(json.dumps(results))
@@ -40,7 +43,8 @@ print(json.dumps(results))
 
 def start(process: int, processes: int, devices: int, port: int, path: Path) -> subprocess.Popen:
     """A child that prints to a file: one that waits for a pipe to be read would keep the other from ending."""
-    command = [sys.executable, "-c", CHILD, *map(str, (process, processes, devices, port))]
+    directory = path.parent / f"runs of {processes}"
+    command = [sys.executable, "-c", CHILD, *map(str, (process, processes, devices, port, directory))]
     with path.open("w") as file:
         return subprocess.Popen(command, stdout=file, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
@@ -62,6 +66,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(port: int, tmp_path: Pat
     children = [start(process, 2, 2, port, files[process]) for process in range(2)]
     first, second = map(output, children, files[:2])
     alone = output(start(0, 1, 4, port, files[2]), files[2])
+    assert len(list(tmp_path.glob("runs of 2/*/checkpoint/*"))) == len(first) - 1
     for mine, other, reference in zip(first, second, alone, strict=True):
         assert "4 CPU cores" in mine[0]
         assert mine == other

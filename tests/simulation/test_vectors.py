@@ -15,7 +15,7 @@ from fedrax import tree
 from fedrax.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation.engine import AXIS, Engine, server_specs
-from fedrax.vectors import Vectors, cut, exchanged, on_axis, padded
+from fedrax.vectors import Vectors, exchanged, fetched, on_axis, padded
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
 
 K, S = 5, 4
@@ -44,7 +44,7 @@ FACTORS = np.random.default_rng(3).normal(size=(len(SHAPES), K)).astype(np.float
 def use(held: Vectors, updates: Vectors) -> tuple[Any, ...]:
     """What an algorithm may do with them."""
     new = held.accumulate(ROWS, KEPT, updates)
-    return new, new.products(ROWS, ONE), new.combine(FACTORS), new.combine(FACTORS[0])
+    return new, *new.products(ROWS, ONE), new.combine(FACTORS), new.combine(FACTORS[0])
 
 
 def by_hand() -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def by_hand() -> tuple[Any, ...]:
             products[leaf, S, k] = np.sum(ONE[name] * new[name][k])
     by_leaf = {name: sum(FACTORS[i, k] * new[name][k] for k in range(K)) for i, name in enumerate(SHAPES)}
     alike = {name: sum(FACTORS[0, k] * new[name][k] for k in range(K)) for name in SHAPES}
-    return new, products, by_leaf, alike
+    return new, products[:, :-1], products[:, -1], by_leaf, alike
 
 
 def assert_as_by_hand(found: tuple[Any, ...]) -> None:
@@ -81,16 +81,16 @@ def test_shares_of_vectors():
     """Two devices, each with its share of the held vectors and half of the new ones."""
     mesh = Mesh(jax.devices()[:2], (AXIS,))
     held = padded(vectors(HELD), 2)
-    specs = server_specs(held)
+    specs = server_specs(held, mesh)
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P(), P(), P()), check_vma=False)
+    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, *[P()] * 4), check_vma=False)
     def shared(held: Vectors, mine: Vectors) -> tuple[Any, ...]:
         assert held._parts[0].shape == (K, 5) and mine._parts[0].shape == (S // 2, 9)
         new, *rest = use(on_axis(held, AXIS), exchanged(mine, AXIS))
         return on_axis(new, None), *rest
 
     new, *rest = jax.jit(shared)(held, vectors(UPDATES))
-    assert_as_by_hand((cut(new), *rest))
+    assert_as_by_hand((fetched(new), *rest))
 
 
 REMEMBERING = (
@@ -157,10 +157,38 @@ class Hoarding(fedrax.FedAvg):
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_what_is_not_finite_in_one_share_stops_all_devices(plan, tmp_path):
     """And the state kept for the diagnosis is that before the round."""
-    with pytest.raises(NonFiniteError, match=r"^Hoarding, round 3, client \d+: .*each.* is not finite"):
+    with pytest.raises(NonFiniteError, match=r"^Hoarding, round 3, client \d+: each/output/bias is not finite"):
         run(Hoarding(local=LOCAL), rounds=5, plan=plan, directory=tmp_path)
     healthy = run(Hoarding(local=LOCAL), rounds=2, plan=plan)
     with np.load(tmp_path / "failure" / "state.npz") as file:
         kept = [file[name] for name in sorted(file.files) if "server" in name]
     for ours, theirs in zip(kept, jax.tree.leaves(healthy.server), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@hyperparameters
+class Telling(Hoarding):
+    """Sends what it remembers along with the parameters, or what it remembers of itself."""
+
+    wrongly: bool = False
+
+    def broadcast(self, server: Hoard) -> Any:
+        if self.wrongly:
+            return server
+        return tree.add(server.params, server.memory.combine(jnp.full(len(server.memory), 0.1)))
+
+
+def test_a_server_broadcasts_what_it_makes_of_its_vectors():
+    one, *others = [
+        run(Telling(local=LOCAL), rounds=2, devices=n, plan=p) for n, p in ((1, "scan"), (2, "scan"), (2, "loop"))
+    ]
+    for other in others:
+        assert_close(other, one)
+    with pytest.raises(TypeError, match="Telling broadcasts Vectors: send what it makes of them"):
+        run(Telling(local=LOCAL, wrongly=True))
+
+
+def test_vectors_of_another_making_are_refused():
+    held, other = vectors(HELD), vectors({"a": UPDATES["a"]})
+    with pytest.raises(TypeError, match=r"accumulates the Vectors of cohort\.each"):
+        held.accumulate(ROWS, KEPT, other)

@@ -178,10 +178,9 @@ class GradMAS(Algorithm):
         get = lambda table: table.at[slots].get(mode="clip")  # noqa: E731
         scale = self.beta2 * memory.scale
         vectors = memory.vectors.accumulate(slots, jnp.where(is_new, 0, get(scale)), cohort.each)
-        products = vectors.products(slots, m)
+        rows, inner = vectors.products(slots, m)
         if self.scope == "vector":
-            products = products.sum(0, keepdims=True)
-        rows = products[:, :-1]
+            rows, inner = rows.sum(0, keepdims=True), inner.sum(0, keepdims=True)
         gram = memory.gram.at[:, slots].set(rows, mode="drop")
         gram = gram.at[:, :, slots].set(rows.transpose(0, 2, 1), mode="drop")
         memory = Memory(
@@ -192,7 +191,7 @@ class GradMAS(Algorithm):
             put(memory.count, jnp.where(is_new, 1, get(memory.count) + 1)),
             put(memory.entered, jnp.where(is_new, cohort.round, get(memory.entered))),
         )
-        return memory, products[:, -1]
+        return memory, inner
 
     def remembered(self, server: Server) -> dict[int, Tree]:
         """D[i] of every client in the memory, for people."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -24,7 +24,7 @@ class Server(NamedTuple):
 
     params: Tree
     mean: Tree
-    memory: Any
+    memory: Vectors | tuple[()]
     optimizer: Tree
 
 
@@ -62,12 +62,12 @@ class MIFA(Algorithm):
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """Renew the cohort's entries of the memory and step on its mean."""
-        if self.memory == "clients":
+        memory = server.memory
+        if isinstance(memory, Vectors):
+            memory = memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
+            mean = memory.combine(jnp.full(cohort.num_clients, 1 / cohort.num_clients))
+        else:
             share = jnp.asarray(cohort.size, float) / cohort.num_clients
             mean = tree.add_scaled(server.mean, share, cohort.mean)
-            memory = server.memory
-        else:
-            memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
-            mean = memory.combine(jnp.full(cohort.num_clients, 1 / cohort.num_clients))
         params, optimizer = self.server_optimizer.step(server.params, server.optimizer, mean, cohort.round)
         return Server(params, mean, memory, optimizer), {}

@@ -10,6 +10,7 @@ from fedrax.algorithm import Algorithm, Cohort
 from fedrax.client_data import ClientData
 from fedrax.simulation.engine import Program
 from fedrax.tree import Tree
+from fedrax.vectors import holds_vectors
 
 
 def message_bytes(program: Program, algorithm: Algorithm, params: Tree, state: Tree, samples: Tree) -> tuple[int, int]:
@@ -33,6 +34,8 @@ def message_bytes(program: Program, algorithm: Algorithm, params: Tree, state: T
         )
         for phase in algorithm.phases:
             message = phase.broadcast(server)
+            if holds_vectors(message):
+                raise TypeError(f"{type(algorithm).__name__} broadcasts Vectors: send what it makes of them")
             out = phase.client(message, state, data)
             each = jax.tree.map(lambda a: a[None], out.each)
             cohort = Cohort(out.upload, each, zero[None], one, one[0], program.num_clients, zero)

@@ -28,7 +28,7 @@ from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
 from fedrax.simulation.cohorts import Block
 from fedrax.table import is_table, set_state, state_in
 from fedrax.tree import Tree
-from fedrax.vectors import cut, exchanged, holds_vectors, map_vectors, on_axis, padded
+from fedrax.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded
 
 AXIS = "clients"
 BY_DEVICE = ("count", "client", "slot", "offset", "size", "weight", "work", "blocks")
@@ -274,23 +274,28 @@ def run_round(
     key: Array,
     xs: Block,
     axis: str | None,
+    vectors_axis: str | None,
 ) -> tuple[Carry, dict[str, Array]]:
-    """One round on one device of the mesh; collectives over ``axis`` join the devices."""
+    """One round on one device of the mesh; collectives over ``axis`` join the devices.
+
+    Along ``vectors_axis``, the same or None, they share the Vectors of the server's state.
+    """
     places = places_of(xs, key)
     join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
     least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
-    everyones: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
-    share: Callable = partial(exchanged, axis=axis) if axis else lambda x: x
+    gather: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
+    share: Callable = partial(exchanged, axis=vectors_axis) if vectors_axis else partial(jax.tree.map, gather)
     record: dict[str, Array] = {}
     bad = jnp.int32(program.num_clients)
     server, store, states = carry.server, carry.store, ()
     for p, phase in enumerate(algorithm.phases):
+        server = on_axis(server, vectors_axis)
         runner = PhaseRunner(program, algorithm, p, phase.broadcast(server), samples, places)
         with phase_scope(p):
             sums, each, states, store = runner.run(states, store)
         with scope(AGGREGATE):
             sums = Sums(join(sums.upload), join(sums.info), least(sums.bad))
-            each, clients, weights = map_vectors(share, (each, xs.client, xs.weight), everyones)
+            each, clients, weights = map_vectors(share, (each, xs.client, xs.weight), gather)
         cohort = Cohort(
             mean=sums.upload,
             each=each,
@@ -301,12 +306,12 @@ def run_round(
             round=jnp.asarray(xs.round),
         )
         with scope(SERVER):
-            server, info = phase.server(on_axis(server, axis), cohort)
+            server, info = phase.server(server, cohort)
             server = on_axis(server, None)
         bad = jnp.minimum(bad, sums.bad)
         record = merge_info(record, sums.info, info)
     finite = tree.all_finite(server)
-    sound = (least(finite) if holds_vectors(server) else finite) & (bad == program.num_clients)
+    sound = (least(finite) if vectors_axis and holds_vectors(server) else finite) & (bad == program.num_clients)
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     server = jax.lax.cond(sound, lambda: server, lambda: carry.server)
     return Carry(server, store), record | {"sound": sound, "bad": bad}
@@ -322,13 +327,14 @@ def run_block(
     xs: Block,
     rounds: Array,
     stop: bool = True,
+    vectors_axis: str | None = None,
 ) -> tuple[Carry, dict[str, Array]]:
     """Up to len(xs.round) rounds, stopping after an unsound one if asked to: (carry, records [B] by name)."""
     xs = jax.tree.map(jnp.asarray, xs)
     mine = {f: None if getattr(xs, f) is None else getattr(xs, f)[:, 0] for f in BY_DEVICE}
     xs = xs._replace(**mine)
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
-    step = partial(run_round, program, algorithm, samples=samples, key=key, axis=axis)
+    step = partial(run_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
     shapes = jax.eval_shape(lambda c: step(c, xs=at(0))[1], carry)
     records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
 
@@ -351,9 +357,9 @@ def compiled_block(program: Program, mesh: Mesh) -> Callable:
     specs = Block(P(), P(), *(P(None, AXIS) for _ in BY_DEVICE))  # type: ignore[arg-type]
 
     def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array]]:
-        carries = Carry(server_specs(carry.server), P(AXIS))
+        carries = Carry(server_specs(carry.server, mesh), P(AXIS))
         sharded = jax.shard_map(
-            partial(run_block, program, AXIS),
+            partial(run_block, program, AXIS, vectors_axis=AXIS if share_vectors(mesh) else None),
             mesh=mesh,
             in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), specs, P()),
             out_specs=(carries, P()),
@@ -364,9 +370,17 @@ def compiled_block(program: Program, mesh: Mesh) -> Callable:
     return jax.jit(block_on_mesh, donate_argnums=(1,), compiler_options=compiler_options(mesh))
 
 
-def server_specs(server: Any) -> Any:
-    """How a server's state lies on a mesh: every device has all of it, but only its entries of Vectors."""
-    return map_vectors(lambda _: P(None, AXIS), server, lambda _: P())
+def share_vectors(mesh: Mesh) -> bool:
+    """Whether the devices share the Vectors of a server's state.
+
+    Not over several processes: one of them writes the checkpoints, and must not need the others for it.
+    """
+    return len({device.process_index for device in mesh.devices.flat}) == 1
+
+
+def server_specs(server: Any, mesh: Mesh) -> Any:
+    """How a server's state lies on a mesh: every device has all of it, or of its Vectors a share."""
+    return map_vectors(lambda _: P(None, AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
@@ -410,19 +424,18 @@ class Engine:
 
     def put(self, server: Any, store: Tree) -> Carry:
         """Server and store on the mesh; the arrays are given away to the next block."""
-        server = padded(server, self.devices)
-        places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server))
+        if share_vectors(self.mesh):
+            server = padded(server, self.devices)
+        places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server, self.mesh))
         # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
         return Carry(
             jax.device_put(_copied(server), places, may_alias=False),
             jax.device_put(store, self.store_sharding, may_alias=False),
         )
 
-    def server(self, carry: Carry) -> Any:
-        """The server's state, all of it on every device."""
-        if not holds_vectors(carry.server):
-            return carry.server
-        return jax.jit(cut, out_shardings=NamedSharding(self.mesh, P()))(carry.server)
+    def whole_server(self, carry: Carry) -> Any:
+        """The server's state with Vectors that the devices share fetched to the host."""
+        return fetched(carry.server) if share_vectors(self.mesh) else carry.server
 
     def new_store(self, client: Tree, capacity: int) -> Tree:
         """A store of ``capacity`` rows a device, each the state ``client`` of a client that has not taken part."""

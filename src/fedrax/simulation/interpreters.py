@@ -111,7 +111,7 @@ class LoopEngine(Engine):
 
     def _round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Block, r: int) -> tuple[Carry, dict]:
         devices = list(self.mesh.devices.flat)
-        server, stores = self.server(carry), [_shard(carry.store, d) for d in range(len(devices))]
+        server, stores = self.whole_server(carry), [_shard(carry.store, d) for d in range(len(devices))]
         samples = [_shard(self.samples, d) for d in range(len(devices))]
         shares = [share_of(xs, r, d) for d in range(len(devices))]
         places = [
@@ -240,7 +240,7 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
     a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
     share = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)
     store = jax.tree.map(lambda a: np.asarray(a[share.slot]), carry.store)
-    server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), engine.server(carry))
+    server = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), engine.whole_server(carry))
     share = share._replace(slot=np.arange(len(share.slot), dtype=np.int32))
     try:
         debug.round(algorithm, Carry(server, store), key, share)

@@ -249,7 +249,7 @@ class Simulation:
             owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
         meta = {"round": round, "rows": len(owners), "identity": self.identity, "algorithm": self.info.algorithm}
         if self.directory is not None:
-            checkpoint.save(self.directory / name, Saved(self.engine.server(carry), store, owners), meta | more)
+            checkpoint.save(self.directory / name, Saved(self.engine.whole_server(carry), store, owners), meta | more)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Simulation:
         homes = {client: row for row, client in enumerate(self.planner.owners().tolist()) if client >= 0}
         return Result(
             params=carry.server.params,
-            server=self.engine.server(carry),
+            server=self.engine.whole_server(carry),
             events=events,
             plan=self.info.plan,
             stopped=stopped,
