@@ -98,6 +98,9 @@ def main() -> None:
     )
     if os.environ.get("RANK", "0") == "0":
         report(clock, {"pfl": pfl_version, "torch": torch.__version__}, *evaluate(module, arrays))
+    if torch.distributed.is_initialized():  # a process that just ends now and then aborts in its communication thread
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
