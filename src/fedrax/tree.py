@@ -15,7 +15,6 @@ Tree = Any
 _BLOCK = 1 << 16
 """Numbers whose inner products are taken at a time on CPU, so that they stay in a core's cache."""
 
-
 _LONG_ROW = 1 << 14
 """The longest rows that XLA:CPU sums into one row at speed; with longer ones it takes ten times as long."""
 

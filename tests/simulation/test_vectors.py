@@ -144,10 +144,8 @@ class Hoarding(fedrax.FedAvg):
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         out = super().client(message, state, data)
-        spoilt = jax.tree.map(
-            lambda u: u.at[(0,) * u.ndim].set(jnp.where(data.round < 2, u[0].sum(), jnp.nan)), out.upload
-        )
-        return out._replace(each=Vectors.of(spoilt))
+        spoilt = jnp.where(data.round < 2, 0.0, jnp.nan)
+        return out._replace(each=Vectors.of(jax.tree.map(lambda u: u.at[(0,) * u.ndim].add(spoilt), out.upload)))
 
     def server(self, server: Hoard, cohort: fedrax.Cohort) -> tuple[Hoard, dict]:
         memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
