@@ -24,7 +24,7 @@ from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 
 if TYPE_CHECKING:
-    from fedrax.algorithm import Algorithm
+    from fedrax.contract.algorithm import Algorithm
 
 RAW = RESULTS / "methods.jsonl"
 REFERENCE = "fedavg"
@@ -43,7 +43,7 @@ def main() -> None:
     if arguments.report:
         session = Session.latest(RAW)
     else:
-        from fedrax.algorithm import algorithms
+        from fedrax.algorithms import algorithms
 
         known = [*algorithms(), *CLIPPED]
         names = [name for name in known if arguments.methods is None or name in arguments.methods]
@@ -98,7 +98,7 @@ def measure_here(name: str, arrays: str) -> dict[str, Any]:
 
 def method(name: str) -> Algorithm:
     """The algorithm of a name, one in ``CLIPPED`` included."""
-    from fedrax.algorithm import find_algorithm
+    from fedrax.algorithms import find_algorithm
 
     kind, lengths = CLIPPED.get(name, (name, {}))
     algorithm = adapted(find_algorithm(kind)())

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, algorithms
+from fedrax.algorithms import algorithms
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.task import classification
 from fedrax.data import Federation
-from fedrax.local import LocalSGD
 from fedrax.models import Linear
 from fedrax.simulation import simulate
-from fedrax.task import classification
 
 CLIENTS, SAMPLES, STEPS, BATCH, BLOCKS = 4, 50, 5, 10, 5
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedrax import sinks
+from fedrax.report import sinks
 from fedrax.simulation import RunInfo
 
 RUN = RunInfo("FedAvg", "scan", 2, 0, 3, 8, 100, 100, 25)
@@ -61,7 +61,8 @@ def test_wandb(tmp_path: Path) -> None:
     """In a process of its own: the file is complete when its process has ended."""
     pytest.importorskip("wandb")
     code = (
-        "import sys; from pathlib import Path; from tests.test_sinks import play; from fedrax.sinks import WandbSink\n"
+        "import sys; from pathlib import Path; from tests.test_sinks import play\n"
+        "from fedrax.report.sinks import WandbSink\n"
         "play(WandbSink('project', 'a run', {'run': {'rounds': 2}}, Path(sys.argv[1])))"
     )
     environment = os.environ | {

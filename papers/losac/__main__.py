@@ -18,8 +18,8 @@ from pathlib import Path
 
 import tomlkit
 
-from fedrax import experiment
 from fedrax.cli import main as fedrax_main
+from fedrax.experiments import experiment
 from fedrax.report import curves
 from fedrax.report.runs import Method, find_runs, last_values
 from fedrax.simulation.result import to_target

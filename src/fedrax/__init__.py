@@ -15,7 +15,7 @@ from fedrax.errors import FedraxError
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+    from fedrax import tree
     from fedrax.algorithms.episode import Episode, NaiveParallelClip
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
@@ -23,46 +23,52 @@ if TYPE_CHECKING:
     from fedrax.algorithms.mifa import MIFA
     from fedrax.algorithms.mime import MimeSVRG
     from fedrax.algorithms.scaffold import Scaffold
-    from fedrax.client_data import ClientData
+    from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+    from fedrax.contract.client_data import ClientData
+    from fedrax.contract.hyperparameters import Count, Decay, Fraction, NonNegative, Positive, Whole, hyperparameters
+    from fedrax.contract.local import LocalSGD, Step
+    from fedrax.contract.table import Table
+    from fedrax.contract.task import Batch, Task, binary, classification, regression, scale
+    from fedrax.contract.vectors import Vectors
     from fedrax.data import Dataset, Federation
-    from fedrax.local import LocalSGD, Step
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
-    from fedrax.table import Table
-    from fedrax.task import Batch, Task, classification, regression, scale
-    from fedrax.vectors import Vectors
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
 _HOMES = {
-    "fedrax.algorithm": ("Algorithm", "ClientOutput", "Cohort", "Info", "Phase"),
-    "fedrax.algorithms.episode": ("Episode", "NaiveParallelClip"),
-    "fedrax.algorithms.fedavg": ("FedAvg", "FedProx", "FedSGD"),
-    "fedrax.algorithms.gradma": ("GradMA", "GradMAS", "GradMAW"),
-    "fedrax.algorithms.losac": ("FedSaga", "LoSAC"),
-    "fedrax.algorithms.mifa": ("MIFA",),
-    "fedrax.algorithms.mime": ("MimeSVRG",),
-    "fedrax.algorithms.scaffold": ("Scaffold",),
-    "fedrax.client_data": ("ClientData",),
-    "fedrax.data": ("Dataset", "Federation"),
-    "fedrax.local": ("LocalSGD", "Step"),
-    "fedrax.simulation": ("Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores"),
-    "fedrax.table": ("Table",),
-    "fedrax.task": ("Batch", "Task", "classification", "regression", "scale"),
-    "fedrax.vectors": ("Vectors",),
-    "fedrax.wrappers.upcycle": ("Upcycled", "upcycle"),
+    "fedrax.algorithms.episode": "Episode NaiveParallelClip",
+    "fedrax.algorithms.fedavg": "FedAvg FedProx FedSGD",
+    "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
+    "fedrax.algorithms.losac": "FedSaga LoSAC",
+    "fedrax.algorithms.mifa": "MIFA",
+    "fedrax.algorithms.mime": "MimeSVRG",
+    "fedrax.algorithms.scaffold": "Scaffold",
+    "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
+    "fedrax.contract.client_data": "ClientData",
+    "fedrax.contract.hyperparameters": "Count Decay Fraction NonNegative Positive Whole hyperparameters",
+    "fedrax.contract.local": "LocalSGD Step",
+    "fedrax.contract.table": "Table",
+    "fedrax.contract.task": "Batch Task binary classification regression scale",
+    "fedrax.contract.vectors": "Vectors",
+    "fedrax.data": "Dataset Federation",
+    "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
+    "fedrax.wrappers.upcycle": "Upcycled upcycle",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022 - by topic
-    "FedraxError",
-    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "Phase", "Step", "Table", "Vectors",
-    "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC", "LocalSGD",
+    "FedraxError", "tree",
+    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Phase", "Step", "Table", "Vectors",
+    "Count", "Decay", "Fraction", "NonNegative", "Positive", "Whole", "hyperparameters",
+    "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
-    "Batch", "Dataset", "Federation", "Task", "classification", "regression", "scale",
+    "Batch", "Dataset", "Federation", "Task", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tree":
+        return importlib.import_module("fedrax.tree")
     if name not in _HOME:
         raise AttributeError(f"module 'fedrax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

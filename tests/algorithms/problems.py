@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedrax
-from fedrax import proximal, schedules, server_optimizers
-from fedrax.algorithm import Algorithm, find_algorithm
+from fedrax.algorithms import find_algorithm
 from fedrax.algorithms.gradma import GradMAS
-from fedrax.table import Table
-from fedrax.vectors import Vectors
+from fedrax.contract import proximal, schedules, server_optimizers
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.table import Table
+from fedrax.contract.vectors import Vectors
 from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from fedrax.cone import multipliers
+from fedrax.compiled.cone import multipliers
 from tests.reference_gradma import nearest
 
 COUNTS = (1, 2, 3, 10, 50)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import proximal, server_optimizers
 from fedrax.algorithms.gradma import GradMA, GradMAS
+from fedrax.contract import proximal, server_optimizers
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.proximal import L1
+from fedrax.contract.schedules import CosineDecay, ExponentialDecay
+from fedrax.contract.server_optimizers import SGD, Adam
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import check
-from fedrax.proximal import L1
-from fedrax.schedules import CosineDecay, ExponentialDecay
-from fedrax.server_optimizers import SGD, Adam
 from tests.algorithms.problems import make_problem
 
 LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)

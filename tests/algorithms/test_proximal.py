@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import scipy.optimize
 
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.proximal import L1, Box, ElasticNet, NuclearNorm
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import check
-from fedrax.proximal import L1, Box, ElasticNet, NuclearNorm
 
 SHAPE, STEP = (3, 2), 0.7
 CASES = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from fedrax.client_data import ClientData, Layout
-from fedrax.random_order import shuffled_index, uniform_index
-from fedrax.task import Batch
+from fedrax.compiled.random_order import shuffled_index, uniform_index
+from fedrax.contract.client_data import ClientData, Layout
+from fedrax.contract.task import Batch
 
 
 def words(seed: int) -> jax.Array:

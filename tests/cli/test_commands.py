@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedrax import experiment
+from fedrax.experiments import experiment
 from tests.cli.conftest import TINY, Outcome
 
 COMPARE = (
@@ -95,7 +95,7 @@ def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: 
         "import jax, numpy as np\n"
         "from fedrax.algorithms.fedavg import FedAvg\n"
         "from fedrax.data import Dataset, Samples\n"
-        "from fedrax.hyperparameters import Positive, hyperparameters\n"
+        "from fedrax.contract.hyperparameters import Positive, hyperparameters\n"
         "from fedrax.models import MLP\n"
         "@hyperparameters\n"
         "class Mine(FedAvg):\n    strength: Positive = 1.0\n"
@@ -121,7 +121,7 @@ def test_resume(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monk
     """Ctrl-C after the second round, then resume: the events of the uninterrupted run."""
     import signal
 
-    from fedrax import sinks
+    from fedrax.report import sinks
 
     assert fedrax("run", tiny, "--run.checkpoint-every", "1", "--out", "whole", "--quiet").status == 0
     say = sinks.JsonSink.event

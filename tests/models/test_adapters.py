@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedrax.contract.task import Batch, classification
 from fedrax.errors import FedraxError
 from fedrax.models import from_equinox, from_linen, from_nnx
-from fedrax.task import Batch, classification
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
 KEY = jax.random.key(3)

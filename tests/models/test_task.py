@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedrax.contract.task import Batch, binary, classification, regression, scale
 from fedrax.errors import FedraxError
 from fedrax.models import MLP, Linear, Logistic, Model
-from fedrax.task import Batch, binary, classification, regression, scale
 
 KEY = jax.random.key(0)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tomlkit
 
-from fedrax import comparison
+from fedrax.experiments import comparison
 from papers.losac import __main__ as losac
 
 HERE = Path(losac.__file__).parent

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fedrax.compiled.scopes import GRADIENT, phase_scope, scope
 from fedrax.profiling.attribution import attribute
 from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.measurement import Traced
 from fedrax.profiling.trace import Timeline, _timeline, waits
-from fedrax.scopes import GRADIENT, phase_scope, scope
 
 
 def product() -> tuple[ProgramText, str]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
+from fedrax.compiled.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 from fedrax.profiling.hlo import Cost, ProgramText
-from fedrax.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 
 
 def compiled(function: Callable, *arguments: Array) -> ProgramText:

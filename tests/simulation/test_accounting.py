@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
-from fedrax.client_data import ClientData
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import hyperparameters
 from fedrax.models import Logistic
 from fedrax.tree import Tree
 from tests.simulation.problems import LOCAL, MODEL_BYTES, SIZES, TASK, assert_close, make_federation, run

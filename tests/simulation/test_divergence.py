@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.algorithm import Cohort
-from fedrax.hyperparameters import hyperparameters
+from fedrax.contract.algorithm import Cohort
+from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError, checkpoint, read_events
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
 

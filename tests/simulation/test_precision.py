@@ -10,9 +10,9 @@ import pytest
 from jax.extend.core import primitives
 
 from fedrax import FedAvg, FedraxError, LocalSGD, classification, simulate
+from fedrax.compiled.products import Format, with_operands
+from fedrax.contract.task import Batch
 from fedrax.models import LSTM, LeNet, TwoNN
-from fedrax.products import Format, with_operands
-from fedrax.task import Batch
 from tests.simulation.problems import make_federation
 
 SHORT = pytest.mark.parametrize("format", ["tensorfloat32", "bfloat16"])

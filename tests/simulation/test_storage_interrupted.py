@@ -16,7 +16,7 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.hyperparameters import hyperparameters
+from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError, backend, checkpoint, row_file, storage
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings

@@ -9,10 +9,10 @@ import pytest
 
 import fedrax
 from fedrax import tree
-from fedrax.hyperparameters import hyperparameters
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.table import Table, set_state, state_in
 from fedrax.models import MLP
 from fedrax.simulation.engine import Engine
-from fedrax.table import Table, set_state, state_in
 from tests.simulation.problems import CLASSES, FEATURES, assert_close, make_federation, run
 
 CLIENTS, M = 4, 3

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import fedrax
 from fedrax import tree
-from fedrax.hyperparameters import hyperparameters
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.vectors import Vectors, exchanged, fetched, on_axis, padded
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation.engine import AXIS, Engine, server_specs
-from fedrax.vectors import Vectors, exchanged, fetched, on_axis, padded
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
 
 K, S = 5, 4

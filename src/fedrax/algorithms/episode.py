@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.algorithms.mime import Message, Server
-from fedrax.client_data import ClientData
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import Positive, hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import Positive, hyperparameters
-from fedrax.local import LocalSGD, Step
-from fedrax.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

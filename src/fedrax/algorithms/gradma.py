@@ -1,7 +1,7 @@
 """GradMA (Luo et al. 2023): directions corrected on the workers, on the server with a memory of updates, or on both.
 
 A correction takes the direction's nearest vector that does not point against any of a few remembered ones
-(:mod:`fedrax.cone`). The worker remembers its last point and the global one, the server its clients' updates.
+(:mod:`fedrax.compiled.cone`). The worker remembers its last point and the global one, the server its clients' updates.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.client_data import ClientData
-from fedrax.cone import multipliers, project
-from fedrax.hyperparameters import Decay, Positive, Whole, hyperparameters
-from fedrax.local import LocalResult, LocalSGD, Step
+from fedrax.compiled.cone import multipliers, project
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import Decay, Positive, Whole, hyperparameters
+from fedrax.contract.local import LocalResult, LocalSGD, Step
+from fedrax.contract.vectors import Vectors
 from fedrax.tree import Tree
-from fedrax.vectors import Vectors
 
 Scope = Literal["vector", "leaf"]
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
-from fedrax.client_data import ClientData
-from fedrax.hyperparameters import hyperparameters
-from fedrax.local import LocalSGD, Step
-from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info
-from fedrax.client_data import ClientData
-from fedrax.hyperparameters import hyperparameters
-from fedrax.local import LocalSGD, Step
-from fedrax.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from fedrax import config, experiment
-from fedrax.config import Choice, Table
 from fedrax.errors import FedraxError
-from fedrax.experiment import Experiment
+from fedrax.experiments import config, experiment
+from fedrax.experiments.config import Choice, Table
+from fedrax.experiments.experiment import Experiment
 
 T = TypeVar("T")
 PARTS = ("data", "partition", "model", "algorithm", "run")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax import comparison, experiment, sinks
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import ExperimentFile
-from fedrax.comparison import SHARED, Comparison
-from fedrax.config import ALGORITHM
 from fedrax.errors import FedraxError
-from fedrax.experiment import Experiment
-from fedrax.report import curves, tables
+from fedrax.experiments import comparison, experiment
+from fedrax.experiments.comparison import SHARED, Comparison
+from fedrax.experiments.config import ALGORITHM
+from fedrax.experiments.experiment import Experiment
+from fedrax.report import curves, sinks, tables
 from fedrax.report.runs import Method, default_target, main_metric, read_run, summarise, summary_line
 from fedrax.simulation import Interrupted, NonFiniteError, simulate, use_all_cores
 

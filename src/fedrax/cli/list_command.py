@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from fedrax import config
 from fedrax.cli.arguments import parse
 from fedrax.errors import unknown
-from fedrax.experiment import ALGORITHM, DATA, MODEL, PARTITION
+from fedrax.experiments import config
+from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
 from fedrax.report.tables import wide_console
 
 KINDS = {"algorithms": ALGORITHM, "datasets": DATA, "models": MODEL, "partitions": PARTITION}

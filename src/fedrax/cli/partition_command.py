@@ -13,13 +13,13 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from fedrax import experiment
 from fedrax.cli.arguments import parse_experiment
 from fedrax.data import Federation, heterogeneity, label_counts
-from fedrax.dissimilarity import gradient_dissimilarity
 from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.dissimilarity import gradient_dissimilarity
 
 DESCRIPTION = """Divide a data set among clients: `fedrax partition [FILE.toml] [flags]`.
 

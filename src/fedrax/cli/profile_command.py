@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedrax import experiment
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import tyro
 
-from fedrax import experiment
 from fedrax.cli.arguments import parse
 from fedrax.cli.run_command import Reporting, run
 from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
 from fedrax.simulation import use_all_cores
 
 DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax import experiment, sinks
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
-from fedrax.experiment import Experiment
+from fedrax.experiments import experiment
+from fedrax.experiments.experiment import Experiment
+from fedrax.report import sinks
 from fedrax.report.runs import summary_line
 from fedrax.report.tables import wide_console
 from fedrax.simulation import Event, Interrupted, Result, RunInfo, simulate, use_all_cores

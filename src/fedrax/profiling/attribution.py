@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from fedrax.compiled.scopes import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
 from fedrax.profiling import trace
 from fedrax.profiling.hlo import Cost, ProgramText
 from fedrax.profiling.measurement import Traced
-from fedrax.scopes import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
 
 NAMES = {
     GATHER: "gather batches",

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedrax.scopes import GATHER, read_scope
+from fedrax.compiled.scopes import GATHER, read_scope
 
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from fedrax.algorithm import Algorithm
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.profiling import limits
 from fedrax.profiling.attribution import NAMES, REST, SMALL_MICROSECONDS, SUMS, WAIT, DeviceTime, attribute
@@ -19,7 +20,6 @@ from fedrax.profiling.verdict import Verdict, judge
 from fedrax.simulation import backend
 from fedrax.simulation.run import Simulation
 from fedrax.simulation.settings import Settings
-from fedrax.task import Task
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedrax.local import LocalSGD
+from fedrax.contract.local import LocalSGD
 from fedrax.simulation.run import Simulation
 
 NEAR_LIMIT = 0.5

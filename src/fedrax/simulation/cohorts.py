@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
-from fedrax.local import LocalSGD
 from fedrax.simulation.settings import Availability, FixedList, Script, Settings, WeightedBySamples
 
 _COHORT, _STRAGGLER = 1, 2

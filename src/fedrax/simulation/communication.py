@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, Cohort
-from fedrax.client_data import ClientData
+from fedrax.contract.algorithm import Algorithm, Cohort
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.vectors import holds_vectors
 from fedrax.simulation.engine import Program
 from fedrax.tree import Tree
-from fedrax.vectors import holds_vectors
 
 
 def message_bytes(program: Program, algorithm: Algorithm, params: Tree, state: Tree, samples: Tree) -> tuple[int, int]:

@@ -21,14 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort
-from fedrax.client_data import ClientData, Layout
-from fedrax.products import Format
-from fedrax.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
+from fedrax.compiled.products import Format
+from fedrax.compiled.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort
+from fedrax.contract.client_data import ClientData, Layout
+from fedrax.contract.table import is_table, set_state, state_in
+from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded
 from fedrax.simulation.cohorts import Block
-from fedrax.table import is_table, set_state, state_in
 from fedrax.tree import Tree
-from fedrax.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded
 
 AXIS = "clients"
 BY_DEVICE = ("count", "client", "slot", "offset", "size", "weight", "work", "blocks")

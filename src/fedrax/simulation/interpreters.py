@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, Cohort
+from fedrax.contract.algorithm import Algorithm, Cohort
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import Block
 from fedrax.simulation.engine import (

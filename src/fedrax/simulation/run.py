@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedrax import tree
-from fedrax.algorithm import Algorithm, check_settings
-from fedrax.client_data import Layout
+from fedrax.contract.algorithm import Algorithm, check_settings
+from fedrax.contract.client_data import Layout
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.task import Batch, Task, starting_parameters
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import check
 from fedrax.simulation import backend, checkpoint
 from fedrax.simulation.cohorts import Planner, Sampler, check_blocks
 from fedrax.simulation.communication import message_bytes
@@ -34,7 +35,6 @@ from fedrax.simulation.process import Interrupted, interrupt_flag, write_environ
 from fedrax.simulation.result import Result
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.storage import Portion, Spill, Storage, Streamer, choose
-from fedrax.task import Batch, Task, starting_parameters
 from fedrax.tree import Tree
 
 _LONGEST_BLOCK = 64

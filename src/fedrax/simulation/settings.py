@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from fedrax.compiled.products import Format
+from fedrax.contract.hyperparameters import Bound, Count, Fraction
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import Bound, Count, Fraction
-from fedrax.products import Format
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
 

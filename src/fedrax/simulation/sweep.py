@@ -20,7 +20,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax.algorithm import Algorithm
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation import backend
@@ -31,7 +32,6 @@ from fedrax.simulation.interpreters import NonFiniteError
 from fedrax.simulation.result import Result
 from fedrax.simulation.run import Simulation, simulate
 from fedrax.simulation.settings import Settings
-from fedrax.task import Batch, Task
 from fedrax.tree import Tree
 
 _SMALL = 60_000

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import jax
 
-from fedrax.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.client_data import ClientData
-from fedrax.hyperparameters import NonNegative, hyperparameters
-from fedrax.schedules import Constant, Schedule
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import NonNegative, hyperparameters
+from fedrax.contract.schedules import Constant, Schedule
 from fedrax.tree import Tree
 
 

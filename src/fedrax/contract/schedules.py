@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.hyperparameters import Count, Fraction, NonNegative, hyperparameters
+from fedrax.contract.hyperparameters import Count, Fraction, NonNegative, hyperparameters
 
 
 @hyperparameters

@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fedrax.algorithm import Algorithm, algorithms, is_algorithm
+from fedrax.algorithms import algorithms
+from fedrax.contract.algorithm import Algorithm, is_algorithm
 from fedrax.errors import FedraxError, unknown
 
 Table = dict[str, Any]
@@ -82,7 +83,7 @@ def snake_case(name: str) -> str:
 def own_algorithm(found: Any) -> type:
     """What ``file.py:Class`` must be to serve as an algorithm."""
     if not is_algorithm(found):
-        raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.algorithm.Algorithm.")
+        raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.Algorithm.")
     return found
 
 

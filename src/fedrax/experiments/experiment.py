@@ -38,17 +38,17 @@ from typing import Annotated, Any
 
 import tomlkit
 
-from fedrax import config
-from fedrax.algorithm import Algorithm, check_settings
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.config import ALGORITHM, Choice, Reader, Table
+from fedrax.contract.algorithm import Algorithm, check_settings
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.task import Task, classification, regression, scale
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
 from fedrax.errors import FedraxError
+from fedrax.experiments import config
+from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
 from fedrax.files import replacing
-from fedrax.hyperparameters import check
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
-from fedrax.task import Task, classification, regression, scale
 
 MAX_FILE = 1 << 20  # bytes of an experiment file
 

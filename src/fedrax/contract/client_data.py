@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.products import Format, with_operands
-from fedrax.random_order import shuffled_index, uniform_index
-from fedrax.scopes import GATHER, GRADIENT, scope
+from fedrax.compiled.products import Format, with_operands
+from fedrax.compiled.random_order import shuffled_index, uniform_index
+from fedrax.compiled.scopes import GATHER, GRADIENT, scope
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.hyperparameters import Decay, Positive, hyperparameters
-from fedrax.schedules import Constant, Schedule
+from fedrax.contract.hyperparameters import Decay, Positive, hyperparameters
+from fedrax.contract.schedules import Constant, Schedule
 from fedrax.tree import Tree
 
 

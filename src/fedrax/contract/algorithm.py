@@ -17,16 +17,14 @@ client remembers something); ``broadcast`` defaults to the parameters. CONTRIBUT
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
-from fedrax.client_data import ClientData
-from fedrax.errors import FedraxError, unknown
-from fedrax.hyperparameters import hyperparameters
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 Info = dict[str, Array]
@@ -134,31 +132,9 @@ class Algorithm:
         raise TypeError(f"{type(self).__name__} must define server")
 
 
-def algorithms() -> dict[str, type[Algorithm]]:
-    """Every algorithm of the package by its name; a new file in ``fedrax/algorithms`` is found by itself."""
-    import fedrax.algorithms
-    import fedrax.wrappers
-
-    found: dict[str, type[Algorithm]] = {}
-    for package in (fedrax.algorithms, fedrax.wrappers):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-            for value in vars(importlib.import_module(module.name)).values():
-                if is_algorithm(value) and value.__module__ == module.name:
-                    found[value.__name__.lower()] = value
-    return dict(sorted(found.items()))
-
-
 def is_algorithm(value: Any) -> bool:
     """Whether ``value`` is a concrete algorithm class."""
     return isinstance(value, type) and issubclass(value, Algorithm) and value is not Algorithm
-
-
-def find_algorithm(name: str) -> type[Algorithm]:
-    """The algorithm class called ``name`` (case does not matter); FedraxError with the nearest name otherwise."""
-    known = algorithms()
-    if name.lower() not in known:
-        raise unknown("algorithm", name, known)
-    return known[name.lower()]
 
 
 def check_settings(algorithm: Algorithm, weights: str, cohort_size: int, varying_cohort: bool) -> None:

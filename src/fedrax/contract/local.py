@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.client_data import ClientData, Order, Reduction
+from fedrax.contract.client_data import ClientData, Order, Reduction
+from fedrax.contract.hyperparameters import Count, Decay, NonNegative, Positive, hyperparameters
+from fedrax.contract.proximal import Prox
+from fedrax.contract.schedules import Constant, Schedule
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import Count, Decay, NonNegative, Positive, hyperparameters
-from fedrax.proximal import Prox
-from fedrax.schedules import Constant, Schedule
 from fedrax.tree import Tree
 
 

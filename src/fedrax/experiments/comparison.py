@@ -28,10 +28,10 @@ from typing import Any
 
 import tomlkit
 
-from fedrax import experiment
-from fedrax.config import Reader, Table
 from fedrax.errors import FedraxError
-from fedrax.experiment import Experiment
+from fedrax.experiments import experiment
+from fedrax.experiments.config import Reader, Table
+from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import Method, Run, read_run
 
 SHARED = ("data", "partition", "model", "run")

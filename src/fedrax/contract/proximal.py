@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.errors import FedraxError
-from fedrax.hyperparameters import NonNegative, hyperparameters
 from fedrax.tree import Tree
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.client_data import ClientData, Layout
+from fedrax.contract.client_data import ClientData, Layout
+from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
-from fedrax.task import Batch, Task
 from fedrax.tree import Tree
 
 

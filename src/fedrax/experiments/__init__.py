@@ -1,0 +1,1 @@
+"""Experiments as files: reading and writing them, what they are made of, and comparisons of several."""
