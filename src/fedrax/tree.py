@@ -118,8 +118,14 @@ def set_row(a: Tree, index: Any, value: Tree) -> Tree:
 
 
 def num_bytes(a: Tree) -> int:
-    """Bytes of all leaves (arrays or ``jax.ShapeDtypeStruct``)."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(a))
+    """Bytes of all leaves (arrays or ``jax.ShapeDtypeStruct``); numbers shorter than a byte count as packed."""
+    return sum(-(-leaf.size * _bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(a))
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize
 
 
 def all_finite(a: Tree) -> jax.Array:

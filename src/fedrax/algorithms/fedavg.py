@@ -15,7 +15,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.local import LocalSGD
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
@@ -51,7 +51,8 @@ class FedAvg(Algorithm):
 
 @hyperparameters
 class FedProx(FedAvg):
-    """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss: d = g_i + mu (x_i - x)."""
+    """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss: g_i + mu (x_i - x) is its gradient, which
+    local momentum sees."""
 
     mu: NonNegative = 0.1
     """Strength of the pull towards the global parameters."""
@@ -59,11 +60,10 @@ class FedProx(FedAvg):
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD on the loss with the proximal term."""
 
-        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-            pulled = jax.tree.map(lambda g, a, b: (g + self.mu * (a - b)).astype(g.dtype), gradient, x, message)
-            return pulled, memory
+        def pull(gradient: Tree, x: Tree) -> Tree:
+            return jax.tree.map(lambda g, a, b: (g + self.mu * (a - b)).astype(g.dtype), gradient, x, message)
 
-        result = self.local.run(data, message, direction)
+        result = self.local.run(data, message, term=pull)
         return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 
 

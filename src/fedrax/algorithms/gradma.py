@@ -20,6 +20,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import Decay, Positive, Whole, hyperparameters
 from fedrax.contract.local import LocalResult, LocalSGD, Step
+from fedrax.contract.requirements import Requirements
 from fedrax.contract.vectors import Vectors
 from fedrax.tree import Tree
 
@@ -126,9 +127,9 @@ class GradMAS(Algorithm):
     """One quadratic program over the whole vector (as printed), or one for each leaf (what the authors ran)."""
 
     @property
-    def largest_cohort(self) -> int | None:
+    def requirements(self) -> Requirements:
         """All of the cohort is remembered, or nobody."""
-        return self.memory or None
+        return Requirements(largest_cohort=self.memory or None)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round: nothing remembered."""

@@ -17,6 +17,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.requirements import Requirements
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.contract.table import Table
 from fedrax.errors import FedraxError
@@ -86,14 +87,9 @@ class LoSAC(Algorithm):
         return self.reading == "consistent" or (self.reading == "auto" and self.local.prox is not None)
 
     @property
-    def uniform_weights(self) -> bool:
-        """phi is a plain sum over clients."""
-        return True
-
-    @property
-    def fixed_cohort(self) -> bool:
-        """With the printed scales phi's factor depends on S."""
-        return not self.consistent
+    def requirements(self) -> Requirements:
+        """phi is a plain sum over clients; with the printed scales its factor depends on S."""
+        return Requirements(uniform_weights=True, fixed_cohort=not self.consistent)
 
     @property
     def corrections(self) -> tuple[str, ...]:

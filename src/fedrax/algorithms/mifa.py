@@ -11,6 +11,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.contract.vectors import Vectors
 from fedrax.tree import Tree
@@ -38,9 +39,9 @@ class MIFA(Algorithm):
     """Who keeps Delta_i: each client its own, sending the change, or the server all N, clients sending Delta_i."""
 
     @property
-    def uniform_weights(self) -> bool:
+    def requirements(self) -> Requirements:
         """The memory's mean is plain."""
-        return True
+        return Requirements(uniform_weights=True)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; the memory is zero."""

@@ -12,6 +12,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.requirements import Requirements
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
@@ -57,9 +58,9 @@ class Scaffold(Algorithm):
     """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps."""
 
     @property
-    def uniform_weights(self) -> bool:
+    def requirements(self) -> Requirements:
         """c is the plain mean of the c_i."""
-        return True
+        return Requirements(uniform_weights=True)
 
     @property
     def corrections(self) -> tuple[str, ...]:

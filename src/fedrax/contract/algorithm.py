@@ -5,27 +5,33 @@ It never sees loops over clients, devices, files or networks. One round is one o
 
 1. ``broadcast(server) -> message`` goes to every client of the cohort,
 2. ``client(message, state, data) -> ClientOutput`` runs on each of them,
-3. ``server(server, cohort) -> server, info`` takes the cohort's uploads in.
+3. ``receive(upload)`` makes of each upload what is averaged: it decodes, dequantises, unmasks,
+4. ``server(server, cohort) -> server, info`` takes the cohort's mean in.
 
 A client's **state** is what its next phase receives: a phase's returned state goes to the same client's next
 phase in this round, the last phase's to its next round. Only the latter outlives the round, so something
 needed between two phases costs nothing per client of the federation.
 
 Writing an algorithm takes a subclass with ``init``, ``client`` and ``server`` (and ``init_client`` where a
-client remembers something); ``broadcast`` defaults to the parameters. CONTRIBUTING.md shows one whole.
+client remembers something); the other methods have defaults. CONTRIBUTING.md shows one whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 from jax import Array
 
+from fedrax.compiled.streams import stream_key
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.errors import FedraxError
+from fedrax.contract.requirements import Requirements
 from fedrax.tree import Tree
+
+if TYPE_CHECKING:
+    from fedrax.contract.local import LocalSGD
 
 Info = dict[str, Array]
 
@@ -33,25 +39,30 @@ Info = dict[str, Array]
 class ClientOutput(NamedTuple):
     """What one client hands back at the end of a phase.
 
-    ``upload`` is averaged over the cohort with the aggregation weights; ``each`` reaches the server one per
-    client (stacked), for methods whose server remembers clients. Both count as bytes sent. ``state`` stays on
-    the client. ``info`` is for people: averaged over the cohort, except ``gradients`` (evaluations of one
-    sample's gradient), which is summed.
+    ``upload``, ``total`` and ``each`` are what travels, and count as bytes sent. ``upload`` is averaged over the
+    cohort with the aggregation weights, once ``receive`` has decoded it: in float32 at least, whatever it travelled
+    in. ``total`` is summed as it is, for masked or counted numbers: integers exactly, modulo 2^32, and floats in
+    float32 at least. ``each`` reaches the server one per client (stacked), for methods whose server remembers
+    clients. ``state`` stays on the client. ``info`` is for people: averaged over the cohort, except ``gradients``
+    (evaluations of one sample's gradient), which is summed.
     """
 
     upload: Tree
     state: Tree = ()
     info: Info = {}  # noqa: RUF012 - never mutated
     each: Tree = ()
+    total: Tree = ()
 
 
 class Cohort(NamedTuple):
     """What the server sees of a phase: the S clients that took part."""
 
     mean: Tree
-    """sum_i p_i upload_i, with weights p_i that sum to one over the cohort."""
+    """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least."""
     each: Tree
     """The ``each`` of the clients, stacked on a leading axis of ``clients.shape``."""
+    total: Tree
+    """The sum of the clients' ``total``."""
     clients: Array
     """int32; the client of each entry of ``each``; entries beyond the cohort hold ``num_clients``, which is out
     of range: index with ``.at[clients].set(..., mode="drop")``."""
@@ -63,6 +74,19 @@ class Cohort(NamedTuple):
     """N, all clients of the federation."""
     round: Array
     """The number of this round, from 0."""
+    key: Array
+    """The server's random key of this round and phase; :meth:`stream` gives keys to use."""
+    depth: int = 0
+    """Wrappers around whoever looks at this."""
+
+    def stream(self, name: str) -> Array:
+        """The server's random key for the purpose ``name`` in this phase; another one in every wrapper."""
+        return stream_key(self.key, name, self.depth)
+
+
+def unchanged(upload: Tree) -> Tree:
+    """An upload that travels as it is summed."""
+    return upload
 
 
 class Phase(NamedTuple):
@@ -71,48 +95,22 @@ class Phase(NamedTuple):
     broadcast: Callable[[Any], Tree]
     client: Callable[[Any, Any, ClientData], ClientOutput]
     server: Callable[[Any, Cohort], tuple[Any, Info]]
-
-
-class ServerState(Protocol):
-    """What every server state has: a NamedTuple with the global parameters among its fields."""
-
-    @property
-    def params(self) -> Tree: ...
-
-    def _replace(self, **changes: Any) -> Any: ...
+    receive: Callable[[Tree], Tree] = unchanged
 
 
 @hyperparameters
 class Algorithm:
     """Base of all algorithms: the defaults of the contract."""
 
-    @property
-    def uniform_weights(self) -> bool:
-        """The method is defined for uniform aggregation weights only."""
-        return False
-
-    @property
-    def fixed_cohort(self) -> bool:
-        """The method's fixed point is wrong when the cohort's size varies between rounds."""
-        return False
-
-    @property
-    def largest_cohort(self) -> int | None:
-        """The most clients a round may have; None where any number is right."""
-        return None
-
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """Fields of the server's and clients' states that correct for drift (what a wrapper may extrapolate)."""
-        return ()
+    # -- what a round is ---------------------------------------------------------------------------------------
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of one round."""
-        return (Phase(self.broadcast, self.client, self.server),)
+        return (Phase(self.broadcast, self.client, self.server, self.receive),)
 
     def init(self, params: Tree, num_clients: int) -> Any:
-        """The server's state before the first round."""
+        """The server's state before the first round: a NamedTuple with the field ``params``, see :meth:`params`."""
         raise TypeError(f"{type(self).__name__} must define init")
 
     def init_client(self, params: Tree) -> Tree:
@@ -121,15 +119,61 @@ class Algorithm:
 
     def broadcast(self, server: Any) -> Tree:
         """What the server sends to each client."""
-        return server.params
+        return self.params(server)
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """One client's work."""
         raise TypeError(f"{type(self).__name__} must define client")
 
+    def receive(self, upload: Tree) -> Tree:
+        """What is averaged of an upload, on the server, before the next one arrives."""
+        return upload
+
     def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
         """The server's next state from the cohort's uploads."""
         raise TypeError(f"{type(self).__name__} must define server")
+
+    # -- what others may ask -----------------------------------------------------------------------------------
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the method needs of the run, the task and the model."""
+        return Requirements()
+
+    @property
+    def local_steps(self) -> LocalSGD | None:
+        """The rule of the clients' local steps, where there is one: by it devices are balanced and scripts checked."""
+        return getattr(self, "local", None)
+
+    def params(self, server: Any) -> Tree:
+        """The global parameters in a server state."""
+        return server.params
+
+    def with_params(self, server: Any, params: Tree) -> Any:
+        """The server state with other global parameters."""
+        return server._replace(params=params)
+
+    def personal(self, params: Tree, state: Any) -> Tree | None:
+        """The parameters of a client's own model, from the global ones and its state; None: there is no such model."""
+        return None
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """Fields of the server's and clients' states that correct for drift (what a wrapper may extrapolate)."""
+        return ()
+
+    def map_corrections(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
+        """``state``, the server's or a client's, with ``function`` of its corrections and those of ``others``."""
+        names = [name for name in self.corrections if name in getattr(state, "_fields", ())]
+        if not names:
+            return state
+        made = {name: function(getattr(state, name), *(getattr(other, name) for other in others)) for name in names}
+        return state._replace(**made)
+
+    def init_local(self, params: Tree) -> Tree:
+        """What the local steps carry from round to round on a client that has not taken part, beside its state."""
+        local = self.local_steps
+        return () if local is None else local.init_carried(params)
 
 
 def is_algorithm(value: Any) -> bool:
@@ -137,13 +181,6 @@ def is_algorithm(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Algorithm) and value is not Algorithm
 
 
-def check_settings(algorithm: Algorithm, weights: str, cohort_size: int, varying_cohort: bool) -> None:
-    """Refuse aggregation weights or participation (``cohort_size`` clients at most) the method is not defined for."""
-    name = type(algorithm).__name__
-    if algorithm.uniform_weights and weights != "uniform":
-        raise FedraxError(f"{name} is defined for uniform aggregation weights only: set weights to 'uniform'")
-    if algorithm.fixed_cohort and varying_cohort:
-        raise FedraxError(f"{name} converges to a wrong point when the cohort's size varies between rounds")
-    if algorithm.largest_cohort is not None and cohort_size > algorithm.largest_cohort:
-        limit = f"a memory of {algorithm.largest_cohort} clients is smaller than a cohort of {cohort_size}"
-        raise FedraxError(f"{name} remembers every client of the cohort: {limit}")
+def summed_dtype(dtype: Any) -> Any:
+    """The type in which numbers of ``dtype`` are averaged: float32 at least."""
+    return jax.numpy.promote_types(dtype, jax.numpy.float32)

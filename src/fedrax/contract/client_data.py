@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from fedrax import tree
 from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
+from fedrax.compiled.streams import FRESH, stream_key
+from fedrax.contract.task import Batch, Variables
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]
@@ -55,14 +57,58 @@ class Layout:
         return self.largest == self.smallest
 
 
-class ClientData:
-    """One client's data and circumstances in one round; built by the interpreters, read by algorithms.
+class Place(NamedTuple):
+    """One client's part in a round: who it is, where its data and state lie, and what is given of its work.
 
-    size: samples of this client n_i (int32). round: the round's number from 0 (int32). key: the client's own
-    random key of this round. work: the share of the local work a straggler does, in (0, 1], or None where
-    nobody straggles. blocks: int32 [T], the block of each step if the experiment fixes them. num_clients: N.
-    cohort_size: S (float). unroll: lay out loops of known length step by step. precision: the operands of the
-    gradient's matrix products.
+    Arrays without further axes here; a simulation stacks them over rounds, devices and clients. A script's fields
+    are None where nothing is given.
+    """
+
+    client: Any
+    """int32; the client's number."""
+    slot: Any
+    """int32; the row of its state in its device's store."""
+    offset: Any
+    """int32; its first sample."""
+    size: Any
+    """int32; n_i, its samples."""
+    weight: Any
+    """p_i."""
+    work: Any = None
+    """The share of the local work that a straggler does, in (0, 1]."""
+    steps: Any = None
+    """int32; T_i, local steps."""
+    blocks: Any = None
+    """int32 [T]; the block of each local step."""
+    batches: Any = None
+    """int32 [T, B]; the rows of each local step's batch, counted from the client's first; negative: none."""
+    fresh: Any = None
+    """int32 [B], or [] where blocks are used: the rows, or the block, of the batch besides those of the steps."""
+
+
+class Carried:
+    """What the local steps carry on besides the parameters; one object for all copies of one client's data."""
+
+    def __init__(self, statistics: Tree = (), optimizer: Tree = ()):
+        """statistics: a model's running statistics. optimizer: the state of a local optimizer that outlives rounds."""
+        self.statistics, self.optimizer = statistics, optimizer
+
+
+LossRule = Callable[[Callable], Callable]
+"""(params, batch, key) -> losses [B], made of another such function."""
+GradientRule = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array, Tree]]
+"""(losses, params, batch, weights, key) -> (summed loss, summed gradient) of a batch; ``losses`` as in LossRule,
+weights: None, or bool [B], False for rows that do not count."""
+DirectionRule = Callable[[Tree, Tree, Any], Tree]
+"""(direction, x, step) -> direction, at every local step."""
+
+
+class ClientData:
+    """One client's data and circumstances in one round; read by algorithms.
+
+    size: samples of this client n_i (int32). round: the round's number from 0 (int32). work: the share of the local
+    work a straggler does, in (0, 1], or None where nobody straggles. num_clients: N. cohort_size: S (float).
+    unroll: lay out loops of known length step by step. precision: the operands of the gradient's matrix products.
     """
 
     def __init__(
@@ -70,38 +116,101 @@ class ClientData:
         task: Any,
         layout: Layout,
         samples: Tree,
-        *,
-        offset: Array,
-        size: Array,
+        place: Place,
         key: Array,
+        *,
         round: Array,
         num_clients: int,
         cohort_size: Array,
-        work: Array | None = None,
-        blocks: Array | None = None,
+        carried: Carried | None = None,
         unroll: bool = False,
         precision: Format = "highest",
     ):
-        self.task, self.layout, self.samples, self.offset, self.size = task, layout, samples, offset, size
-        self.key, self.round, self.num_clients, self.cohort_size = key, round, num_clients, cohort_size
-        self.work, self.blocks, self.unroll = work, blocks, unroll
+        """Made in one place for all executors, :func:`fedrax.simulation.round.client_data`, and by :meth:`alone`."""
+        self.task, self.layout, self.samples, self.place = task, layout, samples, place
+        self.size, self.work = place.size, place.work
+        self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
+        self.unroll, self.carried = unroll, carried or Carried()
         self.precision: Format = precision
-        self.words = jax.random.key_data(key)
+        self._loss_rules: tuple[LossRule, ...] = ()
+        self._gradient_rule: GradientRule | None = None
+        self.direction_rules: tuple[DirectionRule, ...] = ()
+        self._depth = 0
+        self._fresh = False
+        self._key, self.words = key, jax.random.key_data(key)
 
-    def fresh(self) -> ClientData:
-        """The same client with an independent random key: for a batch besides those of the local steps."""
+    @classmethod
+    def alone(cls, task: Any, x: Any, y: Any, key: Array, *, round: int, num_clients: int, cohort_size: int) -> Self:
+        """For a process that has its own client's samples and no others. x: [n, ...]; y: [n, ...]."""
+        samples = Batch(jnp.asarray(x), jnp.asarray(y))
+        rows, zero = len(samples.y), jnp.int32(0)
+        place = Place(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
+        facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.float32(cohort_size)}
+        return cls(task, Layout(rows, rows, rows), samples, place, key, **facts)
+
+    # -- random numbers ----------------------------------------------------------------------------------------
+
+    def stream(self, name: str) -> Array:
+        """The client's random key for the purpose ``name`` in this round.
+
+        Streams share nothing with batches, dropout or each other, nor do those of wrappers around one another.
+        """
+        return stream_key(self._key, name, self._depth)
+
+    def step_key(self, index: Array | int) -> Array:
+        """The key of local step ``index``: for dropout."""
+        return jax.random.fold_in(self._key, index)
+
+    def fresh(self) -> Self:
+        """The same client with independent random keys: for a batch besides those of the local steps."""
+        key = jax.random.fold_in(self._key, FRESH)
+        return self._with(_key=key, words=jax.random.key_data(key), _fresh=True)
+
+    # -- what a wrapper may change -----------------------------------------------------------------------------
+
+    def inside(self) -> Self:
+        """As the method inside a wrapper sees it: with random streams of its own."""
+        return self._with(_depth=self._depth + 1)
+
+    def with_loss(self, rule: LossRule) -> Self:
+        """With another local loss, ``rule(losses)``, made of the one before: (params, batch, key) -> [B]."""
+        return self._with(_loss_rules=(*self._loss_rules, rule))
+
+    def with_gradients(self, rule: GradientRule) -> Self:
+        """With another way of taking a batch's gradient: see :data:`GradientRule`."""
+        return self._with(_gradient_rule=rule)
+
+    def with_directions(self, rule: DirectionRule) -> Self:
+        """With ``rule`` applied to the direction of every local step, after the method's own."""
+        return self._with(direction_rules=(*self.direction_rules, rule))
+
+    def with_carried(self, carried: Carried) -> Self:
+        """With statistics and local optimizer of the caller's own, who looks after them."""
+        return self._with(carried=carried)
+
+    def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
-        other.key = jax.random.fold_in(self.key, 0x7FFFFFFF)
-        other.words = jax.random.key_data(other.key)
+        other.__dict__.update(changes)
         return other
+
+    def variables(self, params: Tree) -> Tree:
+        """What the task's functions take: the parameters, with the running statistics where the model has some."""
+        return Variables(params, self.carried.statistics) if self.carried.statistics else params
+
+    # -- samples -----------------------------------------------------------------------------------------------
 
     @scope(GATHER)
     def batch(self, step: Array | int, batch_size: int, order: Order) -> tuple[Tree, Array | None]:
         """The samples of local step ``step`` and their weights: (leaves [B, ...], None or float [B]).
 
         ``shuffle`` walks the data in a new random order in every epoch, ``stored`` as stored; the last batch
-        of an epoch is shorter where B does not divide the size. ``replacement`` draws each sample anew.
+        of an epoch is shorter where B does not divide the size. ``replacement`` draws each sample anew. Rows that
+        do not count hold some sample of this client.
         """
+        given = self.place.fresh if self._fresh else self.place.batches
+        if given is not None:
+            rows = given if self._fresh else given[step]
+            return self._gather(jnp.maximum(rows, 0)), rows >= 0
         size = min(batch_size, self.layout.largest)
         lanes = jnp.arange(size, dtype=jnp.int32)
         if order == "replacement":
@@ -115,6 +224,8 @@ class ClientData:
         inside = positions < self.size
         if order == "shuffle":
             positions = shuffled_index(self.words, epoch, positions, self.size)
+        elif self.carried.statistics:  # which see all rows: not those of the next client
+            positions = positions % self.size
         return self._gather(positions), None if whole else inside
 
     def batches(self, batch_size: int) -> Array | int:
@@ -127,8 +238,10 @@ class ClientData:
     @scope(GATHER)
     def block_index(self, step: Array | int, num_blocks: int) -> Array:
         """The block of step ``step``, drawn uniformly from {0, ..., M - 1} unless the experiment fixes it."""
-        if self.blocks is not None:
-            return self.blocks[step]
+        if self._fresh and self.place.fresh is not None:
+            return self.place.fresh
+        if self.place.blocks is not None and not self._fresh:
+            return self.place.blocks[step]
         return uniform_index(self.words, step, num_blocks, stream=2)
 
     def block_rows(self, block: Array | int, num_blocks: int) -> tuple[Array, Array | int]:
@@ -139,20 +252,51 @@ class ClientData:
         low = (block * self.size) // num_blocks
         return low, ((block + 1) * self.size) // num_blocks - low
 
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def losses(self, recorded: list | None = None) -> Callable:
+        """The local loss, (params, batch, key) -> [B]; new running statistics, if any, are put into ``recorded``."""
+
+        def own(params: Tree, batch: Tree, key: Array) -> Array:
+            if recorded is None or not self.carried.statistics:
+                return self.task.loss(self.variables(params), batch, key)
+            losses, statistics = self.task.loss_and_statistics(self.variables(params), batch, key)
+            recorded.append(statistics)
+            return losses
+
+        loss = own
+        for rule in self._loss_rules:
+            loss = rule(loss)
+        return loss
+
     @scope(GRADIENT)
     def loss_and_gradient(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, reduction: Reduction
-    ) -> tuple[Array, Tree]:
-        """A batch's estimate of the client's loss (mean or sum over its samples) and its gradient at ``params``."""
+    ) -> tuple[Array, Tree, Tree]:
+        """A batch's estimate of the client's loss (mean or sum over its samples) and its gradient at ``params``.
+
+        And the model's running statistics after this batch.
+        """
         scale = self.size if reduction == "sum" else 1
+        if self._gradient_rule is not None:
+            total = self._gradient_rule(self.losses(), params, samples, weights, key)
+            count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
+            loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
+            return loss, gradient, self.carried.statistics
 
-        def objective(params: Tree) -> Array:
-            losses = self.task.loss(params, samples, key)
+        def objective(params: Tree) -> tuple[Array, Tree]:
+            recorded: list[Tree] = []
+            losses = self.losses(recorded)(params, samples, key)
             if weights is None:
-                return scale * losses.mean()
-            return scale * jnp.where(weights, losses, 0).sum() / weights.sum()
+                loss = scale * losses.mean()
+            else:
+                loss = scale * jnp.where(weights, losses, 0).sum() / weights.sum()
+            return loss, recorded[0] if recorded else self.carried.statistics
 
-        return self._value_and_grad(objective)(params)
+        (loss, statistics), gradient = with_operands(jax.value_and_grad(objective, has_aux=True), self.precision)(
+            params
+        )
+        return loss, gradient, statistics
 
     @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
@@ -160,32 +304,35 @@ class ClientData:
 
         ``rows`` is a Python int where known; ``at_most`` bounds it.
         """
+        losses = self.losses()
 
         def summed(params: Tree, samples: Tree, inside: Array | None, key: Array) -> Array:
-            losses = self.task.loss(params, samples, key)
-            return losses.sum() if inside is None else jnp.where(inside, losses, 0).sum()
+            values = losses(params, samples, key)
+            return values.sum() if inside is None else jnp.where(inside, values, 0).sum()
+
+        def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
+            if self._gradient_rule is not None:
+                return self._gradient_rule(losses, params, samples, inside, key)
+            return with_operands(jax.value_and_grad(summed), self.precision)(params, samples, inside, key)
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
-            return self._value_and_grad(summed)(params, self._slice(start, rows), None, key)
+            return gradient(params, self._slice(start, rows), None, key)
         chunk = min(at_most, _CHUNK)
         lanes = jnp.arange(chunk, dtype=jnp.int32)
 
         def one_pass(i: Array, total: Tree) -> Tree:
             inside = i * chunk + lanes < rows
             samples = self._gather(start + jnp.where(inside, i * chunk + lanes, 0))
-            return tree.add(total, self._value_and_grad(summed)(params, samples, inside, jax.random.fold_in(key, i)))
+            return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
         dtype = jax.eval_shape(lambda p: summed(p, self._slice(0, 1), None, key), params).dtype
         zero = (jnp.zeros((), dtype), tree.zeros_like(params))
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
 
-    def _value_and_grad(self, function: Callable) -> Callable:
-        return with_operands(jax.value_and_grad(function), self.precision)
-
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
         """Loss and gradient over all of the client's data."""
         rows = self.layout.largest if self.layout.equal else self.size
-        total = self.range_gradient(params, 0, rows, self.layout.largest, self.key)
+        total = self.range_gradient(params, 0, rows, self.layout.largest, self._key)
         return total if reduction == "sum" else self._mean(total)
 
     def block_gradient(
@@ -206,9 +353,9 @@ class ClientData:
         """Consecutive rows. XLA computes a slice anew in every operation that reads it, a gather once."""
         if sum(a.nbytes // len(a) for a in jax.tree.leaves(self.samples)) < _WIDE:
             return self._gather(start + jnp.arange(rows, dtype=jnp.int32))
-        take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.offset + start, rows)  # noqa: E731
+        take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.place.offset + start, rows)  # noqa: E731
         return jax.tree.map(take, self.samples)
 
     @scope(GATHER)
     def _gather(self, positions: Array) -> Tree:
-        return jax.tree.map(lambda a: a.at[self.offset + positions].get(mode="clip"), self.samples)
+        return jax.tree.map(lambda a: a.at[self.place.offset + positions].get(mode="clip"), self.samples)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.contract.client_data import ClientData, Order, Reduction
+from fedrax.contract.client_data import Carried, ClientData, Order, Reduction
 from fedrax.contract.hyperparameters import Count, Decay, NonNegative, Positive, hyperparameters
+from fedrax.contract.optax_rule import Optax
 from fedrax.contract.proximal import Prox
 from fedrax.contract.schedules import Constant, Schedule
 from fedrax.errors import FedraxError
@@ -27,7 +28,7 @@ class Step:
 
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
         self.index = index
-        self.key = jax.random.fold_in(data.key, index)
+        self.key = data.step_key(index)
         self._local, self._data = local, data
         self.block: Array | None = None
         """The block this step works on (M fixed blocks only)."""
@@ -38,16 +39,34 @@ class Step:
 
     def gradient(self, params: Tree) -> tuple[Array, Tree]:
         """Loss and raw gradient of this step's batch at ``params``."""
+        return self.gradient_and_statistics(params)[:2]
+
+    def gradient_and_statistics(self, params: Tree) -> tuple[Array, Tree, Tree]:
+        """The same, and the model's running statistics after this batch."""
         local, data = self._local, self._data
         if local.blocks is not None and self.block is not None:
-            return data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
-        if local.batch_size == "full":
-            return data.full_gradient(params, local.reduction)
-        return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
+            found = data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
+        elif local.batch_size == "full":
+            found = data.full_gradient(params, local.reduction)
+        else:
+            return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
+        if data.carried.statistics:
+            raise FedraxError(
+                "a model with running statistics (batch norm) takes steps on batches: set local.batch_size"
+            )
+        return *found, ()
+
+    @property
+    def batch(self) -> Tree:
+        """The step's samples; None where it works on a block or on all of the client's data."""
+        return getattr(self, "_samples", None)
 
 
 Direction = Callable[[Tree, Tree, Any, Step], tuple[Tree, Any]]
 """(gradient, x_i, memory, step) -> (direction, memory): what a method makes of the local gradient."""
+
+Term = Callable[[Tree, Tree], Tree]
+"""(gradient, x_i) -> gradient with that of a term of the local loss added: a method's own part of the objective."""
 
 
 def plain(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
@@ -98,6 +117,11 @@ class LocalSGD:
     """Regulariser Psi, applied as prox_{eta Psi} after every step."""
     schedule: Schedule = Constant()
     """Factor on ``lr`` and ``clip`` by round."""
+    optimizer: Optax | None = None
+    """An optimizer of optax in place of the plain step x_i - eta d: it is given the direction d. ``lr`` is its
+    learning rate where it is made here and has none (``Optax.of(optax.adamw)``); a finished one has its own."""
+    carry: bool = False
+    """Keep the optimizer's state from round to round on each client, instead of starting anew."""
 
     def check(self) -> None:
         """Refuse combinations that contradict each other."""
@@ -105,6 +129,14 @@ class LocalSGD:
             raise FedraxError("give local steps or local epochs, not both")
         if self.blocks is not None and self.steps is None:
             raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
+        if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
+            raise FedraxError(
+                "a local optimizer has its own momentum and clipping: leave local.momentum and local.clip out"
+            )
+        if self.carry and self.optimizer is None:
+            raise FedraxError(
+                "there is no local optimizer whose state could be carried over rounds: set local.optimizer"
+            )
 
     def step_size(self, round: Array) -> Array | float:
         """eta in this round."""
@@ -112,6 +144,8 @@ class LocalSGD:
 
     def num_steps(self, data: ClientData) -> Array | int:
         """T_i: a Python int where every client takes the same number of steps."""
+        if data.place.steps is not None:
+            return data.place.steps
         if self.steps is not None:
             return self.steps if data.work is None else jnp.ceil(data.work * self.steps).astype(jnp.int32)
         epochs: Array | int = self.epochs or 1
@@ -122,6 +156,10 @@ class LocalSGD:
 
     def samples(self, data: ClientData, steps: Array | int) -> Array:
         """Samples that ``steps`` local steps take gradients of (their mean over draws of uneven blocks)."""
+        given = data.place.batches
+        if given is not None:
+            used = jnp.arange(len(given)) < steps
+            return jnp.sum(jnp.where(used[:, None], given >= 0, False)).astype(float)
         if self.blocks is not None:
             return jnp.asarray(steps * data.size / self.blocks, float)
         if self.batch_size == "full":
@@ -135,7 +173,12 @@ class LocalSGD:
     @property
     def steps_are_gradients(self) -> bool:
         """Whether (x - x_i) / (T eta) is the mean direction: no momentum, decay, clipping or prox between."""
-        return self.momentum is None and self.weight_decay is None and self.clip is None and self.prox is None
+        between = (self.momentum, self.weight_decay, self.clip, self.prox, self.optimizer)
+        return all(option is None for option in between)
+
+    def init_carried(self, params: Tree) -> Tree:
+        """What a client carries from round to round besides its state: the optimizer's state, where asked for."""
+        return self.optimizer.init(params) if self.optimizer is not None and self.carry else ()
 
     def decayed(self, gradient: Tree, params: Tree) -> Tree:
         """The gradient with weight decay added."""
@@ -158,25 +201,34 @@ class LocalSGD:
         direction: Direction = plain,
         memory: Any = (),
         mean_gradient: bool = False,
+        term: Term | None = None,
     ) -> LocalResult:
         """Take the local steps from ``params``.
 
         direction: see :data:`Direction`; it receives the gradient after decay and momentum. memory: a pytree
         the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
+        term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
-        lr, steps = self.step_size(data.round), self.num_steps(data)
+        lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
         def body(index: Array | int, carry: tuple) -> tuple:
-            x, memory, velocity, total, loss = carry
-            step = Step(self, data, index)
-            step_loss, gradient = step.gradient(x)
+            x, memory, velocity, total, loss, statistics, rule = carry
+            step = Step(self, data.with_carried(Carried(statistics)), index)
+            step_loss, gradient, statistics = step.gradient_and_statistics(x)
             total = tree.add(total, gradient) if mean_gradient else None
             gradient = self.decayed(gradient, x)
+            if term is not None:
+                gradient = term(gradient, x)
             if self.momentum is not None:
                 gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
             d, memory = direction(gradient, x, memory, step)
-            x = self.move(x, d, lr, data.round)
-            return x, memory, velocity, total, loss + step_loss
+            for change in data.direction_rules:
+                d = change(d, x, step)
+            if self.optimizer is None:
+                x = self.move(x, d, lr, data.round)
+            else:
+                x, rule = self._optimized(x, rule, d, lr, data.round)
+            return x, memory, velocity, total, loss + step_loss, statistics, rule
 
         zeros = tree.zeros_like(params)
         carry = (
@@ -185,13 +237,16 @@ class LocalSGD:
             zeros if self.momentum is not None else None,
             zeros if mean_gradient else None,
             jnp.zeros((), jax.tree.leaves(params)[0].dtype),
+            carried.statistics,
+            self._start_of_optimizer(params, carried),
         )
         if data.unroll and isinstance(steps, int):
             for index in range(steps):
                 carry = body(index, carry)
         else:
             carry = jax.lax.fori_loop(0, steps, body, carry)
-        x, memory, _, total, loss = carry
+        x, memory, _, total, loss, carried.statistics, rule = carry
+        carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)
         return LocalResult(
             params=x,
@@ -200,3 +255,15 @@ class LocalSGD:
             mean_gradient=tree.scale(1 / count, total) if mean_gradient else None,
             info={"loss": loss / count, "gradients": self.samples(data, steps)},
         )
+
+    def _start_of_optimizer(self, params: Tree, carried: Carried) -> Tree:
+        if self.optimizer is None:
+            return ()
+        return carried.optimizer if self.carry else self.optimizer.init(params)
+
+    def _optimized(self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array) -> tuple[Tree, Tree]:
+        """A step of the optimizer; the schedule acts through its learning rate, or on a finished one's updates."""
+        assert self.optimizer is not None
+        factor = 1.0 if self.optimizer.wants_lr else self.schedule(round)
+        x, state = self.optimizer.move(x, state, d, lr, factor)
+        return x if self.prox is None else self.prox(x, lr), state

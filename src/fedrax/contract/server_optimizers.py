@@ -15,6 +15,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.contract.hyperparameters import Decay, Positive, hyperparameters
+from fedrax.contract.optax_rule import Optax
 from fedrax.contract.schedules import Constant, Schedule
 from fedrax.tree import Tree
 
@@ -110,25 +111,6 @@ class Yogi(Adam):
     def second_moment(self, v: Array, d2: Array) -> Array:
         """v after a mean update whose square is ``d2``."""
         return v - (1 - self.b2) * d2 * jnp.sign(v - d2)
-
-
-@hyperparameters
-class Optax:
-    """Any optax optimizer on the pseudo-gradient -Delta: ``Optax(optax.adamw(1e-2))``. Library use only."""
-
-    transform: Any
-    """An ``optax.GradientTransformation``."""
-
-    def init(self, params: Tree) -> Tree:
-        """The optimizer's state."""
-        return self.transform.init(params)
-
-    def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
-        """(parameters, state) after one server step."""
-        import optax  # here, so that only those who use it wait for it
-
-        updates, state = self.transform.update(tree.scale(-1, delta), state, params)
-        return optax.apply_updates(params, updates), state
 
 
 ServerOptimizer = SGD | Adagrad | Adam | Yogi | Optax

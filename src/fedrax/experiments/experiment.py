@@ -39,7 +39,7 @@ from typing import Annotated, Any
 import tomlkit
 
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.contract.algorithm import Algorithm, check_settings
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task, classification, regression, scale
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
@@ -129,7 +129,8 @@ class Experiment:
         """Refuse numbers out of their bounds and contradictions; raises FedraxError naming the key."""
         for part in ("model", "algorithm", "run", "partition"):
             check(getattr(self, part), part)
-        check_settings(self.algorithm, self.run.weights, self.run.cohort_size, varying_cohort=False)
+        name, run = type(self.algorithm).__name__, self.run
+        self.algorithm.requirements.check_run(name, run.weights, run.cohort_size, varying_cohort=False)
 
 
 def read_table(path: Path) -> Table:

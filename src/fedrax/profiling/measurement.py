@@ -18,11 +18,13 @@ from fedrax.errors import FedraxError
 from fedrax.profiling import trace
 from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.trace import Timeline
-from fedrax.simulation.cohorts import Block
 from fedrax.simulation.engine import compiled_block
 from fedrax.simulation.events import events_of
-from fedrax.simulation.run import Simulation
-from fedrax.simulation.storage import Portion
+from fedrax.simulation.round import Rounds
+from fedrax.simulation.run import storage_of
+from fedrax.simulation.saving import fresh
+from fedrax.simulation.setup import Setup
+from fedrax.simulation.storage import Portion, Storage
 
 _ROUNDS_A_CALL = 64
 _SECONDS = 2.0
@@ -87,31 +89,32 @@ class Measurement:
 class Stopwatch:
     """A simulation that runs the same first rounds over and over, going on from its own state."""
 
-    simulation: Simulation
+    setup: Setup
     rounds: int | None = None
     """To time, a trace's not counted; by default as many as take two seconds."""
     keep: Path | None = None
     """Where to keep the raw trace."""
+    _storage: Storage = field(init=False)
     _run: Callable[..., Any] = field(init=False)
     _carry: Any = field(init=False)
 
     def measure(self) -> Measurement:
         """Everything, in the order a run does it."""
-        sim = self.simulation
+        sim = self.setup
         block = min(sim.settings.eval_every, sim.settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL)
         made = Measurement(rounds=block, calls=0, notes=other_work())
-        sim.storage = sim._storage()
+        self._storage = storage_of(sim)
         try:
             self._measure(made, block)
         finally:
-            sim.storage.close(failed=True)
+            self._storage.close(failed=True)
         return made
 
     def _measure(self, made: Measurement, block: int) -> None:
-        sim = self.simulation
-        self._carry = sim._fresh()
+        sim = self.setup
+        self._carry = fresh(sim, self._storage)
         self._run = sim.engine.run
-        first = sim.storage.portion(0, 1)
+        first = self._storage.portion(0, 1)
         if sim.plan in ("scan", "vmap"):
             self._compile(made, first)
         self._call(first)  # a first one, to warm up
@@ -124,7 +127,7 @@ class Stopwatch:
             self._trace(made, made.program)
 
     def _compile(self, made: Measurement, portion: Portion) -> None:
-        sim = self.simulation
+        sim = self.setup
         self._bring(portion)
         program = compiled_block(sim.engine.program, sim.engine.mesh)
         began = time.perf_counter()
@@ -134,26 +137,26 @@ class Stopwatch:
         made.compile = time.perf_counter() - began
         made.program = ProgramText(compiled.as_text() or "")
 
-        def run(algorithm: Any, carry: Any, key: Any, xs: Block, rounds: int) -> tuple[Any, dict]:
+        def run(algorithm: Any, carry: Any, key: Any, xs: Rounds, rounds: int) -> tuple[Any, dict]:
             carry, records = compiled(algorithm, carry, sim.engine.samples, key, xs, np.int32(rounds))
             return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
 
         self._run = run
-        self._carry = sim.storage.settle(self._carry, portion)
+        self._carry = self._storage.settle(self._carry, portion)
 
     def _bring(self, portion: Portion) -> None:
         """The block's samples and client states to the devices, where they are not always there."""
         if portion.samples is not None:
-            self.simulation.engine.samples = portion.samples
-        self._carry = self.simulation.storage.bring(self._carry, portion)
+            self.setup.engine.samples = portion.samples
+        self._carry = self._storage.bring(self._carry, portion)
 
     def _call(self, portion: Portion) -> tuple[float, dict]:
         """(seconds, records) of a call."""
-        sim, began = self.simulation, time.perf_counter()
+        sim, began = self.setup, time.perf_counter()
         self._bring(portion)
         self._carry, records = self._run(sim.algorithm, self._carry, sim.key, portion.xs, portion.rounds)
         jax.block_until_ready(self._carry)
-        self._carry = sim.storage.settle(self._carry, portion)
+        self._carry = self._storage.settle(self._carry, portion)
         seconds = time.perf_counter() - began
         if not np.all(records["sound"]):
             raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: a smaller step size may help")
@@ -161,12 +164,12 @@ class Stopwatch:
 
     def _blocks(self, made: Measurement) -> None:
         """Calls as in a run, over the rounds that the run has."""
-        sim, calls, planning, events, clients, gradients = self.simulation, [], [], [], [], []
+        sim, calls, planning, events, clients, gradients = self.setup, [], [], [], [], []
         places = max(1, sim.settings.rounds // made.rounds)
         wanted = None if self.rounds is None else max(1, round(self.rounds / made.rounds))
         while (sum(calls) < _SECONDS or len(calls) < 3) if wanted is None else len(calls) < wanted:
             began = time.perf_counter()
-            portion = sim.storage.portion(len(calls) % places * made.rounds, made.rounds)
+            portion = self._storage.portion(len(calls) % places * made.rounds, made.rounds)
             planned = time.perf_counter()
             seconds, records = self._call(portion)
             called = time.perf_counter()
@@ -184,20 +187,21 @@ class Stopwatch:
         made.clients, made.gradients = float(np.mean(clients)), float(np.mean(gradients))
 
     def _evaluations(self, made: Measurement) -> None:
-        sim, times = self.simulation, []
+        sim, times = self.setup, []
+        params = sim.algorithm.params(self._carry.server)
         while len(times) < 4 and sum(times[1:]) < _SECONDS:
             began = time.perf_counter()
             with compiling_anew():
                 for name, evaluator in sim.evaluators.items():
-                    evaluator(self._carry.server.params, name, sim.settings.per_client)
+                    evaluator(sim.variables(params, self._carry.statistics), name, sim.settings.per_client)
             times.append(time.perf_counter() - began)
         made.evaluate_first, made.evaluate = times[0], statistics.median(times[1:])
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
         """Trace as many rounds as fit the time, or a part of one round's clients."""
-        sim, seconds = self.simulation, made.call / made.rounds
+        seconds = made.call / made.rounds
         rounds = max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))
-        portion, share = sim.storage.portion(0, rounds), 1.0
+        portion, share = self._storage.portion(0, rounds), 1.0
         xs, rounds = portion.xs, portion.rounds
         if seconds > _TRACED_SECONDS:
             whole = xs.count.sum()

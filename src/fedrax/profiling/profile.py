@@ -18,8 +18,8 @@ from fedrax.profiling.limits import Limits
 from fedrax.profiling.measurement import Measurement, Stopwatch, Traced
 from fedrax.profiling.verdict import Verdict, judge
 from fedrax.simulation import backend
-from fedrax.simulation.run import Simulation
 from fedrax.simulation.settings import Settings
+from fedrax.simulation.setup import Setup, prepare
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def profile(
     rounds: int | None = None,
     keep_trace: Path | None = None,
 ) -> Profile:
-    """Run some rounds of the simulation that ``simulate`` would run with these arguments, and say what takes time.
+    """Run some rounds of the setup that ``simulate`` would run with these arguments, and say what takes time.
 
     rounds: to time; by default as many as take about two seconds. keep_trace: where to keep the raw trace. Nothing
     else is kept. Raises FedraxError for settings that ``simulate`` refuses, and for rounds that diverge.
@@ -96,23 +96,23 @@ def profile(
     settings = settings or Settings()
     backend.use_all_cores()
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
-        simulation = Simulation(algorithm, task, federation, settings, None, None, None)
-        measured = Stopwatch(simulation, rounds, keep_trace).measure()
-        return assemble(simulation, measured, limits.measure(simulation.engine.mesh, settings.dtype))
+        setup = prepare(algorithm, task, federation, settings)
+        measured = Stopwatch(setup, rounds, keep_trace).measure()
+        return assemble(setup, measured, limits.measure(setup.engine.mesh, settings.dtype))
 
 
-def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> Profile:
+def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:
     """The profile of measurements."""
-    settings, mesh, notes = simulation.settings, simulation.engine.mesh, [*measured.notes]
+    settings, mesh, notes = setup.settings, setup.engine.mesh, [*measured.notes]
     call = 1e3 * measured.call / measured.rounds
-    device, overhead, note = _of_devices(simulation, measured, call)
+    device, overhead, note = _of_devices(setup, measured, call)
     notes.append(note)
     host = (measured.plan + measured.events) * 1e3 / measured.rounds + overhead
     evaluation = 1e3 * measured.evaluate / min(settings.eval_every, settings.rounds)
     device.parts[(None, "evaluate")] = device.kinds["evaluation"] = evaluation
     device.parts[(None, "host")] = device.kinds["host"] = host
     total = sum(device.parts.values())
-    phases = len(simulation.algorithm.phases)
+    phases = len(setup.algorithm.phases)
     parts = [
         Part(name, None if phase is None or phases == 1 else phase + 1, ms, ms / total, device.operations[phase, name])
         for (phase, name), ms in sorted(device.parts.items(), key=_in_order)
@@ -120,11 +120,11 @@ def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> 
     in_rounds, count = call - overhead, sum(device.operations.values())
     products = device.kinds["products"]
     compiling = 0.0 if measured.program is None else measured.compile
-    evaluation_compile = max(measured.evaluate_first - measured.evaluate, 0.0) if simulation.evaluators else 0.0
+    evaluation_compile = max(measured.evaluate_first - measured.evaluate, 0.0) if setup.evaluators else 0.0
     achieved = device.cost.flops / products / 1e6 if products else 0.0
     return Profile(
-        algorithm=simulation.info.algorithm,
-        plan=simulation.info.plan,
+        algorithm=setup.info.algorithm,
+        plan=setup.info.plan,
         devices=mesh.devices.size,
         clients=measured.clients,
         gradients=measured.gradients,
@@ -137,7 +137,7 @@ def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> 
         evaluation_ms=1e3 * measured.evaluate,
         limits=machine,
         verdict=judge(
-            simulation,
+            setup,
             device.kinds,
             products_of_limit=achieved / machine.gflops,
             compile_seconds=compiling + evaluation_compile,
@@ -154,10 +154,10 @@ def assemble(simulation: Simulation, measured: Measurement, machine: Limits) -> 
     )
 
 
-def _of_devices(simulation: Simulation, measured: Measurement, call: float) -> tuple[DeviceTime, float, str]:
+def _of_devices(setup: Setup, measured: Measurement, call: float) -> tuple[DeviceTime, float, str]:
     """(the devices' time, ms a round in which none is at work, how they are known); ``call``: ms a round."""
     traced, program = measured.traced, measured.program
-    platform = simulation.engine.mesh.devices.flat[0].platform
+    platform = setup.engine.mesh.devices.flat[0].platform
     if traced is not None and program is not None and traced.timelines:
         outside = min(traced.outside, measured.call * traced.outside / traced.untraced)
         overhead = 1e3 * outside / measured.rounds
@@ -167,7 +167,7 @@ def _of_devices(simulation: Simulation, measured: Measurement, call: float) -> t
     device.parts[(None, "rounds")] = device.kinds["rounds"] = call
     if program is not None:
         return device, 0.0, f"The trace of this backend ({platform}) names no operations: only whole calls are known."
-    return device, 0.0, f"Plan {simulation.plan} is not one program: what its calls consist of is not known."
+    return device, 0.0, f"Plan {setup.plan} is not one program: what its calls consist of is not known."
 
 
 def _in_order(item: tuple[tuple[int | None, str], float]) -> tuple:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedrax.contract.local import LocalSGD
-from fedrax.simulation.run import Simulation
+from fedrax.simulation.setup import Setup
 
 NEAR_LIMIT = 0.5
 """Products that run at this share of the machine's limit or more are called bound by arithmetic."""
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def judge(
-    simulation: Simulation,
+    setup: Setup,
     kinds: Mapping[str, float],
     *,
     products_of_limit: float,
@@ -46,8 +46,8 @@ def judge(
     microseconds: float,
 ) -> Verdict:
     """kinds: milliseconds a round. microseconds: the mean operation's time."""
-    verdict = _of_round(simulation, kinds, products_of_limit, microseconds)
-    rounds = simulation.settings.rounds
+    verdict = _of_round(setup, kinds, products_of_limit, microseconds)
+    rounds = setup.settings.rounds
     seconds = sum(kinds.values()) * rounds / 1e3
     if compile_seconds <= seconds:
         return verdict
@@ -56,9 +56,7 @@ def judge(
     return Verdict("compile", f"{longer} {verdict.sentence}", advice)
 
 
-def _of_round(
-    simulation: Simulation, kinds: Mapping[str, float], products_of_limit: float, microseconds: float
-) -> Verdict:
+def _of_round(setup: Setup, kinds: Mapping[str, float], products_of_limit: float, microseconds: float) -> Verdict:
     """What bounds a round, compilation aside."""
     total = sum(kinds.values())
     bound = max(kinds, key=lambda kind: kinds[kind])
@@ -67,8 +65,8 @@ def _of_round(
         near = products_of_limit >= NEAR_LIMIT
         how = f"they run at {products_of_limit:.0%} of the machine's limit"
         more = "arithmetic bounds the round" if near else "each is too small, or of a shape too awkward, to reach it"
-        return Verdict(bound, f"Matrix products take {share}; {how}: {more}.", None if near else _batch(simulation))
-    return Verdict(bound, SENTENCES[bound].format(share=share, microseconds=microseconds), _advice(simulation, bound))
+        return Verdict(bound, f"Matrix products take {share}; {how}: {more}.", None if near else _batch(setup))
+    return Verdict(bound, SENTENCES[bound].format(share=share, microseconds=microseconds), _advice(setup, bound))
 
 
 SENTENCES = {
@@ -84,29 +82,29 @@ SENTENCES = {
 }
 
 
-def _advice(simulation: Simulation, bound: str) -> str | None:
-    settings, local = simulation.settings, getattr(simulation.algorithm, "local", None)
-    devices = simulation.engine.mesh.devices.size
+def _advice(setup: Setup, bound: str) -> str | None:
+    settings, local = setup.settings, setup.algorithm.local_steps
+    devices = setup.engine.mesh.devices.size
     if bound in ("small", "memory"):
-        return _batch(simulation)
+        return _batch(setup)
     if bound == "gather" and isinstance(local, LocalSGD) and local.order != "stored" and local.blocks is None:
         return 'Batches in stored order (algorithm.local.order = "stored") are read as slices.'
     if bound == "exchange":
         return "More clients a round, or more local steps, make the exchange rarer."
-    if bound == "waiting" and simulation.info.cohort_size % devices:
+    if bound == "waiting" and setup.info.cohort_size % devices:
         return f"A cohort size that {devices} divides gives all devices as many clients."
     if bound in ("evaluation", "host") and settings.eval_every < settings.rounds:
         return "Evaluate more rarely (run.eval_every): rounds between two evaluations run in one call."
-    if bound == "rounds" and simulation.plan != "scan":
+    if bound == "rounds" and setup.plan != "scan":
         return "The plan scan compiles all rounds into one program (run.plan)."
     return None
 
 
-def _batch(simulation: Simulation) -> str | None:
+def _batch(setup: Setup) -> str | None:
     """A larger batch does more for each operation and each pass over the parameters, where there are batches."""
-    local = getattr(simulation.algorithm, "local", None)
+    local = setup.algorithm.local_steps
     if not isinstance(local, LocalSGD) or local.batch_size == "full" or local.blocks is not None:
         return None
-    if local.batch_size >= simulation.engine.program.layout.largest:
+    if local.batch_size >= setup.engine.program.layout.largest:
         return None
     return "A larger batch (algorithm.local.batch_size) does more work with each operation."

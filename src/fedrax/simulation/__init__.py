@@ -1,8 +1,8 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
 from fedrax.simulation.backend import use_all_cores
+from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
-from fedrax.simulation.interpreters import NonFiniteError
 from fedrax.simulation.process import Interrupted
 from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate

@@ -7,15 +7,21 @@ a resumed run, another algorithm or another number of devices sees the same coho
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
+from fedrax.contract.client_data import Place
 from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
+from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import Availability, FixedList, Script, Settings, WeightedBySamples
 
 _COHORT, _STRAGGLER = 1, 2
+_SMALL_STORE = 64 << 20
+"""Bytes of what all clients keep for which every client is given a row."""
 
 
 def generator(seed: int, stream: int, round: int) -> np.random.Generator:
@@ -117,36 +123,63 @@ def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray
     return np.split(clients, starts[1:])
 
 
-def check_blocks(script: Script | None, sampler: Sampler, local: LocalSGD | None) -> None:
-    """Refuse given blocks that do not fit the rounds, cohorts and local steps."""
-    if script is None or script.blocks is None:
-        return
-    if local is None or local.blocks is None or local.steps is None:
+GIVEN = ("steps", "blocks", "batches", "fresh")
+"""The fields of a Script, and of a Place, that hold something for each client of each round: [R, S, ...]."""
+
+
+def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
+    """What a script gives of the clients' work, by name; FedraxError where it does not fit the run."""
+    given = {name: getattr(script, name, None) for name in GIVEN}
+    arrays = {name: np.asarray(value) for name, value in given.items() if value is not None}
+    if not arrays:
+        return {}
+    if local is None:
+        raise FedraxError(f"{next(iter(arrays))} are given, but the algorithm has no local steps")
+    rounds, clients = sampler.settings.rounds, sampler.largest
+    for name, array in arrays.items():
+        enough = array.ndim >= 2 and array.shape[0] >= rounds and array.shape[1] >= clients
+        if not enough or array.dtype.kind not in "iu":
+            shape = f"[{rounds} rounds, {clients} clients, ...]"
+            raise FedraxError(f"the given {name} must be whole numbers of shape {shape} or more, not {array.shape}")
+    steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
+    if steps is None:
+        raise FedraxError("what local steps work on is given, but not how many there are: give Script(steps=...)")
+    if "steps" in arrays and (arrays["steps"].ndim != 2 or arrays["steps"].min() < 0):
+        raise FedraxError("the given steps must be one whole number, 0 or more, for each client of each round")
+    if "blocks" in arrays:
+        _check_blocks(arrays["blocks"], (rounds, clients, steps), local)
+    if "batches" in arrays:
+        _check_rows(arrays["batches"], 4, "batches", sampler, local)
+        if arrays["batches"].shape[2] < steps:
+            raise FedraxError(f"batches are given for {arrays['batches'].shape[2]} local steps of {steps}")
+    if "fresh" in arrays:
+        if local.blocks is None:
+            _check_rows(arrays["fresh"], 3, "fresh", sampler, local)
+        elif arrays["fresh"].ndim != 2 or arrays["fresh"].min() < 0 or arrays["fresh"].max() >= local.blocks:
+            raise FedraxError(f"the given fresh blocks must be one of 0 to {local.blocks - 1} a client of each round")
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], local: LocalSGD) -> None:
+    if local.blocks is None:
         raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
-    blocks, need = np.asarray(script.blocks), (sampler.settings.rounds, sampler.largest, local.steps)
-    if blocks.ndim != 3 or blocks.dtype.kind not in "iu" or any(a < b for a, b in zip(blocks.shape, need, strict=True)):
+    if blocks.ndim != 3 or any(a < b for a, b in zip(blocks.shape, need, strict=True)):
         raise FedraxError(f"the given blocks must be whole numbers [rounds, clients, steps] of shape {need} or more")
     if blocks.min() < 0 or blocks.max() >= local.blocks:
         raise FedraxError(f"the given blocks must be from 0 to {local.blocks - 1}")
 
 
-class Block(NamedTuple):
-    """The clients of up to B consecutive rounds as arrays over (round, device, place on the device).
-
-    In places beyond a device's clients ``client`` holds num_clients and ``weight`` zero; the rest means nothing
-    there. A field is None where nothing needs it.
-    """
-
-    round: np.ndarray  # int32 [B]
-    cohort_size: np.ndarray  # float32 [B]
-    count: np.ndarray  # int32 [B, D]
-    client: np.ndarray  # int32 [B, D, K]
-    slot: np.ndarray  # int32 [B, D, K]
-    offset: np.ndarray  # int32 [B, D, K]
-    size: np.ndarray  # int32 [B, D, K]
-    weight: np.ndarray  # float [B, D, K]
-    work: np.ndarray | None  # float32 [B, D, K]
-    blocks: np.ndarray | None  # int32 [B, D, K, T]
+def _check_rows(rows: np.ndarray, axes: int, name: str, sampler: Sampler, local: LocalSGD) -> None:
+    if local.blocks is not None or local.batch_size == "full":
+        raise FedraxError(f"{name} are given, but the local steps take no batches: set local.batch_size to a number")
+    if rows.ndim != axes:
+        raise FedraxError(f"the given {name} must have {axes} axes, the last over a batch's rows, not {rows.ndim}")
+    for r in range(sampler.settings.rounds):
+        cohort = sampler.cohort(r)
+        inside = rows[r, : len(cohort)] < sampler.sizes[cohort].reshape(-1, *[1] * (axes - 2))
+        if not inside.all():
+            client = cohort[np.argmin(inside.reshape(len(cohort), -1).all(1))]
+            raise FedraxError(f"the given {name} of round {r} name a row that client {client} does not have")
 
 
 class Planner:
@@ -164,39 +197,51 @@ class Planner:
         stateful: bool,
         by_samples: bool,
         chunk: int = 1,
-        script: Script | None = None,
+        row_bytes: int = 0,
+        given: Mapping[str, np.ndarray] | None = None,
     ):
+        """row_bytes: of what a client keeps. given: see :func:`given_work`."""
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
-        self.by_samples, self.chunk = by_samples, chunk
-        self.blocks = None if script is None or script.blocks is None else np.asarray(script.blocks)
+        self.by_samples, self.chunk, self.given = by_samples, chunk, dict(given or {})
         self.straggling = sampler.settings.stragglers > 0
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
         places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
         self.places = -(-places // chunk) * chunk
+        self.capacity = self._room(row_bytes)
         self.home: dict[int, tuple[int, int]] = {}
-        self.rows = [0] * devices
-        self.planned = 0
+        self._used = [0] * devices
         self._assigned: dict[int, list[list[int]]] = {}
         if stateful:  # homes depend on all rounds before, so lay them out once, from the start
             for r in range(sampler.settings.rounds):
                 self._assigned[r] = self._assign(r)
 
-    @property
-    def capacity(self) -> int:
-        """Rows of client state a device needs."""
-        return max(1, *self.rows) if self.devices > 1 else max(1, self.rows[0])
+    def _room(self, row_bytes: int) -> int:
+        """Rows a device has for what clients keep: as many for every seed, so that a new one compiles nothing anew.
+
+        All clients where that takes little memory; else as many as can take part, rounded up to a power of two, so
+        that a few more rounds change nothing either. Devices that share them have an eighth to spare, since they
+        are not filled evenly.
+        """
+        clients, some = self.sampler.num_clients, self.sampler.settings.rounds * self.sampler.largest
+        if clients * row_bytes > _SMALL_STORE:
+            clients = min(clients, 1 << (some - 1).bit_length())
+        return clients if self.devices == 1 else -(-clients * 9 // (8 * self.devices))
 
     @property
     def most_places(self) -> int:
         """The most clients any device has in a round; for planners of clients with state."""
         return max(len(places) for assigned in self._assigned.values() for places in assigned)
 
+    def rows(self) -> dict[int, int]:
+        """The row of each client that takes part, counted over all devices one after another."""
+        return {client: device * self.capacity + row for client, (device, row) in self.home.items()}
+
     def owners(self) -> np.ndarray:
         """The client of each row of the state store, all devices' one after another; int32, -1 where none."""
         owners = np.full(self.capacity * self.devices if self.stateful else 0, -1, np.int32)
-        for client, (device, row) in self.home.items():
-            owners[device * self.capacity + row] = client
+        for client, row in self.rows().items():
+            owners[row] = client
         return owners
 
     def _assign(self, round: int) -> list[list[int]]:
@@ -219,7 +264,7 @@ class Planner:
         heapq.heapify(heap)
         for place in sorted(newcomers, key=lambda p: (-cost[p], p)):
             popped = []
-            while len(chosen[heap[0][1]]) >= self.places and len(heap) > 1:
+            while self._full(heap[0][1], chosen) and len(heap) > 1:
                 popped.append(heapq.heappop(heap))
             used, device = heapq.heappop(heap)
             chosen[device].append(place)
@@ -227,51 +272,75 @@ class Planner:
             for entry in popped:
                 heapq.heappush(heap, entry)
             if self.stateful:
-                self.home[int(cohort[place])] = (device, self.rows[device])
-                self.rows[device] += 1
+                self.home[int(cohort[place])] = (device, self._used[device])
+                self._used[device] += 1
         if self.chunk > 1:  # clients side by side wait for the slowest of them: put those of like work together
             return [sorted(places, key=lambda p: (-cost[p], p)) for places in chosen]
         return [sorted(places) for places in chosen]
 
-    def block(self, first: int, rounds: int, length: int) -> Block:
+    def _full(self, device: int, chosen: list[list[int]]) -> bool:
+        """Whether a device has no place left in this round, or no row."""
+        return len(chosen[device]) >= self.places or (self.stateful and self._used[device] >= self.capacity)
+
+    def block(self, first: int, rounds: int, length: int) -> Rounds:
         """Rounds ``first`` to ``first + rounds``, in arrays of ``length`` rounds."""
         s, dims = self.sampler, (length, self.devices, self.places)
-        num_clients, spare = s.num_clients, self.capacity
-        out = Block(
-            round=np.arange(first, first + length, dtype=np.int32),
-            cohort_size=np.ones(length, np.float32),
-            count=np.zeros(dims[:2], np.int32),
-            client=np.full(dims, num_clients, np.int32),
-            slot=np.full(dims, spare, np.int32),
-            offset=np.zeros(dims, np.int32),
-            size=np.full(dims, int(s.sizes[0]), np.int32),
-            weight=np.zeros(dims, s.settings.dtype),
-            work=np.ones(dims, np.float32) if self.straggling else None,
-            blocks=None if self.blocks is None else np.zeros((*dims, self.blocks.shape[-1]), np.int32),
+        room: Any = lambda value, dtype=np.int32: np.full(dims, value, dtype)  # noqa: E731
+        given = {n: np.zeros((*dims, *a.shape[2:]), np.int32) for n, a in self.given.items()}
+        places = Place(
+            client=room(s.num_clients),
+            slot=room(self.capacity),
+            offset=room(0),
+            size=room(int(s.sizes[0])),
+            weight=room(0, s.settings.dtype),
+            work=room(1, np.float32) if self.straggling else None,
+            **given,
         )
+        numbers = np.arange(first, first + length, dtype=np.int32)
+        out = Rounds(numbers, np.ones(length, np.float32), np.zeros(dims[:2], np.int32), places)
         for b in range(rounds):
             self._fill(out, b, first + b)
         return out
 
-    def _fill(self, out: Block, b: int, round: int) -> None:
+    def _fill(self, out: Rounds, b: int, round: int) -> None:
         s = self.sampler
         cohort = s.cohort(round)
         assigned = self._assigned[round] if self.stateful else self._assign(round)
         weight = s.sizes[cohort].astype(float) if s.settings.weights == "samples" else np.ones(len(cohort))
-        weight /= weight.sum()
-        work = s.work(round, len(cohort)) if self.straggling else None
+        found: dict[str, Any] = {
+            "client": cohort,
+            "offset": self.offsets[cohort],
+            "size": s.sizes[cohort],
+            "weight": weight / weight.sum(),
+            **{name: array[round] for name, array in self.given.items()},
+        }
+        if self.stateful:
+            found["slot"] = np.array([self.home[c][1] for c in cohort.tolist()], np.int32)
+        if self.straggling:
+            found["work"] = s.work(round, len(cohort))
         out.cohort_size[b] = len(cohort)
-        for d, places in enumerate(assigned):
-            n = len(places)
-            clients = cohort[places]
-            out.count[b, d] = n
-            out.client[b, d, :n] = clients
-            out.offset[b, d, :n] = self.offsets[clients]
-            out.size[b, d, :n] = s.sizes[clients]
-            out.weight[b, d, :n] = weight[places]
-            if self.stateful:
-                out.slot[b, d, :n] = [self.home[int(c)][1] for c in clients]
-            if out.work is not None and work is not None:
-                out.work[b, d, :n] = work[places]
-            if out.blocks is not None and self.blocks is not None:
-                out.blocks[b, d, :n] = self.blocks[round][places]
+        for d, chosen in enumerate(assigned):
+            out.count[b, d] = len(chosen)
+            for name, values in found.items():
+                getattr(out.places, name)[b, d, : len(chosen)] = values[chosen]
+
+
+# -- parts of a plan -----------------------------------------------------------------------------------------------
+
+
+def share_of(xs: Rounds, r: int, d: int) -> Rounds:
+    """Round ``r`` of device ``d``: without these two axes."""
+    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r, d], jax.tree.map(lambda a: a[r, d], xs.places))
+
+
+def whole_round(xs: Rounds, r: int, rows: int, samples: int = 0) -> Rounds:
+    """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device.
+
+    And offsets through ``samples`` samples a device, where each has its own.
+    """
+    shares = []
+    for d in range(xs.count.shape[1]):
+        places = jax.tree.map(lambda a, d=d: a[r, d, : xs.count[r, d]], xs.places)
+        shares.append(places._replace(slot=places.slot + d * rows, offset=places.offset + d * samples))
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *shares)
+    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r].sum(), joined)

@@ -4,45 +4,66 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from fedrax import tree
-from fedrax.contract.algorithm import Algorithm, Cohort
-from fedrax.contract.client_data import ClientData
-from fedrax.contract.vectors import holds_vectors
-from fedrax.simulation.engine import Program
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import checked_message
+from fedrax.contract.client_data import Place
+from fedrax.simulation.round import (
+    Executor,
+    Gathered,
+    Kept,
+    Program,
+    Rounds,
+    add_client,
+    client_keys,
+    no_sums,
+    run_client,
+    run_round,
+)
 from fedrax.tree import Tree
 
 
-def message_bytes(program: Program, algorithm: Algorithm, params: Tree, state: Tree, samples: Tree) -> tuple[int, int]:
-    """Bytes (down, up) of one client in one round, from the shapes of the algorithm's messages and uploads."""
+class Counting(Executor):
+    """A round of one client, for the shapes of what travels."""
 
-    def one_round(params: Tree, state: Tree, samples: Tree) -> tuple[list[Tree], list[Tree]]:
-        server, received, sent = algorithm.init(params, program.num_clients), [], []
-        zero, one = jnp.int32(0), jnp.ones(1)
-        blocks = getattr(getattr(algorithm, "local", None), "blocks", None)
-        data = ClientData(
-            program.task,
-            program.layout,
-            samples,
-            offset=zero,
-            size=jnp.int32(program.layout.largest),
-            key=jax.random.key(0),
-            round=zero,
-            num_clients=program.num_clients,
-            cohort_size=one[0],
-            blocks=None if blocks is None else jnp.zeros((1,), jnp.int32),
-        )
-        for phase in algorithm.phases:
-            message = phase.broadcast(server)
-            if holds_vectors(message):
-                raise TypeError(f"{type(algorithm).__name__} broadcasts Vectors: send what it makes of them")
-            out = phase.client(message, state, data)
-            each = jax.tree.map(lambda a: a[None], out.each)
-            cohort = Cohort(out.upload, each, zero[None], one, one[0], program.num_clients, zero)
-            server, state = phase.server(server, cohort)[0], out.state
-            received.append(message)
-            sent.append((out.upload, out.each))
-        return received, sent
+    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: Kept, samples: Tree):
+        super().__init__(program, algorithm, here, key)
+        self.kept, self.initial, self.samples = kept, kept, samples
+        self.received: list[Tree] = []
+        self.sent: list[Tree] = []
 
-    received, sent = jax.eval_shape(one_round, params, state, samples)
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """The one client."""
+        places, zero = self.here.places, jnp.int32(0)
+        keys = client_keys(self.round_key, places.client)
+        inputs = (checked_message(self.algorithm, message), self.kept, statistics, self.samples, self.here, keys, zero)
+        done = run_client(self.program, p, self.algorithm, *inputs)
+        self.received.append(message)
+        self.sent.append((done.output.upload, done.output.each, done.output.total))
+        if p == 0:  # running statistics go down with the first message and up with the last upload
+            self.received.append(statistics)
+            self.sent.append(statistics)
+        sums = no_sums(self.program, self.algorithm, p, self.initial, done)
+        sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
+        self.kept = done.kept
+        return Gathered(sums, jax.tree.map(lambda a: a[None], done.output.each), places.client, places.weight)
+
+
+def message_bytes(
+    program: Program, algorithm: Algorithm, params: Tree, statistics: Tree, kept: Kept, samples: Tree, place: Place
+) -> tuple[int, int]:
+    """Bytes (down, up) of one client in one round, from the shapes of the algorithm's messages and uploads.
+
+    place: of any client, its fields of shape [1, ...].
+    """
+
+    def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[list[Tree], list[Tree]]:
+        here = Rounds(jnp.int32(0), jnp.ones(()), jnp.int32(1), jax.tree.map(jnp.asarray, place))
+        executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples)
+        run_round(executor, algorithm.init(params, program.num_clients), statistics)
+        return executor.received, executor.sent
+
+    received, sent = jax.eval_shape(one_round, params, statistics, kept, samples)
     return tree.num_bytes(received), tree.num_bytes(sent)

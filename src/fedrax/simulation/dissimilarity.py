@@ -8,9 +8,10 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.contract.client_data import ClientData, Layout
+from fedrax.contract.client_data import Layout, Place
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
+from fedrax.simulation.round import Program, Rounds, client_data
 from fedrax.tree import Tree
 
 
@@ -22,23 +23,18 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
     the data, without dropout of its own for each client. Infinite where the mean gradient is zero.
     """
     start = task.init(jax.random.fold_in(jax.random.key(seed), 0)) if params is None else params
-    samples, layout = Batch(*map(jnp.asarray, federation.train)), Layout.of(federation.sizes)
-    clients = federation.num_clients
+    samples, clients = Batch(*map(jnp.asarray, federation.train)), federation.num_clients
+    program = Program(task, Layout.of(federation.sizes), clients, chunk=0)
 
     @jax.jit
     def both(samples: Batch, offsets: Array, sizes: Array) -> tuple[Array, Array]:
+        numbers = jnp.arange(clients, dtype=jnp.int32)
+        places = Place(numbers, numbers, offsets, sizes, jnp.ones(clients))
+        everyone = Rounds(jnp.int32(0), jnp.float32(clients), jnp.int32(clients), places)
+        keys = jnp.broadcast_to(jax.random.key(seed), clients)
+
         def add(i: Array, total: tuple) -> tuple:
-            data = ClientData(
-                task,
-                layout,
-                samples,
-                offset=offsets[i],
-                size=sizes[i],
-                key=jax.random.key(seed),
-                round=jnp.int32(0),
-                num_clients=clients,
-                cohort_size=jnp.float32(clients),
-            )
+            data = client_data(program, samples, everyone, keys, i)
             gradient = data.full_gradient(start)[1]
             return tree.add(total[0], gradient), total[1] + tree.dot(gradient, gradient)
 

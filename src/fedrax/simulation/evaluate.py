@@ -92,17 +92,28 @@ class Evaluator:
         """
         result = {}
         for name, values in self.per_sample(params).items():
-            result[f"{prefix}_{name}"] = float(values.mean())
-            if per_client and self.offsets is not None:
-                sizes = np.diff(self.offsets)
-                # the last offset ends the last client: rows after it are of clients outside the federation
-                sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
-                by_client = sums[sizes > 0] / sizes[sizes > 0]
-                worst = by_client.max() if name == "loss" else by_client.min()
-                result[f"{prefix}_{name}_worst_client"] = float(worst)
-                result[f"{prefix}_{name}_client_mean"] = float(by_client.mean())
-                result[f"{prefix}_{name}_client_std"] = float(by_client.std())
+            result |= self.summary(values, f"{prefix}_{name}", name, per_client)
         return result
+
+    def summary(self, values: np.ndarray, key: str, name: str, per_client: bool) -> dict[str, float]:
+        """What is reported of one metric's values, a sample each."""
+        result = {key: float(values.mean())}
+        if per_client and self.offsets is not None:
+            sizes = np.diff(self.offsets)
+            # the last offset ends the last client: rows after it are of clients outside the federation
+            sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
+            result |= over_clients(sums[sizes > 0] / sizes[sizes > 0], key, name)
+        return result
+
+
+def over_clients(values: np.ndarray, key: str, name: str) -> dict[str, float]:
+    """Worst, mean and deviation of a metric's values, a client each."""
+    worst = values.max() if name == "loss" else values.min()
+    return {
+        f"{key}_worst_client": float(worst),
+        f"{key}_client_mean": float(values.mean()),
+        f"{key}_client_std": float(values.std()),
+    }
 
 
 class StreamedEvaluator(Evaluator):

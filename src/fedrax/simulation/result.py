@@ -27,15 +27,22 @@ class Result:
     stopped: str
     """"rounds", or "target" where the target accuracy ended the run early."""
     directory: Path | None = None
+    statistics: Tree = ()
+    """The model's running statistics after the last round, averaged over clients; empty where it has none."""
+    trajectory: list[Tree] = field(default_factory=list)
+    """The global parameters after every round, on the host, where asked for."""
     store: Tree = ()
+    """What clients keep, a row each."""
     homes: dict[int, int] = field(default_factory=dict)
-    initial_client: Tree = ()
+    """The row of each client that took part."""
+    initial_client: Any = None
+    """What a client keeps before it takes part."""
 
     def client_state(self, client: int) -> Tree:
         """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part)."""
         if client not in self.homes:
-            return self.initial_client
-        return jax.tree.map(lambda a: a[self.homes[client]], self.store)
+            return self.initial_client.state
+        return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
 
     def metric(self, name: str) -> list[tuple[int, float]]:
         """(round, value) wherever events hold ``name``."""

@@ -70,6 +70,8 @@ class Settings:
     """Also evaluate on all clients' training data."""
     per_client: bool = False
     """Also report metrics per client: the worst, the mean and the standard deviation over clients."""
+    finetune: Count | None = None
+    """Also report metrics of each client's own copy of the global model after so many epochs of its local steps."""
     target: float | None = None
     """Stop once the test accuracy reaches this."""
     plan: Literal["auto", "scan", "vmap", "loop", "debug"] = "auto"
@@ -99,14 +101,23 @@ class Settings:
             raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Script:
     """Given sequences in place of random draws, to compare a run number by number with another implementation.
 
-    cohorts: the clients of each round, in order. blocks: int [R, S, T], the block of each local step of each
-    client of the cohort (methods with M fixed blocks). Batches follow the stored order with
-    ``LocalSGD(order="stored")`` and unshuffled federations; starting parameters are an argument of ``simulate``.
+    R rounds, S the largest cohort, T the most local steps, B rows of a batch; all whole numbers from 0. Starting
+    parameters are an argument of ``simulate``, and ``trajectory=True`` returns the parameters after every round.
     """
 
     cohorts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | None = None
+    """The clients of each round, in order."""
+    steps: np.ndarray | None = None
+    """[R, S]: T_i of each client of the cohort."""
     blocks: np.ndarray | None = None
+    """[R, S, T]: the block of each local step (methods with M fixed blocks)."""
+    batches: np.ndarray | None = None
+    """[R, S, T, B]: the rows of each local step's batch, counted from the client's first; negative ones do not
+    count, for batches of unlike size."""
+    fresh: np.ndarray | None = None
+    """[R, S, B]: the rows of the batch besides those of the steps (EPISODE's for G_i); [R, S], its block, where
+    ``local.blocks`` are used."""

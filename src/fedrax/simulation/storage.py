@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.data.federation import ALIGNMENT
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohorts import Block, Planner
+from fedrax.simulation.cohorts import Planner
 from fedrax.simulation.engine import AXIS, Carry
+from fedrax.simulation.round import Rounds
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
@@ -128,18 +129,18 @@ class Streamer:
         self.room = max(largest, min(fits, len(leaves[0]), longest * planner.places * largest))
         self.x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
-    def rounds_that_fit(self, xs: Block, rounds: int) -> int:
+    def rounds_that_fit(self, xs: Rounds, rounds: int) -> int:
         """How many of the first rounds have room."""
-        return rounds_that_fit(xs.client[:rounds], xs.count[:rounds], self.sizes, self.room)
+        return rounds_that_fit(xs.places.client[:rounds], xs.count[:rounds], self.sizes, self.room)
 
-    def place(self, xs: Block, rounds: int) -> tuple[Block, Tree]:
+    def place(self, xs: Rounds, rounds: int) -> tuple[Rounds, Tree]:
         """The block with the ``offset`` of each client's samples on its device, and the samples."""
-        clients, places = distinct(xs.client[:rounds], xs.count[:rounds])
+        clients, places = distinct(xs.places.client[:rounds], xs.count[:rounds])
         ends = [np.cumsum(self.sizes[mine]) for mine in clients]
         starts = [end - self.sizes[mine] for end, mine in zip(ends, clients, strict=True)]
         need = max(int(end[-1]) if len(end) else 0 for end in ends)
         self.room = max(self.room, rounded_up(need))
-        offset = np.zeros_like(xs.offset)
+        offset = np.zeros_like(xs.places.offset)
         for d, start in enumerate(starts):
             if len(start):
                 offset[:rounds, d] = start[places[:, d]]
@@ -149,7 +150,7 @@ class Streamer:
         ]
         with jax.enable_x64(self.x64):  # a thread of its own has its own setting
             samples = jax.tree.map(lambda a: self._gather(a, rows), self.samples)
-        return xs._replace(offset=offset), samples
+        return xs._replace(places=xs.places._replace(offset=offset)), samples
 
     def _gather(self, array: np.ndarray, rows: list[np.ndarray]) -> jax.Array:
         dtype, parts = jax.dtypes.canonicalize_dtype(array.dtype), []
@@ -191,16 +192,18 @@ class Spill:
         room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
         self._tables = jax.tree.map(room, self.files)
 
-    def rounds_that_fit(self, xs: Block, rounds: int) -> int:
+    def rounds_that_fit(self, xs: Rounds, rounds: int) -> int:
         """How many of the first rounds have room."""
-        return rounds_that_fit(xs.slot[:rounds], xs.count[:rounds], None, self.room)
+        return rounds_that_fit(xs.places.slot[:rounds], xs.count[:rounds], None, self.room)
 
-    def place(self, xs: Block, rounds: int) -> tuple[Block, list[np.ndarray]]:
+    def place(self, xs: Rounds, rounds: int) -> tuple[Rounds, list[np.ndarray]]:
         """The block with the ``slot`` of each client on its device, and the rows that belong there."""
-        found, places = distinct(xs.slot[:rounds], xs.count[:rounds])
-        slot = np.zeros_like(xs.slot)
+        found, places = distinct(xs.places.slot[:rounds], xs.count[:rounds])
+        slot = np.zeros_like(xs.places.slot)
         slot[:rounds] = places
-        return xs._replace(slot=slot), [mine + d * self.capacity for d, mine in enumerate(found)]
+        return xs._replace(places=xs.places._replace(slot=slot)), [
+            mine + d * self.capacity for d, mine in enumerate(found)
+        ]
 
     def read(self, rows: list[np.ndarray]) -> Tree:
         """A store on the devices with each device's ``rows``."""
@@ -244,7 +247,7 @@ class Spill:
 class Portion(NamedTuple):
     """A block of rounds with what it needs."""
 
-    xs: Block
+    xs: Rounds
     rounds: int
     samples: Tree | None
     """On the devices; None where they always are."""

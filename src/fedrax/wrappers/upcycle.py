@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.schedules import Constant, Schedule
+from fedrax.contract.wrapper import Wrapper
 from fedrax.tree import Tree
 
 
-def _extrapolate(old: Tree, new: Tree, factor: Any) -> Tree:
-    return jax.tree.map(lambda o, n: (n + factor * (n - o)).astype(n.dtype), old, new)
-
-
 @hyperparameters
-class Upcycled(Algorithm):
+class Upcycled(Wrapper):
     """After the inner round took x- to x, the server moves on without the clients: x <- x + a (x - x-).
 
     A round is two iterations of the paper. Around FedAvg this equals FedAvg with server step 1 + a, and so for
@@ -35,60 +33,32 @@ class Upcycled(Algorithm):
     extrapolate: Literal["none", "server", "both"] = "none"
     """Also extrapolate the inner method's correction states: the server's, or the server's and the clients'."""
 
-    @property
-    def uniform_weights(self) -> bool:
-        """As the inner algorithm."""
-        return self.inner.uniform_weights
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """The client's corrections move on, where asked for."""
+        output = client(message, state, data)
+        if last and self.extrapolate == "both":
+            moved = self.inner.map_corrections(self._extrapolation(data.round), output.state, state)
+            output = output._replace(state=moved)
+        return output, own
 
-    @property
-    def fixed_cohort(self) -> bool:
-        """As the inner algorithm."""
-        return self.inner.fixed_cohort
-
-    @property
-    def largest_cohort(self) -> int | None:
-        """As the inner method."""
-        return self.inner.largest_cohort
-
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """As the inner algorithm."""
-        return self.inner.corrections
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The inner phases; the last one's server (and clients, where asked for) move on."""
-        *first, last = self.inner.phases
-
-        def client(message: Any, state: Any, data: ClientData) -> ClientOutput:
-            output = last.client(message, state, data)
-            if self.extrapolate != "both":
-                return output
-            return output._replace(state=self._corrections(state, output.state, data.round))
-
-        def server(server: Any, cohort: Cohort) -> tuple[Any, Info]:
-            new, info = last.server(server, cohort)
-            factor = self.a * self.schedule(cohort.round)
-            moved = new._replace(params=_extrapolate(server.params, new.params, factor))
+    def around_server(
+        self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
+    ) -> tuple[Any, Tree, Info]:
+        """After the last phase the parameters move on, and the server's corrections where asked for."""
+        new, info = server(state, cohort)
+        if last:
+            move = self._extrapolation(cohort.round)
+            before, after = self.inner.params(state), self.inner.params(new)
+            new = self.inner.with_params(new, move(after, before))
             if self.extrapolate != "none":
-                moved = self._corrections(server, moved, cohort.round)
-            return moved, info
+                new = self.inner.map_corrections(move, new, state)
+        return new, own, info
 
-        return (*first, Phase(last.broadcast, client, server))
-
-    def _corrections(self, old: Any, new: Any, round: Any) -> Any:
+    def _extrapolation(self, round: Any) -> Callable[[Tree, Tree], Tree]:
         factor = self.a * self.schedule(round)
-        names = [name for name in self.corrections if name in getattr(new, "_fields", ())]
-        moved = {n: _extrapolate(getattr(old, n), getattr(new, n), factor) for n in names}
-        return new._replace(**moved) if moved else new
-
-    def init(self, params: Tree, num_clients: int) -> Any:
-        """The inner algorithm's."""
-        return self.inner.init(params, num_clients)
-
-    def init_client(self, params: Tree) -> Tree:
-        """The inner algorithm's."""
-        return self.inner.init_client(params)
+        return lambda new, old: jax.tree.map(lambda n, o: (n + factor * (n - o)).astype(n.dtype), new, old)
 
 
 def upcycle(algorithm: Algorithm, a: float = 0.5, **options: Any) -> Upcycled:

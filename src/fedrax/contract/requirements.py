@@ -1,0 +1,56 @@
+"""What a method needs of a run, a task and a model: one value, which wrappers combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedrax.errors import FedraxError
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The defaults need nothing. ``a | b`` needs what either does."""
+
+    uniform_weights: bool = False
+    """Defined for uniform aggregation weights only."""
+    fixed_cohort: bool = False
+    """The fixed point is wrong when the cohort's size varies between rounds."""
+    largest_cohort: int | None = None
+    """The most clients a round may have; None where any number is right."""
+    features: bool = False
+    """The task must offer penultimate features."""
+    blocks: bool = False
+    """The task must offer its network as a list of blocks."""
+    per_sample_losses: bool = False
+    """The loss must be one number a sample, not one a batch."""
+    no_statistics: bool = False
+    """Running statistics (batch norm) would leave the clients outside of what the method guards."""
+
+    def __or__(self, other: Requirements) -> Requirements:
+        limits = [size for size in (self.largest_cohort, other.largest_cohort) if size is not None]
+        either = {
+            name: getattr(self, name) or getattr(other, name)
+            for name in self.__dataclass_fields__
+            if name != "largest_cohort"
+        }
+        return Requirements(**either, largest_cohort=min(limits, default=None))
+
+    def check_run(self, name: str, weights: str, cohort_size: int, varying_cohort: bool) -> None:
+        """Refuse aggregation weights or participation (``cohort_size`` clients at most) that ``name`` cannot take."""
+        if self.uniform_weights and weights != "uniform":
+            raise FedraxError(f"{name} is defined for uniform aggregation weights only: set weights to 'uniform'")
+        if self.fixed_cohort and varying_cohort:
+            raise FedraxError(f"{name} converges to a wrong point when the cohort's size varies between rounds")
+        if self.largest_cohort is not None and cohort_size > self.largest_cohort:
+            limit = f"a memory of {self.largest_cohort} clients is smaller than a cohort of {cohort_size}"
+            raise FedraxError(f"{name} remembers every client of the cohort: {limit}")
+
+    def check_task(self, name: str, task: Any, statistics: bool) -> None:
+        """Refuse a task that lacks what ``name`` needs of it."""
+        if self.features and task.features is None:
+            raise FedraxError(f"{name} needs a model with features: give Model(..., features=...)")
+        if self.blocks and not getattr(task, "blocks", None):
+            raise FedraxError(f"{name} needs a model made of blocks: give Model(..., blocks=...)")
+        if self.no_statistics and statistics:
+            raise FedraxError(f"{name} does not guard running statistics: use group norm instead of batch norm")

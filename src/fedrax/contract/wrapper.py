@@ -1,0 +1,153 @@
+"""Methods around methods: a base that forwards the whole contract, so that wrappers nest in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
+from fedrax.tree import Tree
+
+
+class Wrapped(NamedTuple):
+    """A state of the method inside and the wrapper's own."""
+
+    inner: Any
+    own: Any
+
+
+@hyperparameters
+class Wrapper(Algorithm):
+    """A method around ``inner``, which does everything as ``inner`` does unless it says otherwise.
+
+    Override the methods ``around_...`` to change what a phase does, ``init_own`` and ``init_client_own`` where the
+    wrapper keeps something of its own, on the server or on a client. States are those of ``inner`` as long as the
+    wrapper keeps nothing, and :class:`Wrapped` where it does; the methods ``around_...`` are given ``inner``'s
+    functions and states, and what the wrapper keeps apart from them. To reach the local loss, gradients and steps
+    hand ``inner`` a changed ``data``: see ``with_loss``, ``with_gradients`` and ``with_directions`` of
+    :class:`fedrax.ClientData`.
+    """
+
+    inner: Algorithm
+
+    # -- for wrappers to override ------------------------------------------------------------------------------
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """One client's work: (output with ``inner``'s state, the wrapper's own state); ``last``: of the last phase."""
+        return client(message, state, data), own
+
+    def around_server(
+        self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
+    ) -> tuple[Any, Tree, Info]:
+        """The server's part: (``inner``'s next state, the wrapper's own, info)."""
+        state, info = server(state, cohort)
+        return state, own, info
+
+    def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
+        """What the server sends."""
+        return broadcast(state)
+
+    def around_receive(self, receive: Callable, upload: Tree) -> Tree:
+        """What is averaged of an upload."""
+        return receive(upload)
+
+    def init_own(self, params: Tree, num_clients: int) -> Tree:
+        """What the wrapper keeps on the server; nothing by default."""
+        return ()
+
+    def init_client_own(self, params: Tree) -> Tree:
+        """What the wrapper keeps on each client; nothing by default."""
+        return ()
+
+    # -- the contract, forwarded -------------------------------------------------------------------------------
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """``inner``'s, with the wrapper around each."""
+        inner = self.inner.phases
+        return tuple(self._phase(phase, last=phase is inner[-1]) for phase in inner)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether states are :class:`Wrapped`: those of the server and of the clients alike."""
+        mine = type(self)
+        return mine.init_own is not Wrapper.init_own or mine.init_client_own is not Wrapper.init_client_own
+
+    def _parts(self, state: Any) -> tuple[Any, Tree]:
+        return (state.inner, state.own) if self._keeps else (state, ())
+
+    def _whole(self, inner: Any, own: Tree) -> Any:
+        return Wrapped(inner, own) if self._keeps else inner
+
+    def _phase(self, phase: Phase, last: bool) -> Phase:
+        def inside(message: Any, state: Any, data: ClientData) -> ClientOutput:
+            return phase.client(message, state, data.inside())
+
+        def broadcast(server: Any) -> Tree:
+            return self.around_broadcast(phase.broadcast, *self._parts(server))
+
+        def client(message: Any, state: Any, data: ClientData) -> ClientOutput:
+            mine, own = self._parts(state)
+            output, own = self.around_client(inside, message, mine, own, data, last)
+            return output._replace(state=self._whole(output.state, own))
+
+        def server(server: Any, cohort: Cohort) -> tuple[Any, Info]:
+            mine, own = self._parts(server)
+            deeper = lambda state, cohort: phase.server(state, cohort._replace(depth=cohort.depth + 1))  # noqa: E731
+            state, own, info = self.around_server(deeper, mine, own, cohort, last)
+            return self._whole(state, own), info
+
+        return Phase(broadcast, client, server, lambda upload: self.around_receive(phase.receive, upload))
+
+    def init(self, params: Tree, num_clients: int) -> Any:
+        """``inner``'s, and the wrapper's own."""
+        return self._whole(self.inner.init(params, num_clients), self.init_own(params, num_clients))
+
+    def init_client(self, params: Tree) -> Tree:
+        """``inner``'s, and the wrapper's own."""
+        return self._whole(self.inner.init_client(params), self.init_client_own(params))
+
+    def init_local(self, params: Tree) -> Tree:
+        """As ``inner``."""
+        return self.inner.init_local(params)
+
+    @property
+    def requirements(self) -> Requirements:
+        """As ``inner``; a wrapper with its own combines the two by ``|``."""
+        return self.inner.requirements
+
+    @property
+    def local_steps(self) -> LocalSGD | None:
+        """As ``inner``."""
+        return self.inner.local_steps
+
+    def params(self, server: Any) -> Tree:
+        """As ``inner``."""
+        return self.inner.params(self._parts(server)[0])
+
+    def with_params(self, server: Any, params: Tree) -> Any:
+        """As ``inner``."""
+        mine, own = self._parts(server)
+        return self._whole(self.inner.with_params(mine, params), own)
+
+    def personal(self, params: Tree, state: Any) -> Tree | None:
+        """As ``inner``."""
+        return self.inner.personal(params, self._parts(state)[0])
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """As ``inner``."""
+        return self.inner.corrections
+
+    def map_corrections(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
+        """As ``inner``."""
+        mine, own = self._parts(state)
+        return self._whole(
+            self.inner.map_corrections(function, mine, *(self._parts(other)[0] for other in others)), own
+        )

@@ -1,0 +1,184 @@
+"""Metrics of clients' own models, on their own data: those of personal methods, and the global one fine-tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.client_data import Carried, Place
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.task import Batch, Task, Variables
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.simulation.engine import AXIS, Engine
+from fedrax.simulation.evaluate import over_clients, sample_values
+from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys
+from fedrax.simulation.settings import Settings
+from fedrax.simulation.states import rows_of
+from fedrax.tree import Tree
+
+_ROWS = 100
+"""Samples evaluated at a time."""
+_AT_ONCE_BYTES = 64 << 20
+"""Of what the clients of one call keep."""
+
+
+@dataclass(frozen=True, eq=False)
+class PersonalEvaluator:
+    """Every client's model on its own test samples; on its training samples where test data belong to nobody."""
+
+    task: Task
+    federation: Federation
+    settings: Settings
+    program: Program
+    engine: Engine
+    initial: Kept
+    kinds: tuple[str, ...]
+    """"personal", where the method has such models, "finetuned", where the settings ask for it."""
+
+    @classmethod
+    def of(
+        cls,
+        algorithm: Algorithm,
+        task: Task,
+        federation: Federation,
+        settings: Settings,
+        program: Program,
+        engine: Engine,
+        start: Tree,
+        initial: Kept,
+    ) -> PersonalEvaluator | None:
+        """The evaluator that a run needs, None if it needs none."""
+        own = jax.eval_shape(algorithm.personal, start, initial.state) is not None
+        kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
+        if "finetuned" in kinds and (engine.samples is None or program.own_samples):
+            raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")
+        if not kinds:
+            return None
+        return cls(task, federation, settings, program, engine, initial, kinds)
+
+    def __call__(
+        self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int]
+    ) -> dict[str, float]:
+        """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
+        sums: list[dict] = []
+        for clients in self._groups:
+            kept = rows_of(store, homes, self.initial, clients)
+            sizes = np.diff(self._offsets)[clients]
+            found = self._compiled(algorithm, params, statistics, kept.state, clients, self._offsets[clients], sizes)
+            sums.append(jax.tree.map(np.asarray, found))
+        together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
+        return self._metrics(together)
+
+    def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
+        sizes, result = np.diff(self._offsets), {}
+        there = sizes > 0
+        for kind, values in sums.items():
+            for name, of_clients in values.items():
+                key = f"{self._prefix}_{kind}_{name}"
+                result[key] = float(of_clients.sum() / sizes.sum())
+                if self.settings.per_client:
+                    result |= over_clients(of_clients[there] / sizes[there], key, name)
+        return result
+
+    @property
+    def _prefix(self) -> str:
+        return "train" if self.federation.test_offsets is None else "test"
+
+    @property
+    def _offsets(self) -> np.ndarray:
+        offsets = self.federation.test_offsets
+        return self.federation.offsets if offsets is None else offsets
+
+    @cached_property
+    def _samples(self) -> Batch:
+        """Those to evaluate on, on the devices."""
+        if self.federation.test_offsets is None and self.engine.samples is not None:
+            return self.engine.samples
+        held = self.federation.train if self.federation.test_offsets is None else self.federation.test
+        return jax.device_put(Batch(*held), NamedSharding(self.engine.mesh, P()))
+
+    @cached_property
+    def _groups(self) -> list[np.ndarray]:
+        """All clients, in groups of one size; the last repeats the last client."""
+        clients, devices = self.federation.num_clients, self.engine.devices
+        fits = max(1, _AT_ONCE_BYTES // max(1, tree.num_bytes(self.initial)))
+        size = -(-min(clients, fits) // devices) * devices
+        return [np.minimum(np.arange(first, first + size), clients - 1) for first in range(0, clients, size)]
+
+    @cached_property
+    def _compiled(self) -> Callable:
+        mesh, by_client = self.engine.mesh, P(AXIS)
+        train = self.engine.samples if "finetuned" in self.kinds else ()
+        where = (P(), P(), P(), by_client, by_client, by_client, by_client, P(), P())
+        samples = self._samples
+        mapped = jax.shard_map(self._on_device, mesh=mesh, in_specs=where, out_specs=by_client, check_vma=False)
+        evaluate: Callable = jax.jit(mapped)
+        return lambda *inputs: evaluate(*inputs, samples, train)
+
+    def _on_device(
+        self,
+        algorithm: Algorithm,
+        params: Tree,
+        statistics: Tree,
+        states: Tree,
+        clients: Array,
+        starts: Array,
+        sizes: Array,
+        samples: Batch,
+        train: Any,
+    ) -> dict[str, dict[str, Array]]:
+        """Sums over each client's samples, {kind: {metric: [clients]}}."""
+
+        def one(at: tuple) -> dict[str, dict[str, Array]]:
+            state, client, start, size = at
+            models = {}
+            if "personal" in self.kinds:
+                models["personal"] = algorithm.personal(params, state)
+            if "finetuned" in self.kinds:
+                models["finetuned"] = self._finetuned(algorithm, params, statistics, client, train)
+            return {kind: self._sums(model, statistics, samples, start, size) for kind, model in models.items()}
+
+        return jax.lax.map(one, (states, clients, starts, sizes))
+
+    def _sums(self, model: Tree, statistics: Tree, samples: Batch, start: Array, size: Array) -> dict[str, Array]:
+        if statistics and not isinstance(model, Variables):
+            model = Variables(model, statistics)
+        last = len(samples.y) - 1
+
+        def values(i: Array | int) -> dict[str, Array]:
+            lanes = i * _ROWS + jnp.arange(_ROWS)
+            part = jax.tree.map(lambda a: a[jnp.minimum(start + lanes, last)], samples)
+            found = sample_values(self.task, model, part)
+            return {name: jnp.where(lanes < size, value, 0).sum() for name, value in found.items()}
+
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(values, 0))
+        return jax.lax.fori_loop(0, -(-size // _ROWS), lambda i, total: tree.add(total, values(i)), zero)
+
+    def _finetuned(self, algorithm: Algorithm, params: Tree, statistics: Tree, client: Array, train: Batch) -> Tree:
+        """The global model after some epochs of the client's local steps."""
+        local = dataclasses.replace(
+            algorithm.local_steps or LocalSGD(), steps=None, blocks=None, epochs=self.settings.finetune, carry=False
+        )
+        offsets = jnp.asarray(self.federation.offsets, jnp.int32)
+        zero, one = jnp.int32(0), jnp.ones(1)
+        size = (offsets[client + 1] - offsets[client])[None]
+        place = Place(client[None], zero[None], offsets[client][None], size, one)
+        here = Rounds(zero, one[0], jnp.int32(1), place)
+        carried = Carried(statistics)
+        keys = client_keys(jax.random.key(self.settings.seed), place.client)
+        data = client_data(self.program, train, here, keys, zero, carried)
+        tuned = local.run(data.fresh(), params).params
+        return Variables(tuned, carried.statistics) if statistics else tuned

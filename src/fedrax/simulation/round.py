@@ -1,0 +1,275 @@
+"""One round, described once: what goes down, what clients do, what comes up, how it is summed, what the server makes.
+
+:func:`run_round` is the description. An :class:`Executor` says where a phase's clients are: in a loop inside one
+compiled program, behind a compiled call each, in plain Python, or nowhere, where only shapes are asked for. Whoever
+adds another, a network, writes ``clients`` anew and nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.compiled.products import Format
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
+from fedrax.contract.checks import checked_output, checked_server, checked_state
+from fedrax.contract.client_data import Carried, ClientData, Layout, Place
+from fedrax.tree import Tree
+
+SERVER_KEY = 0xFFFFFFFF
+"""Of the keys of a round, by client's number, the server's."""
+
+
+class Program(NamedTuple):
+    """What is fixed when a round is compiled, besides the algorithm's static fields."""
+
+    task: Any
+    layout: Layout
+    num_clients: int
+    chunk: int
+    """Clients side by side; 0: one after another (plan scan)."""
+    unroll: bool = False
+    precision: Format = "highest"
+    """Operands of the gradients' matrix products."""
+    own_samples: bool = False
+    """Each device holds samples of its own clients only, instead of all."""
+
+
+class Rounds(NamedTuple):
+    """Who takes part: up to B consecutive rounds, or with axes taken away one round, of all devices or of one.
+
+    ``places`` lie over (round, device, place on the device), ``count`` over (round, device).
+    """
+
+    round: Any
+    """int32; the rounds' numbers."""
+    cohort_size: Any
+    """S, float32."""
+    count: Any
+    """int32; places in use on each device."""
+    places: Place
+
+
+class Kept(NamedTuple):
+    """What stays on a client from phase to phase and round to round: a row of the store."""
+
+    state: Tree
+    """The algorithm's."""
+    optimizer: Tree
+    """Of the local steps, where it is carried over rounds."""
+
+
+class Finished(NamedTuple):
+    """A client at the end of a phase."""
+
+    output: ClientOutput
+    """As the client returned it, its state taken out."""
+    received: Tree
+    """The upload as the server sums it."""
+    kept: Kept
+    statistics: Tree
+    """The model's running statistics."""
+
+
+class Sums(NamedTuple):
+    """Running sums over clients."""
+
+    upload: Tree
+    total: Tree
+    info: Info
+    statistics: Tree
+    bad: Array
+    """The first client whose loss was not finite, num_clients if none."""
+
+
+class Gathered(NamedTuple):
+    """What a phase brought from all clients of the cohort."""
+
+    sums: Sums
+    each: Tree
+    clients: Array
+    weights: Array
+
+
+class Executor(ABC):
+    """Runs the phases of one round of ``algorithm``; subclasses say where the clients are."""
+
+    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array):
+        """here: the round, of one device where there are several. key: of the run."""
+        self.program, self.algorithm, self.here = program, algorithm, here
+        self.round_key = jax.random.fold_in(key, jnp.asarray(here.round))
+
+    def broadcast(self, p: int, server: Any) -> Tree:
+        """What phase ``p`` sends to its clients."""
+        return self.algorithm.phases[p].broadcast(server)
+
+    @abstractmethod
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """Phase ``p`` on all clients of the cohort."""
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """The server's part of phase ``p``."""
+        return serve(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
+
+
+def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, Tree, Info, Array]:
+    """One round: (server, statistics, record, the first client whose loss was not finite).
+
+    A record is for people: later phases' entries replace earlier ones', ``gradients`` adds up. The running statistics
+    of a model are averaged as uploads are, once the last phase is over.
+    """
+    record: Info = {}
+    bad = jnp.int32(executor.program.num_clients)
+    for p in range(len(executor.algorithm.phases)):
+        gathered = executor.clients(p, executor.broadcast(p, server), statistics)
+        server, info = executor.server(p, server, gathered)
+        bad = jnp.minimum(bad, gathered.sums.bad)
+        gradients = record.get("gradients", 0.0) + gathered.sums.info.get("gradients", 0.0)
+        record = {**record, **gathered.sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
+        if p == len(executor.algorithm.phases) - 1:
+            statistics = jax.tree.map(_as_before, gathered.sums.statistics, statistics)
+    return server, statistics, record, bad
+
+
+def _as_before(mean: Array, before: Array) -> Array:
+    whole = jnp.issubdtype(before.dtype, jnp.integer)
+    return (jnp.round(mean) if whole else mean).astype(before.dtype)
+
+
+def serve(
+    program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
+) -> tuple[Any, Info]:
+    """The server's step at the end of phase ``p``."""
+    cohort = Cohort(
+        mean=gathered.sums.upload,
+        each=gathered.each,
+        total=gathered.sums.total,
+        clients=gathered.clients,
+        weights=gathered.weights,
+        size=jnp.asarray(here.cohort_size),
+        num_clients=program.num_clients,
+        round=jnp.asarray(here.round),
+        key=jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p),
+    )
+    return checked_server(algorithm, algorithm.phases[p].server(server, cohort))
+
+
+# -- one client ----------------------------------------------------------------------------------------------------
+
+
+def client_keys(round_key: Array, clients: Array) -> Array:
+    """The key of each client of a round."""
+    return jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
+
+
+def client_data(
+    program: Program, samples: Tree, here: Rounds, keys: Array, k: Any, carried: Carried | None = None
+) -> ClientData:
+    """The client in place ``k`` as algorithms see it."""
+    return ClientData(
+        program.task,
+        program.layout,
+        samples,
+        jax.tree.map(lambda a: a[k], here.places),
+        keys[k],
+        round=here.round,
+        num_clients=program.num_clients,
+        cohort_size=here.cohort_size,
+        carried=carried,
+        unroll=program.unroll,
+        precision=program.precision,
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def run_client(
+    program: Program,
+    p: int,
+    algorithm: Algorithm,
+    message: Tree,
+    kept: Kept,
+    statistics: Tree,
+    samples: Tree,
+    here: Rounds,
+    keys: Array,
+    k: Array,
+) -> Finished:
+    """Phase ``p`` of the client in place k, and its upload's reception by the server.
+
+    Inlined; jit remembers the trace, which its callers ask for repeatedly.
+    """
+    carried = Carried(statistics, kept.optimizer)
+    data = client_data(program, samples, here, keys, k, carried)
+    phase = algorithm.phases[p]
+    output = checked_output(algorithm, phase.client(message, kept.state, data))
+    received = phase.receive(output.upload)
+    return Finished(output._replace(state=()), received, Kept(output.state, carried.optimizer), carried.statistics)
+
+
+# -- sums ----------------------------------------------------------------------------------------------------------
+
+
+def no_sums(program: Program, algorithm: Algorithm, p: int, kept: Kept, shape: Finished) -> Sums:
+    """Sums over no client yet; ``shape`` of what one client of phase ``p`` brings, ``kept`` of what it starts from."""
+    last = p == len(algorithm.phases) - 1
+    if last:
+        checked_state(algorithm, kept.state, shape.kept.state)
+    zeros = lambda of: lambda a: jnp.zeros(a.shape, of(a.dtype))  # noqa: E731
+    return Sums(
+        jax.tree.map(zeros(summed_dtype), shape.received),
+        jax.tree.map(zeros(_total_dtype), shape.output.total),
+        {name: jnp.zeros((), jnp.float32) for name in shape.output.info},
+        jax.tree.map(zeros(summed_dtype), shape.statistics) if last else (),
+        jnp.int32(program.num_clients),
+    )
+
+
+def _total_dtype(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return summed_dtype(dtype)
+    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return jnp.promote_types(dtype, jnp.uint32 if unsigned else jnp.int32)
+
+
+def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real: Array, clients: Array) -> Sums:
+    """The sums with one client, or with several side by side (a leading axis everywhere).
+
+    ``real``: whether each is one, and not the repetition of another.
+    """
+    many = jnp.ndim(weight) > 0
+
+    def mean(a: Array, u: Array) -> Array:
+        w, u = weight.astype(a.dtype), u.astype(a.dtype)
+        return a + (jnp.tensordot(w, u, 1) if many else w * u)
+
+    def total(a: Array, t: Array) -> Array:
+        t = t.astype(a.dtype)
+        return a + (jnp.sum(jnp.where(real.reshape(-1, *[1] * (t.ndim - 1)), t, 0), 0, a.dtype) if many else t)
+
+    def info(name: str, value: Array) -> Array:
+        share = real if name == "gradients" else weight
+        return sums.info[name] + jnp.sum(share * value).astype(jnp.float32)
+
+    output, bad = done.output, sums.bad
+    if "loss" in output.info:
+        diverged = jnp.where(jnp.isfinite(output.info["loss"]), program.num_clients, clients)
+        bad = jnp.minimum(bad, jnp.min(diverged))
+    return Sums(
+        jax.tree.map(mean, sums.upload, done.received),
+        jax.tree.map(total, sums.total, output.total),
+        {name: info(name, value) for name, value in output.info.items()},
+        jax.tree.map(mean, sums.statistics, done.statistics) if sums.statistics else (),
+        bad,
+    )
+
+
+def join_sums(a: Sums, b: Sums) -> Sums:
+    """The sums over two groups of clients."""
+    added = tree.add(a._replace(bad=()), b._replace(bad=()))  # type: ignore[arg-type]
+    return added._replace(bad=jnp.minimum(a.bad, b.bad))

@@ -1,0 +1,200 @@
+"""What is fixed before a run's first round: start, plan, program, devices, planner, evaluators, identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.client_data import Layout
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.task import Batch, Task, Variables, starting_parameters
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.simulation import backend
+from fedrax.simulation.cohorts import Planner, Sampler, given_work
+from fedrax.simulation.communication import message_bytes
+from fedrax.simulation.debug import DebugEngine
+from fedrax.simulation.engine import Engine
+from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
+from fedrax.simulation.events import RunInfo
+from fedrax.simulation.loop import LoopEngine
+from fedrax.simulation.personal import PersonalEvaluator
+from fedrax.simulation.plans import choose_plan, describe
+from fedrax.simulation.round import Kept, Program
+from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.storage import choose
+from fedrax.tree import Tree
+
+ENGINES = {"scan": Engine, "vmap": Engine, "loop": LoopEngine, "debug": DebugEngine}
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """A run that has not begun. Made by :func:`prepare`, changed by nobody."""
+
+    algorithm: Algorithm
+    task: Task
+    settings: Settings
+    directory: Path | None
+    """Where this process keeps the run; None where it keeps nothing."""
+    key: Array
+    params: Tree
+    """Starting parameters."""
+    statistics: Tree
+    """Starting statistics of the model; an empty tuple where it has none."""
+    initial: Kept
+    """What a client keeps before it takes part."""
+    samples: Batch
+    planner: Planner
+    plan: str
+    streamed: bool
+    spilled: bool
+    engine: Engine
+    evaluators: dict[str, Evaluator]
+    """One for each data set to evaluate on, by the prefix of its metrics."""
+    personal: PersonalEvaluator | None
+    info: RunInfo
+    identity: str
+    """A digest of what decides the numbers; a checkpoint of another run is refused."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether clients keep anything."""
+        return self.planner.stateful
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process of the run."""
+        return jax.process_count() == 1
+
+    def variables(self, params: Tree, statistics: Tree) -> Tree:
+        """What the task's functions take."""
+        return Variables(params, statistics) if statistics else params
+
+
+def prepare(
+    algorithm: Algorithm,
+    task: Task,
+    federation: Federation,
+    settings: Settings,
+    params: Tree | None = None,
+    script: Script | None = None,
+    directory: Path | None = None,
+) -> Setup:
+    """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
+    check(algorithm)
+    check(settings, "run")
+    key = jax.random.key(settings.seed)
+    start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
+    initial = jax.jit(lambda x: Kept(algorithm.init_client(x), algorithm.init_local(x)))(start)
+    sampler = Sampler(settings, federation.sizes, script)
+    name, stateful = type(algorithm).__name__, bool(jax.tree.leaves(initial))
+    algorithm.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)
+    algorithm.requirements.check_task(name, task, bool(statistics))
+    mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)
+    plan, chunk = choose_plan(settings, mesh, start, sampler.largest)
+    if jax.process_count() > 1 and directory is not None and stateful:
+        raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
+    local = algorithm.local_steps
+    planner = Planner(
+        sampler,
+        federation.offsets,
+        devices=mesh.devices.size,
+        stateful=stateful,
+        by_samples=federation.sizes.min() != federation.sizes.max() and (local is None or local.steps is None),
+        chunk=max(chunk, 1),
+        row_bytes=tree.num_bytes(initial),
+        given=given_work(script, sampler, local),
+    )
+    samples = Batch(*federation.train)
+    store_bytes = planner.capacity * tree.num_bytes(initial) if stateful else 0
+    streamed, spilled = choose(settings, mesh, samples, store_bytes)
+    program = Program(
+        task,
+        Layout.of(federation.sizes),
+        federation.num_clients,
+        chunk,
+        precision=settings.precision,
+        own_samples=streamed,
+    )
+    engine = ENGINES[plan](program, mesh, None if streamed else samples)
+    place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
+    down, up = message_bytes(program, algorithm, start, statistics, initial, samples, place)
+    first = jax.process_index() == 0  # which writes
+    return Setup(
+        algorithm=algorithm,
+        task=task,
+        settings=settings,
+        directory=directory if first else None,
+        key=jax.random.fold_in(key, 1),
+        params=start,
+        statistics=statistics,
+        initial=initial,
+        samples=samples,
+        planner=planner,
+        plan=plan,
+        streamed=streamed,
+        spilled=spilled,
+        engine=engine,
+        evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
+        personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
+        info=RunInfo(
+            algorithm=name,
+            plan=describe(mesh, plan, chunk, streamed, spilled),
+            rounds=settings.rounds,
+            first_round=0,
+            cohort_size=sampler.largest,
+            num_clients=federation.num_clients,
+            bytes_down=down,
+            bytes_up=up,
+            parameters=sum(x.size for x in jax.tree.leaves(start)),
+            directory=directory if first else None,
+        ),
+        identity=_identity(algorithm, settings, federation, params, start),
+    )
+
+
+def _start(task: Task, key: Array, given: Tree | None, dtype: str) -> tuple[Tree, Tree]:
+    """Starting parameters and statistics; floating numbers in ``dtype``."""
+
+    def cast(x: Any) -> Array:
+        x = jnp.asarray(x)
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    found = starting_parameters(task, key, given)
+    params, statistics = found if isinstance(found, Variables) else (found, ())
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(cast, statistics)
+
+
+def make_evaluators(
+    task: Task, settings: Settings, federation: Federation, mesh: Mesh, samples: Batch, streamed: bool = False
+) -> dict[str, Evaluator]:
+    """One for each data set to evaluate on; ``samples``: the training samples, on the host where ``streamed``."""
+    if settings.target is not None and not (len(federation.test[1]) and "accuracy" in task.metrics):
+        raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
+    found = {}
+    if len(federation.test[1]):
+        found["test"] = Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)
+    if settings.eval_train or (settings.per_client and federation.test_offsets is None):
+        kind = StreamedEvaluator if streamed else Evaluator
+        found["train"] = kind(task, mesh, samples, federation.offsets)
+    return found
+
+
+def _identity(algorithm: Algorithm, settings: Settings, federation: Federation, given: Tree | None, start: Tree) -> str:
+    same = {"rounds": 0, "checkpoint_every": None, "samples": "auto", "states": "auto"}
+    what = hashlib.sha256(repr((algorithm, dataclasses.replace(settings, **same))).encode())
+    for array in (federation.sizes, *([] if given is None else jax.tree.leaves(start))):
+        what.update(np.asarray(array).tobytes())
+    return what.hexdigest()
