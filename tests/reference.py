@@ -214,8 +214,10 @@ class Client:
             d = d * min(1.0, gamma / (eta * length))
         return prox(self.problem, self.local.prox, x - eta * d, eta)
 
-    def descend(self, x: Vector, part: Any, direction: Any = lambda g, x, t: g) -> Any:
+    def descend(self, x: Vector, part: Any, direction: Any = lambda g, x, t: g, term: Any = lambda x: 0.0) -> Any:
         """Local steps from x; ``direction`` gets the gradient after decay and momentum.
+
+        ``term``: the gradient of a term of the local loss, part of what the momentum sees.
 
         Returns params, steps, and mean_gradient: the mean of the raw gradients.
         """
@@ -227,7 +229,7 @@ class Client:
         for t in range(steps):
             g = self.step_gradient(x, t, part.blocks)
             total = total + g
-            g = g + self.local.weight_decay * x
+            g = g + self.local.weight_decay * x + term(x)
             velocity = self.local.momentum * velocity + g
             x = self.move(x, direction(velocity, x, t), eta, gamma)
         return SimpleNamespace(params=x, steps=steps, mean_gradient=total / steps, eta=eta)

@@ -31,8 +31,8 @@ class FedProx(Method):
     def round(self, parts):
         delta = 0
         for p in parts:
-            pull = lambda g, x, t: g + self.mu * (x - self.x)  # noqa: E731
-            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, pull).params - self.x)
+            pull = lambda x: self.mu * (x - self.x)  # noqa: E731
+            delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, term=pull).params - self.x)
         self.x = self.rule.step(self.x, delta, parts[0].round)
 
 

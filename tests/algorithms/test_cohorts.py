@@ -27,10 +27,10 @@ def real(block, r: int) -> dict[int, dict[str, float]]:
     found = {}
     for d in range(block.count.shape[1]):
         for k in range(block.count[r, d]):
-            fields = {f: getattr(block, f)[r, d, k] for f in ("offset", "size", "weight")}
-            fields["work"] = 1.0 if block.work is None else block.work[r, d, k]
-            assert int(block.client[r, d, k]) not in found
-            found[int(block.client[r, d, k])] = {name: float(value) for name, value in fields.items()}
+            fields = {f: getattr(block.places, f)[r, d, k] for f in ("offset", "size", "weight")}
+            fields["work"] = 1.0 if block.places.work is None else block.places.work[r, d, k]
+            assert int(block.places.client[r, d, k]) not in found
+            found[int(block.places.client[r, d, k])] = {name: float(value) for name, value in fields.items()}
     return found
 
 
@@ -57,7 +57,7 @@ def test_rounds_do_not_depend_on_devices_state_or_plan(settings: dict):
 def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
     for weights in ("uniform", "samples"):
         block = planner(weights=weights, dtype="float64").block(0, 20, 20)
-        np.testing.assert_allclose(block.weight.sum((1, 2)), 1, rtol=1e-14)
+        np.testing.assert_allclose(block.places.weight.sum((1, 2)), 1, rtol=1e-14)
         assert (block.cohort_size == 9).all()
         for r in range(20):
             clients = real(block, r)
@@ -71,17 +71,17 @@ def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
 
 def test_places_beyond_a_devices_clients_weigh_nothing():
     block = planner(3, stateful=True, chunk=4).block(0, 20, 20)
-    idle = block.client == len(SIZES)
+    idle = block.places.client == len(SIZES)
     assert idle.any()
-    assert not block.weight[idle].any()
-    assert (idle.sum(2) + block.count == block.client.shape[2]).all()
+    assert not block.places.weight[idle].any()
+    assert (idle.sum(2) + block.count == block.places.client.shape[2]).all()
 
 
 def test_a_block_may_start_anywhere():
     whole, part = planner(stateful=True).block(0, 20, 20), planner(stateful=True).block(12, 5, 8)
     for r in range(5):
         assert real(part, r) == real(whole, 12 + r)
-        np.testing.assert_array_equal(part.slot[r], whole.slot[12 + r])
+        np.testing.assert_array_equal(part.places.slot[r], whole.places.slot[12 + r])
     np.testing.assert_array_equal(part.round, np.arange(12, 20))
 
 
@@ -92,8 +92,8 @@ def test_a_client_with_state_has_one_home():
     for r in range(20):
         for d in range(3):
             for k in range(block.count[r, d]):
-                where = (d, int(block.slot[r, d, k]))
-                assert homes.setdefault(int(block.client[r, d, k]), where) == where
+                where = (d, int(block.places.slot[r, d, k]))
+                assert homes.setdefault(int(block.places.client[r, d, k]), where) == where
                 assert where[1] < p.capacity
     assert len(set(homes.values())) == len(homes)
     assert homes == p.home
@@ -103,7 +103,7 @@ def test_work_is_spread_evenly():
     """Without state, no device has more than the even share plus the largest client."""
     p = planner(2, by_samples=True)
     block = p.block(0, 20, 20)
-    loads = np.where(np.arange(block.size.shape[2]) < block.count[..., None], block.size, 0).sum(2)
+    loads = np.where(np.arange(block.places.size.shape[2]) < block.count[..., None], block.places.size, 0).sum(2)
     assert (loads.max(1) <= loads.mean(1) + SIZES.max()).all()
 
 
@@ -113,10 +113,10 @@ def test_clients_side_by_side_are_of_like_size():
         block = planner(devices, by_samples=True, chunk=4).block(0, 20, 20)
         for r in range(20):
             for d in range(devices):
-                sizes = block.size[r, d, : block.count[r, d]]
+                sizes = block.places.size[r, d, : block.count[r, d]]
                 assert (np.diff(sizes) <= 0).all()
     one_by_one = planner(1, by_samples=True).block(0, 20, 20)
-    assert any((np.diff(one_by_one.size[r, 0, : one_by_one.count[r, 0]]) > 0).any() for r in range(20))
+    assert any((np.diff(one_by_one.places.size[r, 0, : one_by_one.count[r, 0]]) > 0).any() for r in range(20))
 
 
 def test_cohorts_are_drawn_without_replacement_and_evenly():

@@ -1,6 +1,8 @@
 """Orders without tables: permutations, evenly distributed, different in every epoch."""
 
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 import scipy.stats
 
 from fedrax.compiled.random_order import shuffled_index, uniform_index
-from fedrax.contract.client_data import ClientData, Layout
+from fedrax.contract.client_data import ClientData, Layout, Place
 from fedrax.contract.task import Batch
 
 
@@ -90,13 +92,13 @@ def client(sizes: tuple[int, ...], which: int, seed: int = 0) -> ClientData:
     """A client whose samples are the numbers of their rows."""
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = jnp.arange(offsets[-1])
+    task: Any = SimpleNamespace(loss=None)
     return ClientData(
-        None,
+        task,
         Layout.of(np.array(sizes)),
         Batch(rows, rows),
-        offset=jnp.int32(offsets[which]),
-        size=jnp.int32(sizes[which]),
-        key=jax.random.key(seed),
+        Place(*map(jnp.int32, (which, 0, offsets[which], sizes[which])), weight=jnp.ones(())),
+        jax.random.key(seed),
         round=jnp.int32(0),
         num_clients=len(sizes),
         cohort_size=jnp.float32(1),

@@ -130,9 +130,9 @@ def test_who_never_took_part_has_the_initial_state():
         assert any(np.any(leaf) for leaf in leaves) == (client not in absent)
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(1, 4), (2, 6)])
-def test_the_store_has_a_row_for_each_participant(devices: int, rows: int):
-    """On two devices clients 0, 2 and 5 live on the first and 1 on the second, which has as many rows."""
+@pytest.mark.parametrize(("devices", "rows"), [(1, 8), (2, 10)])
+def test_the_store_has_a_row_for_each_client(devices: int, rows: int):
+    """As long as that takes little memory; two devices have an eighth to spare."""
     script = fedrax.Script(cohorts=[[0, 1], [1, 2], [2, 0], [5, 1]])
     result = run(fedrax.Scaffold(local=LOCAL), script=script, devices=devices)
     assert set(result.homes) == {0, 1, 2, 5}
@@ -148,7 +148,7 @@ def test_a_large_federation_with_state_stays_small():
     task = fedrax.classification(Logistic().build((features,), 10))
     result = run(fedrax.Scaffold(local=LOCAL), federation, task=task, cohort_size=20, rounds=3)
     rows = {len(leaf) for leaf in jax.tree.leaves(result.store)}
-    assert len(result.homes) <= max(rows) <= 64
+    assert len(result.homes) <= max(rows) <= 64 * 9 / 8
     assert not np.any(result.client_state(next(c for c in range(n) if c not in result.homes)).control["output"]["bias"])
 
 

@@ -208,14 +208,14 @@ def test_the_planner_places_everybody_once(devices: int, stateful: bool):
         placed = []
         for d in range(devices):
             n = block.count[r, d]
-            clients = block.client[r, d, :n]
+            clients = block.places.client[r, d, :n]
             placed += clients.tolist()
-            assert (block.client[r, d, n:] == N).all() and (block.weight[r, d, n:] == 0).all()
-            assert (block.size[r, d, :n] == np.array(SIZES)[clients]).all()
-            for client, slot in zip(clients.tolist(), block.slot[r, d, :n].tolist(), strict=True):
+            assert (block.places.client[r, d, n:] == N).all() and (block.places.weight[r, d, n:] == 0).all()
+            assert (block.places.size[r, d, :n] == np.array(SIZES)[clients]).all()
+            for client, slot in zip(clients.tolist(), block.places.slot[r, d, :n].tolist(), strict=True):
                 assert not stateful or homes.setdefault(client, (d, slot)) == (d, slot)
         assert sorted(placed) == sampler.cohort(r).tolist()
-        assert block.weight[r].sum() == pytest.approx(1)
+        assert block.places.weight[r].sum() == pytest.approx(1)
     assert len(set(homes.values())) == len(homes)
     owners = planner.owners()
     assert sorted(owners[owners >= 0].tolist()) == sorted(homes)

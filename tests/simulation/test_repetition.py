@@ -8,6 +8,7 @@ import pytest
 
 import fedrax
 from fedrax.simulation import run as running
+from fedrax.simulation.setup import prepare
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_close, assert_identical, run, state_of
 
 SCAFFOLD = fedrax.Scaffold(local=LOCAL)
@@ -22,7 +23,7 @@ def reference() -> fedrax.Result:
 
 @pytest.mark.parametrize(("longest", "seconds"), [(64, 1.0), (1, 1.0), (2, 100.0), (64, 0.0)])
 def test_blocks_do_not_matter(reference: fedrax.Result, longest: int, seconds: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(running, "_LONGEST_BLOCK", longest)
+    monkeypatch.setattr(running, "LONGEST_BLOCK", longest)
     monkeypatch.setattr(running, "_BLOCK_SECONDS", seconds)
     assert_identical(run(SCAFFOLD, **OPTIONS), reference)
 
@@ -48,12 +49,6 @@ def test_devices_agree_to_rounding(reference: fedrax.Result):
     assert [event["gradients"] for event in alone.events] == [event["gradients"] for event in reference.events]
 
 
-def make_simulation(algorithm: fedrax.Algorithm, task: fedrax.Task, **changes: int) -> running.Simulation:
-    """A run in the making."""
-    settings = fedrax.Settings(cohort_size=3, **changes)
-    return running.Simulation(algorithm, task, FEDERATION, settings, None, None, None)
-
-
 def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCaptureFixture):
     """The second round of runs finds the programs of the first, state on clients or not."""
     task, ends = dataclasses.replace(TASK, name="of its own"), []
@@ -67,10 +62,11 @@ def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCap
     assert not np.allclose(ends[0], ends[1])
 
 
-def test_one_simulation_runs_twice():
+def test_one_setup_runs_twice():
     """The arrays it starts from are not given away."""
-    simulation = make_simulation(SCAFFOLD, TASK, rounds=3)
-    assert_identical(simulation.run(False, ()), simulation.run(False, ()))
+    setup = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3, rounds=3))
+    first, second = (running.Run(setup, running.storage_of(setup), (), True, None).finish(False) for _ in range(2))
+    assert_identical(first, second)
 
 
 def test_given_parameters_stay_the_callers():

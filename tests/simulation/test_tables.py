@@ -107,7 +107,7 @@ class Telling(Shifting):
 
 
 def test_a_table_cannot_be_uploaded():
-    with pytest.raises(TypeError, match="Telling uploads a Table: send its rows"):
+    with pytest.raises(fedrax.FedraxError, match="Telling uploads a Table: send its rows"):
         run(Telling())
 
 

@@ -58,7 +58,7 @@ def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
             raise FedraxError(
                 f"{name}.client returns a state whose {leaf or 'leaf'} is {found}; init_client makes it {wanted}"
             )
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    if jax.tree.structure(before, is_leaf=is_table) != jax.tree.structure(after, is_leaf=is_table):
         raise FedraxError(f"{name}.client returns a state of another structure than init_client makes")
 
 

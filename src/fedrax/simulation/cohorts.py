@@ -135,8 +135,12 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
         return {}
     if local is None:
         raise FedraxError(f"{next(iter(arrays))} are given, but the algorithm has no local steps")
+    if "blocks" in arrays and local.blocks is None:
+        raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
     rounds, clients = sampler.settings.rounds, sampler.largest
     for name, array in arrays.items():
+        if name == "blocks" and array.dtype.kind in "iu":
+            continue  # has a sentence of its own
         enough = array.ndim >= 2 and array.shape[0] >= rounds and array.shape[1] >= clients
         if not enough or array.dtype.kind not in "iu":
             shape = f"[{rounds} rounds, {clients} clients, ...]"
@@ -147,7 +151,7 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
     if "steps" in arrays and (arrays["steps"].ndim != 2 or arrays["steps"].min() < 0):
         raise FedraxError("the given steps must be one whole number, 0 or more, for each client of each round")
     if "blocks" in arrays:
-        _check_blocks(arrays["blocks"], (rounds, clients, steps), local)
+        _check_blocks(arrays["blocks"], (rounds, clients, steps), local.blocks or 0)
     if "batches" in arrays:
         _check_rows(arrays["batches"], 4, "batches", sampler, local)
         if arrays["batches"].shape[2] < steps:
@@ -160,13 +164,11 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
     return {name: array.astype(np.int32) for name, array in arrays.items()}
 
 
-def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], local: LocalSGD) -> None:
-    if local.blocks is None:
-        raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
+def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], most: int) -> None:
     if blocks.ndim != 3 or any(a < b for a, b in zip(blocks.shape, need, strict=True)):
         raise FedraxError(f"the given blocks must be whole numbers [rounds, clients, steps] of shape {need} or more")
-    if blocks.min() < 0 or blocks.max() >= local.blocks:
-        raise FedraxError(f"the given blocks must be from 0 to {local.blocks - 1}")
+    if blocks.min() < 0 or blocks.max() >= most:
+        raise FedraxError(f"the given blocks must be from 0 to {most - 1}")
 
 
 def _check_rows(rows: np.ndarray, axes: int, name: str, sampler: Sampler, local: LocalSGD) -> None:
