@@ -27,11 +27,15 @@ if TYPE_CHECKING:
     from fedrax.contract.client_data import ClientData
     from fedrax.contract.hyperparameters import Count, Decay, Fraction, NonNegative, Positive, Whole, hyperparameters
     from fedrax.contract.local import LocalSGD, Step
+    from fedrax.contract.optax_rule import Optax
+    from fedrax.contract.requirements import Requirements
     from fedrax.contract.table import Table
     from fedrax.contract.task import Batch, Task, binary, classification, regression, scale
     from fedrax.contract.vectors import Vectors
+    from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
+    from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
 _HOMES = {
@@ -46,18 +50,23 @@ _HOMES = {
     "fedrax.contract.client_data": "ClientData",
     "fedrax.contract.hyperparameters": "Count Decay Fraction NonNegative Positive Whole hyperparameters",
     "fedrax.contract.local": "LocalSGD Step",
+    "fedrax.contract.optax_rule": "Optax",
+    "fedrax.contract.requirements": "Requirements",
     "fedrax.contract.table": "Table",
     "fedrax.contract.task": "Batch Task binary classification regression scale",
     "fedrax.contract.vectors": "Vectors",
+    "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
     "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
+    "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.upcycle": "Upcycled upcycle",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022 - by topic
     "FedraxError", "tree",
-    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Phase", "Step", "Table", "Vectors",
+    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
+    "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "NonNegative", "Positive", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",

@@ -8,7 +8,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.checks import checked_message
+from fedrax.contract.checks import checked_init, checked_message, checked_round, explained
 from fedrax.contract.client_data import Place
 from fedrax.simulation.round import (
     Executor,
@@ -56,14 +56,17 @@ def message_bytes(
 ) -> tuple[int, int]:
     """Bytes (down, up) of one client in one round, from the shapes of the algorithm's messages and uploads.
 
+    The first time that the algorithm is traced: what breaks the contract's rules is refused here, in a sentence.
     place: of any client, its fields of shape [1, ...].
     """
 
     def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[list[Tree], list[Tree]]:
         here = Rounds(jnp.int32(0), jnp.ones(()), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples)
-        run_round(executor, algorithm.init(params, program.num_clients), statistics)
+        server = checked_init(algorithm, params, algorithm.init(params, program.num_clients))
+        checked_round(algorithm, server, run_round(executor, server, statistics)[0])
         return executor.received, executor.sent
 
-    received, sent = jax.eval_shape(one_round, params, statistics, kept, samples)
+    with explained(algorithm):
+        received, sent = jax.eval_shape(one_round, params, statistics, kept, samples)
     return tree.num_bytes(received), tree.num_bytes(sent)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import explained
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
@@ -97,7 +98,8 @@ def prepare(
     check(settings, "run")
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
-    initial = jax.jit(lambda x: Kept(algorithm.init_client(x), algorithm.init_local(x)))(start)
+    with explained(algorithm):
+        initial = jax.jit(lambda x: Kept(algorithm.init_client(x), algorithm.init_local(x)))(start)
     sampler = Sampler(settings, federation.sizes, script)
     name, stateful = type(algorithm).__name__, bool(jax.tree.leaves(initial))
     algorithm.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)

@@ -1,0 +1,169 @@
+"""``check_algorithm``: whether a class of one's own keeps the rules of the contract, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.task import Task, classification
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.models import Linear
+from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.debug import NonFiniteError
+from fedrax.simulation.result import Result
+from fedrax.simulation.run import simulate
+from fedrax.simulation.settings import Script, Settings
+from fedrax.tree import Tree
+
+_SIZES = (3, 7, 4, 12, 6, 5)
+_ROUNDS, _COHORT = 2, 3
+_CLOSE = 2e-4
+"""Float32 rounding of two rounds of softmax regression, with room for other orders of summation."""
+
+
+def check_algorithm(method: type[Algorithm] | Algorithm, **fields: Any) -> None:
+    """Run the contract's checks over a class of one's own, or an object of it.
+
+    fields: of the class, where its defaults will not do. Nothing is returned where every rule is kept. FedraxError
+    lists the broken ones, a sentence each, with what to write instead.
+    """
+    if isinstance(method, type) and not issubclass(method, Algorithm):
+        raise FedraxError(f"{method.__name__} is no algorithm: derive it from fedrax.Algorithm")
+    algorithm = _made(method, fields) if isinstance(method, type) else method
+    if not isinstance(algorithm, Algorithm):
+        raise FedraxError(f"{algorithm!r} is no algorithm: derive its class from fedrax.Algorithm")
+    check(algorithm)
+    base = _run(algorithm)  # what is wrong already here is said in a sentence of its own
+    rules: tuple[Callable[[Algorithm, Result], str | None], ...] = (
+        _learns,
+        _is_finite,
+        _floats_are_inputs,
+        partial(_agrees_on, plan="debug"),
+        partial(_agrees_on, plan="vmap", chunk=2),
+        _order_does_not_matter,
+        _keeps_float64,
+    )
+    broken = [sentence for sentence in (_kept(rule, algorithm, base) for rule in rules) if sentence]
+    if broken:
+        raise FedraxError("\n".join(f"{type(algorithm).__name__} {sentence}" for sentence in broken))
+
+
+def _made(method: type[Algorithm], fields: dict[str, Any]) -> Algorithm:
+    try:
+        return method(**fields)
+    except TypeError as error:
+        raise FedraxError(
+            f"{method.__name__} cannot be made of its defaults ({error}): give every field one"
+        ) from error
+
+
+def _kept(rule: Callable, algorithm: Algorithm, base: Result) -> str | None:
+    try:
+        return rule(algorithm, base)
+    except FedraxError as error:
+        return f"cannot be run: {error}"
+
+
+def _federation() -> Federation:
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(len(_SIZES)), _SIZES)
+    x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(_SIZES), 4))[owner]).astype(np.float32)
+    y = (x @ rng.normal(size=(4, 3))).argmax(1)
+    return Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)
+
+
+def _task() -> Task:
+    return classification(Linear().build((4,), 3))
+
+
+_TASK, _FEDERATION = _task(), _federation()
+
+
+def _run(algorithm: Algorithm, **changes: Any) -> Result:
+    """A short run; a method of large steps is given smaller ones, so that nothing diverges."""
+    local = algorithm.local_steps
+    if local is not None and hasattr(algorithm, "local"):
+        algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
+    settings = {"rounds": _ROUNDS, "cohort_size": _COHORT, "plan": "scan", "devices": 1}
+    return simulate(algorithm, _TASK, _FEDERATION, **(settings | changes))  # type: ignore[arg-type]
+
+
+# -- the rules: None where kept, else the sentence behind the method's name ----------------------------------------
+
+
+def _learns(algorithm: Algorithm, base: Result) -> str | None:
+    start = simulate(algorithm, _TASK, _FEDERATION, rounds=1, cohort_size=1, trajectory=True)
+    moved = any(np.any(a != b) for a, b in zip(_leaves(start.params), _leaves(base.params), strict=True))
+    if not moved:
+        return "does not move the parameters: its server must use cohort.mean, cohort.each or cohort.total"
+    if not base.events[-1]["bytes_up"]:
+        return "sends nothing up: put what the server needs into ClientOutput(upload=...)"
+    if not base.events[-1]["gradients"]:
+        return "does not count its gradients: pass result.info on, ClientOutput(..., info=result.info)"
+    return None
+
+
+def _is_finite(algorithm: Algorithm, base: Result) -> str | None:
+    try:
+        _run(algorithm, plan="debug", rounds=1)
+    except NonFiniteError as error:
+        return f"makes a number that is not finite: {error}"
+    return None
+
+
+def _floats_are_inputs(algorithm: Algorithm, base: Result) -> str | None:
+    leaves = jax.tree.leaves(algorithm)
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, float | int | jax.Array | np.ndarray)]
+    return f"has a field that is no number: {wrong[0]!r}; annotate it so that it is static" if wrong else None
+
+
+def _agrees_on(algorithm: Algorithm, base: Result, **plan: Any) -> str | None:
+    other = _run(algorithm, **plan)
+    if not _close(other, base):
+        how = "step by step" if plan["plan"] == "debug" else "with clients side by side"
+        return f"gives other numbers {how} than compiled: its methods must be pure functions of their arguments"
+    return None
+
+
+def _order_does_not_matter(algorithm: Algorithm, base: Result) -> str | None:
+    sampler = Sampler(Settings(cohort_size=_COHORT), _FEDERATION.sizes)
+    backwards = Script(cohorts=[sampler.cohort(r)[::-1] for r in range(_ROUNDS)])
+    if not _close(_run(algorithm, script=backwards), base):
+        return "depends on the order of the cohort: index what the server keeps by cohort.clients"
+    return None
+
+
+def _keeps_float64(algorithm: Algorithm, base: Result) -> str | None:
+    double = _run(algorithm, dtype="float64")
+    short = [
+        name
+        for name, leaf in zip(tree.leaf_names(double.server), jax.tree.leaves(double.server), strict=True)
+        if leaf.dtype == np.float32
+    ]
+    if short:
+        return (
+            f"rounds {short[0]} of its server state to float32 in a float64 run: use fedrax.tree, or .astype(x.dtype)"
+        )
+    return None
+
+
+def _close(a: Result, b: Result) -> bool:
+    pairs = zip(_leaves(_everything(a)), _leaves(_everything(b)), strict=True)
+    return all(np.allclose(x, y, rtol=_CLOSE, atol=_CLOSE) for x, y in pairs)
+
+
+def _everything(result: Result) -> Tree:
+    return result.server, [result.client_state(client) for client in range(len(_SIZES))]
+
+
+def _leaves(values: Tree) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(values)]
