@@ -109,9 +109,9 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.FedAvg(**bad(local=fedrax.FedAvg())), "FedAvg.local must be of class LocalSGD, got FedAvg"),
         (
             fedrax.FedAvg(**bad(server_optimizer=LOCAL)),
-            "FedAvg.server_optimizer must be of class SGD, Adagrad, Adam, Yogi or Optax, got LocalSGD",
+            "FedAvg.server_optimizer must be of class SGD or Adagrad or Adam or Yogi or Optax, got LocalSGD",
         ),
-        (fedrax.FedAvg(fedrax.LocalSGD(**bad(prox=SGD()))), "local.prox must be of class L1, ElasticNet, NuclearNorm"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**bad(prox=SGD()))), "prox must be of class L1 or ElasticNet or NuclearNorm"),
         (fedrax.FedAvg(**bad(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
         (fedrax.FedAvg(**bad(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
         (fedrax.upcycle(**bad(algorithm=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
@@ -121,7 +121,7 @@ def bad(**options: Any) -> dict[str, Any]:
         ),
         (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=[3, 4])))),
-            "local.schedule.milestones shapes the program and must be hashable: a tuple instead of a list",
+            "local.schedule.milestones must be hashable, for it shapes the program: give a tuple",
         ),
         (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),
@@ -183,8 +183,8 @@ def test_marks_say_what_is_an_input():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"anything": np.ones(2)}, "Marked.anything shapes the program and must be hashable"),
-        ({"weights": jnp.tanh}, "Marked.weights is an input of the program and must hold numbers"),
+        ({"anything": np.ones(2)}, "Marked.anything must be hashable, for it shapes the program"),
+        ({"weights": jnp.tanh}, "Marked.weights must be numbers or arrays, for it is an input"),
         ({"fixed": 0.0}, "Marked.fixed must be greater than 0, got 0.0"),
         ({"ends": (1.0, -1.0)}, "Marked.ends must hold items that must be greater than 0, got (1.0, -1.0)"),
         ({"ends": 1.0}, "Marked.ends must be a list of numbers, got 1.0"),

@@ -12,11 +12,11 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, SupportsFloat, TypeVar
 
 import numpy as np
 
@@ -48,45 +48,26 @@ class Bound:
 
 
 class Role(Enum):
-    """What a field is to a compiled program, where its type does not decide that."""
+    """What a field is to a compiled program, where its type does not say."""
 
-    STATIC = "shapes the program"
-    LEAF = "is an input of the program"
+    STATIC = "static"
+    LEAF = "leaf"
 
 
 Static = Annotated[T, Role.STATIC]
-"""``Static[float]``: compiled in; every other value compiles anew."""
+"""``Static[float]``: shapes the program; another value compiles anew."""
 Leaf = Annotated[T, Role.LEAF]
-"""``Leaf[Any]``: an array or a pytree of arrays, an input of the compiled program."""
+"""``Leaf[Any]``: an array or a pytree of arrays, an input of the program."""
 
-Scalar = int | float | bool | str
-Plain = Scalar | tuple[Scalar, ...]
-"""What a field of unknown type may hold in a file."""
-
-
-class Words(typing.NamedTuple):
-    """A plain type: what it is called, alone and in a list, and whether a value is of it."""
-
-    one: str
-    many: str
-    holds: Callable[[Any], bool]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool | str) and getattr(value, "ndim", 0) == 0 and hasattr(value, "__float__")
-
-
-_PLAIN = {
-    int: Words("a whole number", "whole numbers", _is_whole),
-    float: Words("a number", "numbers", _is_number),
-    bool: Words("true or false", "truth values", lambda value: isinstance(value, bool | np.bool_)),
-    str: Words("a string", "strings", lambda value: isinstance(value, str)),
-    Path: Words("a path", "paths", lambda value: isinstance(value, str | Path)),
+_PLAIN: dict[Any, tuple[str, Any]] = {
+    int: ("a whole number", (int, np.integer)),
+    float: ("a number", SupportsFloat),
+    bool: ("true or false", (bool, np.bool_)),
+    str: ("a string", str),
+    Path: ("a path", (str, Path)),
 }
+"""What a file can hold: in words, and the classes of such values."""
+Scalar = int | float | bool | str
 
 
 @dataclass(frozen=True)
@@ -110,53 +91,64 @@ class Kind:
     @property
     def plain(self) -> bool:
         """Whether a file can hold such a value."""
-        return self.nested or self.type in _PLAIN or self.type is Literal or any(item.plain for item in self.items)
+        return self.nested or self.type in _PLAIN or bool(self.choices or self.items)
 
     @property
     def leaf(self) -> bool:
         """Whether such a value is an input of a compiled program."""
         return self.type is float or self.nested or any(not item.static for item in self.items)
 
-    def each(self, count: int) -> tuple[Field, ...]:
-        """The descriptions of ``count`` items."""
-        return self.items * count if self.repeated else self.items
+    @property
+    def words(self) -> str:
+        """Such a value in words."""
+        if self.items:
+            words = {kind.words.removeprefix("a ") for item in self.items for kind in item.kinds if kind.type in _PLAIN}
+            count = "" if self.repeated else f"{len(self.items)} "
+            return f"a list of {count}{words.pop() if len(words) == 1 else 'value'}s"
+        if self.choices:
+            return "one of " * (len(self.choices) > 1) + ", ".join(map(repr, self.choices))
+        return _PLAIN[self.type][0] if self.type in _PLAIN else self.type.__name__ if self.nested else ""
+
+    def each(self, value: Any) -> list[tuple[Field, Any]]:
+        """The items of a value with their descriptions."""
+        return list(zip(self.items * len(value) if self.repeated else self.items, value, strict=False))
 
     def holds(self, value: Any) -> bool:
         """Whether ``value`` is of this type, bounds apart."""
-        if self.type is Literal:
-            return value in self.choices
         if self.items:
-            return isinstance(value, list | tuple) and self._matches(value)
+            fits = isinstance(value, list | tuple) and (self.repeated or len(value) == len(self.items))
+            return fits and all(field.holds(item) for field, item in self.each(value))
+        if self.choices:
+            return value in self.choices
         if self.type in _PLAIN:
-            return _PLAIN[self.type].holds(value)
-        return isinstance(value, self.type) if self.nested else True
-
-    def _matches(self, items: list | tuple) -> bool:
-        each = self.each(len(items))
-        return len(each) == len(items) and all(field.holds(item) for field, item in zip(each, items, strict=True))
+            fits = isinstance(value, _PLAIN[self.type][1]) and getattr(value, "ndim", 0) == 0
+            return fits and (self.type is bool or not isinstance(value, bool))
+        return isinstance(value, self.type) if self.nested or self.type is type(None) else True
 
     def violation(self, value: Any) -> str | None:
         """Which bound ``value``, of this type, breaks, as 'must be ...'."""
         if self.items:
-            each = zip(self.each(len(value)), value, strict=True)
-            return next((f"must hold items that {p}" for f, item in each if (p := f.problem(item))), None)
+            return next((f"must hold items that {p}" for f, item in self.each(value) if (p := f.problem(item))), None)
         if self.type is float and not math.isfinite(float(value)):
             return "must be a finite number"
-        return next(filter(None, (bound.violation(float(value)) for bound in self.bounds)), None)
+        bounds = self.bounds if self.type in (int, float) else ()
+        return next(filter(None, (bound.violation(float(value)) for bound in bounds)), None)
 
 
 @dataclass(frozen=True)
 class Field:
     """What a field, or an item of a tuple, may hold."""
 
+    name: str
     kinds: tuple[Kind, ...]
-    """The alternatives, None apart."""
-    optional: bool = False
-    """Whether it may be None."""
+    """The alternatives."""
     marks: tuple[Any, ...] = ()
     """What else ``Annotated`` says."""
-    name: str = ""
-    """The field's name; none for an item."""
+
+    @property
+    def optional(self) -> bool:
+        """Whether it may be None."""
+        return any(kind.type is type(None) for kind in self.kinds)
 
     @property
     def classes(self) -> tuple[type, ...]:
@@ -165,8 +157,8 @@ class Field:
 
     @property
     def plain(self) -> bool:
-        """Whether a file can hold one of the alternatives."""
-        return self.optional or any(kind.plain for kind in self.kinds)
+        """Whether a file can hold one of the alternatives, None apart."""
+        return any(kind.plain for kind in self.kinds)
 
     @property
     def static(self) -> bool:
@@ -175,61 +167,41 @@ class Field:
         return roles[0] is Role.STATIC if roles else not any(kind.leaf for kind in self.kinds)
 
     @property
-    def wanted(self) -> str:
+    def words(self) -> str:
         """The alternatives in words."""
-        words = [_in_words(kind) for kind in self.kinds if not kind.nested]
-        if self.classes:
-            *names, last = [cls.__name__ for cls in self.classes]
-            words.append(f"of class {', '.join(names)} or {last}" if names else f"of class {last}")
-        return " or ".join(filter(None, words))
+        return ("of class " if self.classes else "") + " or ".join(filter(None, (kind.words for kind in self.kinds)))
 
     def holds(self, value: Any) -> bool:
         """Whether ``value`` is of one of the types, bounds apart."""
-        return (value is None and self.optional) or any(kind.holds(value) for kind in self.kinds)
+        return any(kind.holds(value) for kind in self.kinds)
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with ``value``, as 'must be ...', or None."""
-        if value is None and self.optional:
-            return None
         violations = [kind.violation(value) for kind in self.kinds if kind.holds(value)]
         if not violations:
-            return f"must be {self.wanted}"
+            return f"must be {self.words}"
         return None if None in violations else violations[0]
-
-
-def _in_words(kind: Kind) -> str:
-    if kind.type is Literal:
-        return "one of " * (len(kind.choices) > 1) + ", ".join(map(repr, kind.choices))
-    if kind.items:
-        inner = {_PLAIN[item.type].many for field in kind.items for item in field.kinds if item.type in _PLAIN}
-        return (
-            f"a list of {'' if kind.repeated else f'{len(kind.items)} '}{inner.pop() if len(inner) == 1 else 'values'}"
-        )
-    return _PLAIN[kind.type].one if kind.type in _PLAIN else ""
 
 
 def describe(hint: Any, name: str = "") -> Field:
     """The description of a type, which may be the annotation of the field ``name``."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        field = describe(arguments[0], name)
-        bounds = tuple(mark for mark in arguments[1:] if isinstance(mark, Bound))
-        kinds = tuple(dataclasses.replace(kind, bounds=kind.bounds + bounds) for kind in field.kinds)
-        return dataclasses.replace(field, kinds=kinds, marks=arguments[1:] + field.marks)
+        inner, marks = describe(arguments[0]), arguments[1:]
+        bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
+        kinds = tuple(dataclasses.replace(kind, bounds=kind.bounds + bounds) for kind in inner.kinds)
+        return Field(name, kinds, marks + inner.marks)
     if origin in (typing.Union, types.UnionType):
         parts = [describe(part) for part in arguments]
-        kinds = tuple(kind for part in parts for kind in part.kinds)
-        marks = tuple(mark for part in parts for mark in part.marks)
-        return Field(kinds, any(part.optional for part in parts), marks, name)
-    if hint in (None, type(None)):
-        return Field((), optional=True, name=name)
+        return Field(name, sum((part.kinds for part in parts), ()), sum((part.marks for part in parts), ()))
+    kind = Kind(origin or hint)
     if origin is Literal:
-        return Field((Kind(Literal, choices=arguments),), name=name)
-    if (origin or hint) in (tuple, list):
-        repeated = origin is not tuple or arguments[-1:] == (...,)
-        items = (arguments[0] if arguments else Scalar,) if repeated else arguments
-        return Field((Kind(origin or hint, items=tuple(map(describe, items)), repeated=repeated),), name=name)
-    return Field((Kind(hint),), name=name)
+        kind = Kind(origin, choices=arguments)
+    elif kind.type in (tuple, list):
+        repeated = kind.type is list or not arguments or arguments[-1] is Ellipsis
+        items = (arguments or (Scalar,))[: 1 if repeated else None]
+        kind = Kind(kind.type, items=tuple(map(describe, items)), repeated=repeated)
+    return Field(name, (kind,))
 
 
 def hints_of(thing: Any) -> dict[str, Any]:
@@ -248,10 +220,12 @@ def fields_of(cls: type) -> Mapping[str, Field]:
 
 
 def inferred(default: Any) -> Any:
-    """The type of an option without an annotation, from its default."""
+    """The type of an option without an annotation, from its default; ``MISSING`` stands for none."""
     if type(default) in (int, float, bool, str):
         return type(default)
-    if isinstance(default, tuple | list) and default:
-        items = [inferred(item) for item in default]
-        return tuple[functools.reduce(operator.or_, items), ...]
-    return Plain
+    if isinstance(default, tuple | list):
+        item = functools.reduce(operator.or_, map(inferred, default)) if default else Scalar
+        return list[item] if isinstance(default, list) else tuple[item, ...]
+    if default is None or default is dataclasses.MISSING:
+        return Scalar | tuple[Scalar, ...] | (None if default is None else Scalar)
+    return Any

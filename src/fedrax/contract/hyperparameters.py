@@ -12,6 +12,7 @@ constructor, because a compiled program builds these objects from traced values 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
@@ -94,12 +95,10 @@ def check(config: Any, path: str = "") -> None:
 
 
 def _check_role(field: Field, value: Any, where: str) -> None:
-    """Refuse what JAX cannot take, as the key of a compiled program or as an input of it."""
-    if field.static:
-        try:
-            hash(value)
-        except TypeError as error:
-            wanted = "a tuple instead of a list, or a field annotated Leaf[...] for arrays"
-            raise FedraxError(f"{where} shapes the program and must be hashable: {wanted}") from error
-    elif not all(isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
-        raise FedraxError(f"{where} is an input of the program and must hold numbers: annotate it Static[...] if not")
+    """Refuse what JAX cannot take, as part of the key of a compiled program or as an input of it."""
+    try:
+        (hash if field.static else partial(jax.eval_shape, lambda value: value))(value)
+    except TypeError as error:
+        static = "hashable, for it shapes the program: give a tuple, or annotate arrays Leaf[...]"
+        leaf = "numbers or arrays, for it is an input of the program: annotate anything else Static[...]"
+        raise FedraxError(f"{where} must be {static if field.static else leaf}") from error
