@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedrax.algorithms.scaffold import Scaffold
     from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
     from fedrax.contract.client_data import ClientData
+    from fedrax.contract.fields import Leaf, Static
     from fedrax.contract.hyperparameters import Count, Decay, Fraction, NonNegative, Positive, Whole, hyperparameters
     from fedrax.contract.local import LocalSGD, Step
     from fedrax.contract.table import Table
@@ -44,6 +45,7 @@ _HOMES = {
     "fedrax.algorithms.scaffold": "Scaffold",
     "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
     "fedrax.contract.client_data": "ClientData",
+    "fedrax.contract.fields": "Leaf Static",
     "fedrax.contract.hyperparameters": "Count Decay Fraction NonNegative Positive Whole hyperparameters",
     "fedrax.contract.local": "LocalSGD Step",
     "fedrax.contract.table": "Table",
@@ -58,7 +60,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 __all__ = [  # noqa: RUF022 - by topic
     "FedraxError", "tree",
     "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Phase", "Step", "Table", "Vectors",
-    "Count", "Decay", "Fraction", "NonNegative", "Positive", "Whole", "hyperparameters",
+    "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "binary", "classification", "regression", "scale",

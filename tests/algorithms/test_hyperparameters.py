@@ -14,7 +14,8 @@ import pytest
 import fedrax
 from fedrax.algorithms.gradma import GradMA, GradMAS
 from fedrax.contract import proximal, server_optimizers
-from fedrax.contract.hyperparameters import Leaf, Static, check, hyperparameters
+from fedrax.contract.fields import Leaf, Static
+from fedrax.contract.hyperparameters import check, hyperparameters
 from fedrax.contract.proximal import L1
 from fedrax.contract.schedules import CosineDecay, ExponentialDecay, StepDecay
 from fedrax.contract.server_optimizers import SGD, Adam

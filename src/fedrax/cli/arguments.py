@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro import constructors
 
 from fedrax.contract.fields import fields_of, hints_of
 from fedrax.errors import FedraxError
@@ -30,26 +31,18 @@ _CONFIG = (
     tyro.conf.HelptextFromCommentsOff,
     tyro.conf.FlagCreatePairsOff,
 )
-
-
-_registry = tyro.constructors.ConstructorRegistry()
+_registry = constructors.ConstructorRegistry()
 
 
 @_registry.struct_rule
-def _what_a_file_holds(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+def _what_a_file_holds(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
     """Flags for a user's own class with fields that hold functions, into which tyro would look and fail."""
     cls, value = info.type, info.default
     if type(value) is not cls or not dataclasses.is_dataclass(cls) or all(map(fits_a_file, fields_of(cls).values())):
         return None
-    kept = [
-        (name, hints_of(cls)[name], getattr(value, name))
-        for name, field in fields_of(cls).items()
-        if fits_a_file(field)
-    ]
-    make = partial(dataclasses.replace, value)
-    return tyro.constructors.StructConstructorSpec(
-        make, tuple(tyro.constructors.StructFieldSpec(*field) for field in kept)
-    )
+    hints, names = hints_of(cls), [name for name, field in fields_of(cls).items() if fits_a_file(field)]
+    flags = tuple(constructors.StructFieldSpec(name, hints[name], getattr(value, name)) for name in names)
+    return constructors.StructConstructorSpec(partial(dataclasses.replace, value), flags)
 
 
 def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:

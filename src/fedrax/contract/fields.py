@@ -89,18 +89,8 @@ class Kind:
         return isinstance(self.type, type) and dataclasses.is_dataclass(self.type)
 
     @property
-    def plain(self) -> bool:
-        """Whether a file can hold such a value."""
-        return self.nested or self.type in _PLAIN or bool(self.choices or self.items)
-
-    @property
-    def leaf(self) -> bool:
-        """Whether such a value is an input of a compiled program."""
-        return self.type is float or self.nested or any(not item.static for item in self.items)
-
-    @property
     def words(self) -> str:
-        """Such a value in words."""
+        """Such a value in words; none where a file cannot hold it."""
         if self.items:
             words = {kind.words.removeprefix("a ") for item in self.items for kind in item.kinds if kind.type in _PLAIN}
             count = "" if self.repeated else f"{len(self.items)} "
@@ -158,13 +148,16 @@ class Field:
     @property
     def plain(self) -> bool:
         """Whether a file can hold one of the alternatives, None apart."""
-        return any(kind.plain for kind in self.kinds)
+        return any(kind.words for kind in self.kinds)
 
     @property
     def static(self) -> bool:
         """Whether the field shapes a compiled program, rather than being an input of it."""
         roles = [mark for mark in self.marks if isinstance(mark, Role)]
-        return roles[0] is Role.STATIC if roles else not any(kind.leaf for kind in self.kinds)
+        if roles:
+            return roles[0] is Role.STATIC
+        inputs = (k.type is float or k.nested or any(not item.static for item in k.items) for k in self.kinds)
+        return not any(inputs)
 
     @property
     def words(self) -> str:

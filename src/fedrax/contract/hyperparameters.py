@@ -17,13 +17,8 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
 
-from fedrax.contract.fields import Bound, Field, Leaf, Static, fields_of
+from fedrax.contract.fields import Bound, Field, fields_of
 from fedrax.errors import FedraxError
-
-__all__ = [  # noqa: RUF022 - the decorator first
-    "hyperparameters", "check", "refuse_undecorated", "Bound", "Leaf", "Static",
-    "Count", "Decay", "Fraction", "NonNegative", "Positive", "Whole",
-]  # fmt: skip
 
 Positive = Annotated[float, Bound(gt=0)]
 NonNegative = Annotated[float, Bound(ge=0)]

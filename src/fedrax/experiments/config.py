@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from pathlib import Path
@@ -195,7 +195,7 @@ class Reader:
         for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
             if kind.type is Path and isinstance(value, str):
                 return (self.folder / Path(value).expanduser()).resolve()
-            if kind.plain and kind.holds(value):
+            if kind.words and kind.holds(value):
                 if kind.items:
                     items = [self._plain(f, item) for f, item in kind.each(value)]
                     return items if kind.type is list else tuple(items)
@@ -269,7 +269,8 @@ def _import_file(path: Path) -> types.ModuleType:
     return module
 
 
-def options_class(function: Callable, given: Collection[str], method: str) -> type:
+@cache
+def options_class(function: Callable, given: tuple[str, ...], method: str) -> type:
     """A frozen dataclass of a function's options: its parameters but for those ``given`` by the caller.
 
     The type of a parameter without annotation is that of its default. The class's method of the name ``method``
