@@ -171,6 +171,7 @@ class Marked:
     fixed: Static[fedrax.Positive] = 0.5
     maybe: Static[float] | None = None
     ends: tuple[fedrax.Positive, ...] = (1.0, 2.0)
+    names: tuple = ("a", 1.5)
 
 
 def test_marks_say_what_is_an_input():

@@ -192,7 +192,7 @@ def describe(hint: Any, name: str = "") -> Field:
         kind = Kind(origin, choices=arguments)
     elif kind.type in (tuple, list):
         repeated = kind.type is list or not arguments or arguments[-1] is Ellipsis
-        items = (arguments or (Scalar,))[: 1 if repeated else None]
+        items = (arguments or (Static[Scalar],))[: 1 if repeated else None]
         kind = Kind(kind.type, items=tuple(map(describe, items)), repeated=repeated)
     return Field(name, (kind,))
 
