@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedrax.algorithms.scaffold import Scaffold
     from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
     from fedrax.contract.client_data import ClientData
+    from fedrax.contract.fields import Leaf, Static
     from fedrax.contract.hyperparameters import Count, Decay, Fraction, NonNegative, Positive, Whole, hyperparameters
     from fedrax.contract.local import LocalSGD, Step
     from fedrax.contract.optax_rule import Optax
@@ -48,6 +49,7 @@ _HOMES = {
     "fedrax.algorithms.scaffold": "Scaffold",
     "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
     "fedrax.contract.client_data": "ClientData",
+    "fedrax.contract.fields": "Leaf Static",
     "fedrax.contract.hyperparameters": "Count Decay Fraction NonNegative Positive Whole hyperparameters",
     "fedrax.contract.local": "LocalSGD Step",
     "fedrax.contract.optax_rule": "Optax",
@@ -67,7 +69,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "FedraxError", "tree",
     "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
-    "Count", "Decay", "Fraction", "NonNegative", "Positive", "Whole", "hyperparameters",
+    "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "binary", "classification", "regression", "scale",

@@ -1,19 +1,23 @@
 """Floating hyper-parameters are inputs of the compiled program; whole numbers and names shape it."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedrax
 from fedrax.algorithms.gradma import GradMA, GradMAS
 from fedrax.contract import proximal, server_optimizers
-from fedrax.contract.hyperparameters import check
+from fedrax.contract.fields import Leaf, Static
+from fedrax.contract.hyperparameters import check, hyperparameters
 from fedrax.contract.proximal import L1
-from fedrax.contract.schedules import CosineDecay, ExponentialDecay
+from fedrax.contract.schedules import CosineDecay, ExponentialDecay, StepDecay
 from fedrax.contract.server_optimizers import SGD, Adam
 from fedrax.errors import FedraxError
 from tests.algorithms.problems import make_problem
@@ -97,12 +101,29 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.FedAvg(fedrax.LocalSGD(lr=float("nan"))), "FedAvg.local.lr must be a finite number, got nan"),
         (fedrax.FedAvg(fedrax.LocalSGD(momentum=1.0)), "FedAvg.local.momentum must be less than 1, got 1.0"),
         (fedrax.FedAvg(fedrax.LocalSGD(steps=0)), "FedAvg.local.steps must be at least 1, got 0"),
-        (fedrax.FedAvg(fedrax.LocalSGD(**bad(batch_size=2.5))), "local.batch_size must be a whole number, got 2.5"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**bad(batch_size=2.5))), "must be a whole number or 'full', got 2.5"),
         (fedrax.FedAvg(fedrax.LocalSGD(**bad(order="random"))), "local.order must be one of 'shuffle', 'stored'"),
         (fedrax.FedAvg(fedrax.LocalSGD(**bad(lr="fast"))), "FedAvg.local.lr must be a number, got 'fast'"),
         (fedrax.FedAvg(fedrax.LocalSGD(steps=2, epochs=1)), "give local steps or local epochs, not both"),
         (fedrax.FedAvg(fedrax.LocalSGD(epochs=2, blocks=3)), "give local steps, not epochs"),
         (fedrax.FedAvg(server_optimizer=SGD(momentum=-0.1)), "FedAvg.server_optimizer.momentum must be at least 0"),
+        (fedrax.FedAvg(**bad(local=fedrax.FedAvg())), "FedAvg.local must be of class LocalSGD, got FedAvg"),
+        (
+            fedrax.FedAvg(**bad(server_optimizer=LOCAL)),
+            "FedAvg.server_optimizer must be of class SGD or Adagrad or Adam or Yogi or Optax, got LocalSGD",
+        ),
+        (fedrax.FedAvg(fedrax.LocalSGD(**bad(prox=SGD()))), "prox must be of class L1 or ElasticNet or NuclearNorm"),
+        (fedrax.FedAvg(**bad(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
+        (fedrax.FedAvg(**bad(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
+        (fedrax.upcycle(**bad(algorithm=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
+        (
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=(3, "4"))))),
+            "local.schedule.milestones must be a list of whole numbers, got (3, '4')",
+        ),
+        (
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=[3, 4])))),
+            "local.schedule.milestones must be hashable, for it shapes the program: give a tuple",
+        ),
         (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3)), "LoSAC remembers a gradient for each of M fixed blocks"),
@@ -116,8 +137,74 @@ def bad(**options: Any) -> dict[str, Any]:
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(algorithm: Any, sentence: str):
-    with pytest.raises(FedraxError, match=sentence.replace(".", r"\.")):
+    with pytest.raises(FedraxError, match=re.escape(sentence)):
         check(algorithm)
+
+
+class Unmarked(fedrax.FedAvg):
+    """A method whose author forgot the decorator."""
+
+    strength: fedrax.Positive = 1.0
+
+
+class Silent(fedrax.LocalSGD):
+    """The same of a part of a method; without fields of its own, JAX knows it as little."""
+
+
+@pytest.mark.parametrize("algorithm", [Unmarked(), fedrax.FedAvg(Silent())], ids=["method", "part"])
+def test_a_class_without_the_decorator_is_refused(algorithm: Any):
+    sentence = "(Unmarked|Silent) lacks the decorator @hyperparameters"
+    with pytest.raises(FedraxError, match=sentence):
+        check(algorithm)
+    problem = make_problem()
+    with pytest.raises(FedraxError, match=sentence):
+        fedrax.simulate(algorithm, problem.task, problem.federation, rounds=1, cohort_size=2)
+
+
+@hyperparameters
+class Marked:
+    """Fields whose types leave open what they are to a program, with and without a mark."""
+
+    anything: Any = None
+    function: Callable = jnp.tanh
+    weights: Leaf[Any] = None
+    fixed: Static[fedrax.Positive] = 0.5
+    maybe: Static[float] | None = None
+    ends: tuple[fedrax.Positive, ...] = (1.0, 2.0)
+    names: tuple = ("a", 1.5)
+
+
+def test_marks_say_what_is_an_input():
+    marked = Marked(weights={"w": np.ones(2)})
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(marked)]
+    assert names == [".weights['w']", ".ends[0]", ".ends[1]"]
+    assert jax.tree.structure(marked) != jax.tree.structure(dataclasses.replace(marked, fixed=0.6))
+    check(marked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"anything": np.ones(2)}, "Marked.anything must be hashable, for it shapes the program"),
+        ({"weights": jnp.tanh}, "Marked.weights must be numbers or arrays, for it is an input"),
+        ({"fixed": 0.0}, "Marked.fixed must be greater than 0, got 0.0"),
+        ({"ends": (1.0, -1.0)}, "Marked.ends must hold items that must be greater than 0, got (1.0, -1.0)"),
+        ({"ends": 1.0}, "Marked.ends must be a list of numbers, got 1.0"),
+    ],
+    ids=["unhashable", "function", "bound", "items", "no list"],
+)
+def test_values_that_a_mark_excludes(changes: dict[str, Any], sentence: str):
+    with pytest.raises(FedraxError, match=re.escape(sentence)):
+        check(Marked(**changes))
+
+
+def test_an_optax_rule_is_static():
+    rule = fedrax.FedAvg(LOCAL, server_optimizers.Optax(optax.adamw(1e-2)))
+    check(rule)
+    assert jax.tree.leaves(rule) == [0.1]
+    problem = make_problem()
+    result = fedrax.simulate(rule, problem.task, problem.federation, rounds=2, cohort_size=3, devices=1)
+    assert len(result.events) == 2
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ def npz(**changes: np.ndarray) -> Callable[[Path], None]:
 
 NPZ = "run --data npz --data.path d.npz --partition iid --partition.clients 4"
 OWN = 'def broken():\n    return 3\ndef fails():\n    raise ValueError("no")\nclass Thing:\n    pass\n'
+UNMARKED = "from fedrax import FedAvg\nclass Mine(FedAvg):\n    strength: float = 1.0\n"
+OPTIONS = (
+    "from __future__ import annotations\n"
+    "def model(input_shape, num_outputs, act=print, rank=4, sizes=(3, 4), end=None, other: Missing = 1): ...\n"
+)
+
+
+def own_option(line: str) -> Callable[[Path], None]:
+    """Prepare x.toml, whose model is the user's own with one key set."""
+
+    def write(folder: Path) -> None:
+        file("own.py", OPTIONS.replace(": Missing", ""))(folder)
+        toml('[model]\nname = "logistic"', f'[model]\nname = "own.py:model"\n{line}')(folder)
+
+    return write
+
 
 CASES = {
     "command": Case("rnu", "did you mean 'run'"),
@@ -131,6 +147,22 @@ CASES = {
     "own file missing": Case("run --algorithm own.py:Thing", "there is no file"),
     "own name missing": Case("run --algorithm own.py:Thong", "did you mean", file("own.py", OWN)),
     "not an algorithm": Case("run --algorithm own.py:Thing", "not a subclass", file("own.py", OWN)),
+    "own algorithm without decorator": Case(
+        "run --algorithm own.py:Mine", "Mine lacks the decorator @hyperparameters", file("own.py", UNMARKED)
+    ),
+    "own annotations": Case(
+        "run --model own.py:model", "annotations of model cannot be read: name 'Missing'", file("own.py", OPTIONS)
+    ),
+    "own option": Case("run x.toml", "model.rank: must be a whole number, not 'four'", own_option('rank = "four"')),
+    "own list": Case(
+        "run x.toml", "model.sizes: must be a list of whole numbers, not [1, 'b']", own_option("sizes = [1, 'b']")
+    ),
+    "own table": Case(
+        "run x.toml",
+        "model.end: must be a whole number or a number or true or false or a string or a list of values, not {",
+        own_option("end = { x = 1 }"),
+    ),
+    "own function as option": Case("run x.toml", "model.act: cannot be set in a file, not 3", own_option("act = 3")),
     "own file broken": Case("run --algorithm own.py:Thing", "SyntaxError", file("own.py", "class :")),
     "own model": Case("run --model own.py:broken", "not a Model", file("own.py", OWN)),
     "no data directory": Case("run --data mnist", "--data-dir or FEDRAX_DATA"),

@@ -93,12 +93,13 @@ def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path
 def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import jax, numpy as np\n"
+        "from collections.abc import Callable\n"
         "from fedrax.algorithms.fedavg import FedAvg\n"
         "from fedrax.data import Dataset, Samples\n"
         "from fedrax.contract.hyperparameters import Positive, hyperparameters\n"
         "from fedrax.models import MLP\n"
         "@hyperparameters\n"
-        "class Mine(FedAvg):\n    strength: Positive = 1.0\n"
+        "class Mine(FedAvg):\n    strength: Positive = 1.0\n    shape: Callable = jax.numpy.abs\n"
         "def model(input_shape, num_outputs, width: int = 4):\n"
         "    return MLP(hidden=(width,)).build(input_shape, num_outputs)\n"
         "def data(rows: int = 30):\n"
@@ -115,6 +116,70 @@ def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: 
     assert written["data"]["rows"] == 33
     assert json.loads(outcome.out.splitlines()[0])["bytes_up"] == 2 * 4 * (3 * 5 + 5 + 5 * 3 + 3)
     assert fedrax("resume", "r", "--quiet").status == 0
+
+
+OPTIONS = (
+    "import jax.numpy as jnp\n"
+    "from fedrax.models import MLP\n"
+    "def model(input_shape, num_outputs, rate, rank=4, wide=False, kind='relu', name='mine', sizes=(3, 4),\n"
+    "          more=[], top=None, act=jnp.tanh, *rest, **others):\n"
+    "    assert act is jnp.tanh\n"
+    "    made = [rate, rank, wide, kind, name, sizes, more, top]\n"
+    "    assert made == [(1, 'a'), 8, True, 'tanh', 'mine', (5,), [0.5], 2.5], made\n"
+    "    return MLP(hidden=(rank,), activation=kind).build(input_shape, num_outputs)\n"
+)
+
+
+def test_options_without_annotations(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    """Their types are those of their defaults; without one, anything goes. What was written is read back."""
+    (tmp_path / "own.py").write_text(OPTIONS)
+    keys = 'rate = [1, "a"]\nwide = true\nsizes = [5]\nmore = [0.5]\ntop = 2.5\nkind = "tanh"'
+    tiny.write_text(TINY.replace('name = "logistic"', f'name = "own.py:model"\nrank = 8\n{keys}'))
+    assert fedrax("run", tiny, "--out", "r", "--quiet") == Outcome(0, "", "")
+    assert fedrax("resume", "r", "--quiet") == Outcome(0, "", "")
+
+
+TRACE = "round,client\n" + "".join(f"{round},{client}\n" for round in (0, 1) for client in range(5))
+AVAILABILITY = 'checkpoint_every = 1\n[run.participation]\nname = "availability"\ntrace = "trace.csv"\n'
+
+
+@pytest.mark.parametrize("given", ["file", "flags"])
+def test_a_relative_path_is_read_once(
+    given: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is relative to the file, or to where the command was typed, and then the same from everywhere."""
+    (tmp_path / "trace.csv").write_text(TRACE)
+    flags = "--run.participation availability --run.participation.trace ../elsewhere/../trace.csv"
+    if given == "file":
+        tiny.write_text(TINY + AVAILABILITY)
+        flags = ""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert fedrax("run", "../tiny.toml", *flags.split(), "--out", "r", "--quiet") == Outcome(0, "", "")
+    monkeypatch.chdir(tmp_path)
+    assert fedrax("resume", "elsewhere/r", "--quiet") == Outcome(0, "", "")
+    again = fedrax("run", "tiny.toml", *flags.replace("../", "", 1).split(), "--out", "again", "--quiet")
+    assert again == Outcome(0, "", "")
+    written = [(tmp_path / run / "experiment.toml").read_text() for run in ("again", "elsewhere/r")]
+    assert written[0] == written[1]
+    assert str(tmp_path / "trace.csv") in written[0]
+
+
+def test_compare_goes_on_from_another_directory(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    (tmp_path / "cmp.toml").write_text(TINY + AVAILABILITY + '[[compare]]\nname = "fedavg"\n')
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = ("compare", "../cmp.toml", "--seeds", "0", "--out", "c", "--quiet")
+    assert fedrax(*again) == Outcome(0, "", "")
+    run = tmp_path / "elsewhere" / "c" / "fedavg" / "seed-0"
+    whole = (run / "events.jsonl").read_text().splitlines()
+    assert fedrax("resume", run, "--quiet") == Outcome(0, "", "")
+    monkeypatch.chdir(tmp_path)
+    assert fedrax("compare", "cmp.toml", "--seeds", "0", "--out", "elsewhere/c", "--quiet") == Outcome(0, "", "")
+    assert (run / "events.jsonl").read_text().splitlines() == whole
 
 
 def test_resume(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

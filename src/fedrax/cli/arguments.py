@@ -10,14 +10,17 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro import constructors
 
+from fedrax.contract.fields import fields_of, hints_of
 from fedrax.errors import FedraxError
 from fedrax.experiments import config, experiment
-from fedrax.experiments.config import Choice, Table
+from fedrax.experiments.config import Choice, Table, fits_a_file
 from fedrax.experiments.experiment import Experiment
 
 T = TypeVar("T")
@@ -28,13 +31,25 @@ _CONFIG = (
     tyro.conf.HelptextFromCommentsOff,
     tyro.conf.FlagCreatePairsOff,
 )
+_registry = constructors.ConstructorRegistry()
+
+
+@_registry.struct_rule
+def _what_a_file_holds(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
+    """Flags for a user's own class with fields that hold functions, into which tyro would look and fail."""
+    cls, value = info.type, info.default
+    if type(value) is not cls or not dataclasses.is_dataclass(cls) or all(map(fits_a_file, fields_of(cls).values())):
+        return None
+    hints, names = hints_of(cls), [name for name, field in fields_of(cls).items() if fits_a_file(field)]
+    flags = tuple(constructors.StructFieldSpec(name, hints[name], getattr(value, name)) for name in names)
+    return constructors.StructConstructorSpec(partial(dataclasses.replace, value), flags)
 
 
 def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
     """``args`` as a ``cls``; prints help and leaves where asked for, raises FedraxError for anything unfit."""
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), _registry:
             return tyro.cli(cls, args=args, prog=prog, description=description, config=_CONFIG)
     except SystemExit as end:
         if end.code in (0, None):
@@ -70,9 +85,9 @@ class Chosen:
 
 def choices_in(value: Any, path: str = "") -> Iterator[Chosen]:
     """Every such place, outer ones first."""
-    for name, hint in config._hints(type(value)).items():
+    for name, field in fields_of(type(value)).items():
         item, where = getattr(value, name), f"{path}.{name}" if path else name
-        choice = config.choice_of(hint, name)
+        choice = config.choice_of(field)
         if choice is not None:
             yield Chosen(where, choice, item)
         if dataclasses.is_dataclass(item):
@@ -108,8 +123,7 @@ def _choose(table: Table, chosen: Chosen, name: str) -> None:
     known = {field.name for field in dataclasses.fields(cls)}
     keeps = isinstance(old, Mapping) and (chosen.choice.keep or cls is type(chosen.value))
     kept = {key: value for key, value in old.items() if key in known and key != "name"} if keeps else {}
-    full = config._OWN.get(cls, name)  # the user's own by its absolute path
-    table[last] = {"name": full, **kept}
+    table[last] = {"name": config.own_name(cls) or name, **kept}
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,8 @@ def parse_experiment(
     parsed = parse(dataclasses.make_dataclass(options.__name__, fields), rest, prog, description)
     changed = {part: getattr(parsed, part) for part in parts if hasattr(parsed, part)}
     result = dataclasses.replace(made, name=parsed.name, **changed)
+    # read once more, as the file of the run will be: flags take the forms that values of a file have
+    result = config.Reader(source, Path()).fields(Experiment, experiment.to_table(result), "", Experiment())
     try:
         result.check()
     except FedraxError as error:

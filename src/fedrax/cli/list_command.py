@@ -12,6 +12,7 @@ import tyro
 from rich.table import Table
 
 from fedrax.cli.arguments import parse
+from fedrax.contract.fields import fields_of
 from fedrax.errors import unknown
 from fedrax.experiments import config
 from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
@@ -60,19 +61,15 @@ def entries(choice: config.Choice) -> list[dict[str, Any]]:
     return made
 
 
-def settings(cls: type) -> dict[str, Any]:
-    """Every field with its default; null where there is none."""
+def settings(cls: type, value: Any = None) -> dict[str, Any]:
+    """Every field with its default, or with what ``value`` holds; null where there is none."""
     shown = {}
-    for field in dataclasses.fields(cls):
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if default is dataclasses.MISSING:
-            shown[field.name] = None
-        elif dataclasses.is_dataclass(default):
-            choice = config.choice_of(config._hints(cls)[field.name], field.name)
-            name = {} if choice is None else {"name": choice.name_of(default)}
-            shown[field.name] = name | settings(type(default)) | config.table_of(default, type(default)())
+    for name, item in config.defaults_of(cls, value).items():
+        choice = config.choice_of(fields_of(cls)[name])
+        if item is None or item is dataclasses.MISSING:
+            shown[name] = None
+        elif dataclasses.is_dataclass(item):
+            shown[name] = ({} if choice is None else {"name": choice.name_of(item)}) | settings(type(item), item)
         else:
-            shown[field.name] = default if default is None else config._plain_value(default)
+            shown[name] = config.plain(item)
     return shown

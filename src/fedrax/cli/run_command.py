@@ -10,6 +10,7 @@ from typing import Any
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
+from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
 from fedrax.report import sinks
 from fedrax.report.runs import summary_line
@@ -138,9 +139,3 @@ def new_directory(spec: Experiment, out: Path | None) -> Path:
     while (directory := stem if number == 1 else stem.with_name(f"{stem.name}-{number}")).exists():
         number += 1
     return directory
-
-
-def safe_name(name: str) -> str:
-    """``name`` as part of a file name: letters, digits, ".", "_" and "-"."""
-    made = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip(".-")
-    return made[:100] or "unnamed"

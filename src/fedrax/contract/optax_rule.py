@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import Array
 
 from fedrax import tree
+from fedrax.contract.fields import Leaf, Static
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -26,11 +27,11 @@ class Optax:
     looks at with a Python ``if`` cannot be such an input: give the finished transformation then.
     """
 
-    transform: Hashable
+    transform: Static[Any]
     """An ``optax.GradientTransformation``, or a function that makes one of ``floats`` and ``fixed``."""
-    floats: Any = dataclasses.field(default_factory=dict)
+    floats: Leaf[Any] = dataclasses.field(default_factory=dict)
     """Floating options by name."""
-    fixed: tuple[tuple[str, Any], ...] = ()
+    fixed: Static[tuple] = ()
     """Other options."""
 
     @classmethod

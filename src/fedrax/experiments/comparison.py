@@ -28,6 +28,7 @@ from typing import Any
 
 import tomlkit
 
+from fedrax.contract.fields import describe
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.config import Reader, Table
@@ -90,8 +91,8 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
     entries = table.get("compare", [{}])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise FedraxError(f"{source}: compare must be tables, [[compare]].")
-    seeds = reader.value(tuple[int, ...], table.get("seeds", [0, 1, 2]), "seeds")
-    target = reader.value(float | None, table["target"], "target") if "target" in table else None
+    seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
+    target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
     methods, base = [], shared.get("algorithm", {})
     if not isinstance(base, Mapping):
         raise FedraxError(f"{source}: [algorithm] must be a table, not {base!r}.")
@@ -103,7 +104,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
         if not isinstance(label, str):
             raise FedraxError(f"{where}: the label must be a string, not {label!r}.")
         methods.append(dataclasses.replace(made, name=label))
-    name = reader.value(str, table.get("name", Path(source).stem), "name")
+    name = reader.value(describe(str), table.get("name", Path(source).stem), "name")
     return Comparison(name, tuple(methods), seeds, target)
 
 

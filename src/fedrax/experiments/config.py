@@ -14,19 +14,19 @@ import inspect
 import re
 import sys
 import types
-import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fedrax.algorithms import algorithms
 from fedrax.contract.algorithm import Algorithm, is_algorithm
+from fedrax.contract.fields import Field, fields_of, hints_of, inferred
+from fedrax.contract.hyperparameters import refuse_undecorated
 from fedrax.errors import FedraxError, unknown
 
 Table = dict[str, Any]
-_SCALARS = (bool, int, float, str, Path, type(None))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Choice:
         classes = self.classes()
         if self.adapt is not None and ":" in name:
             where, found = import_named(name, folder)
-            return _remember(self.adapt(found), where)
+            cls = self.adapt(found)
+            _OWN[cls] = where
+            return cls
         plain = {_squeezed(known): known for known in classes}
         if _squeezed(name) not in plain:
             raise unknown(self.kind, name, classes)
@@ -58,17 +60,18 @@ class Choice:
         for name, known in self.classes().items():
             if type(value) is known:
                 return name
-        if type(value) in _OWN:
-            return _OWN[type(value)]
+        own = own_name(type(value))
+        if own is not None:
+            return own
         raise FedraxError(f"{type(value).__name__} cannot be written to a file: it is not a known {self.kind}.")
 
 
 _OWN: dict[type, str] = {}
 
 
-def _remember(cls: type, name: str) -> type:
-    _OWN[cls] = name
-    return cls
+def own_name(cls: type) -> str | None:
+    """Where the user's own class was found, with the path made absolute; None for those of the library."""
+    return _OWN.get(cls)
 
 
 def _squeezed(name: str) -> str:
@@ -84,47 +87,32 @@ def own_algorithm(found: Any) -> type:
     """What ``file.py:Class`` must be to serve as an algorithm."""
     if not is_algorithm(found):
         raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.Algorithm.")
+    refuse_undecorated(found)
     return found
 
 
 ALGORITHM = Choice("algorithm", algorithms, own_algorithm, keep=True)
 
 
-def choice_of(hint: Any, kind: str) -> Choice | None:
-    """The choice that a field of this type offers, or None: marked so, an algorithm, or a union of dataclasses."""
-    if typing.get_origin(hint) is Annotated:
-        marks = [mark for mark in typing.get_args(hint)[1:] if isinstance(mark, Choice)]
-        return marks[0] if marks else choice_of(typing.get_args(hint)[0], kind)
-    if hint is Algorithm:
+def choice_of(field: Field) -> Choice | None:
+    """The choice that a field offers, or None: marked so, an algorithm, or one of several (or no) dataclasses."""
+    marks = [mark for mark in field.marks if isinstance(mark, Choice)]
+    if marks:
+        return marks[0]
+    if field.classes == (Algorithm,):
         return ALGORITHM
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(hint) if isinstance(part, type) and dataclasses.is_dataclass(part)]
-        classes = {snake_case(part.__name__): part for part in parts}
-        plain = {name: part for name, part in classes.items() if all(map(_is_plain, _hints(part).values()))}
-        if plain:
-            return Choice(kind.replace("_", " "), lambda: plain)
+    known = {snake_case(cls.__name__): cls for cls in field.classes if all(map(fits_a_file, fields_of(cls).values()))}
+    if known and (len(field.kinds) > 1 or field.optional):
+        return Choice(field.name.replace("_", " "), lambda: known)
     return None
 
 
-def _is_plain(hint: Any) -> bool:
-    """Whether a file can hold a value of this type."""
-    if typing.get_origin(hint) is Annotated:
-        return any(isinstance(mark, Choice) for mark in typing.get_args(hint)) or _is_plain(typing.get_args(hint)[0])
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_is_plain(part) for part in typing.get_args(hint))
-    if typing.get_origin(hint) in (tuple, Literal):
-        return True
-    return hint in _SCALARS or dataclasses.is_dataclass(hint)
+def fits_a_file(field: Field) -> bool:
+    """Whether a file can say what the field holds."""
+    return field.plain or field.optional or choice_of(field) is not None
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, in order."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _defaults(cls: type, base: Any) -> dict[str, Any]:
+def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
     """The value of each field where a table leaves it out: that of ``base`` if it is a ``cls``, else the class's."""
     if type(base) is cls:
         return {field.name: getattr(base, field.name) for field in dataclasses.fields(cls)}
@@ -149,19 +137,17 @@ class Reader:
         """The error about the table or key at ``path``."""
         return FedraxError(f"{self.source}: {path + ': ' if path else ''}{message}")
 
-    def fields(self, cls: type, table: Any, path: str, base: Any = None, skip: Collection[str] = ()) -> Any:
+    def fields(self, cls: type, table: Any, path: str, base: Any = None) -> Any:
         """A ``cls`` from ``table``; what the table leaves out is as in ``base``, or as the class says."""
         if not isinstance(table, Mapping):
             raise self.error(path, f"a table of settings is needed here, not {table!r}.")
-        hints, defaults = _hints(cls), _defaults(cls, base)
+        fields, defaults = fields_of(cls), defaults_of(cls, base)
         values = {}
         for key, value in table.items():
-            if key in skip:
-                continue
-            if key not in hints:
-                raise self.error(f"[{path}]" if path else "", str(unknown("key", key, hints)))
+            if key not in fields:
+                raise self.error(f"[{path}]" if path else "", str(unknown("key", key, fields)))
             at = f"{path}.{key}" if path else key
-            values[key] = self.value(hints[key], value, at, defaults[key])
+            values[key] = self.value(fields[key], value, at, defaults[key])
         values = defaults | values
         missing = [name for name, value in values.items() if value is MISSING]
         if self.missing is not None:
@@ -187,96 +173,65 @@ class Reader:
             cls = type(base)
         else:
             raise self.error(f"[{path}]", f"the key 'name' is missing; known are: {', '.join(choice.classes())}.")
-        skip = () if "name" in _hints(cls) else ("name",)
-        return self.fields(cls, table, path, base, skip)
+        return self.fields(cls, {key: value for key, value in table.items() if key != "name"}, path, base)
 
-    def value(self, hint: Any, value: Any, path: str, base: Any = None) -> Any:
-        """``value`` as the type ``hint`` asks, with whole numbers accepted as floats and strings as paths."""
-        parts = _parts(hint)
-        if value == "none" and type(None) in parts:
+    def value(self, field: Field, value: Any, path: str, base: Any = None) -> Any:
+        """``value`` as ``field`` asks, with whole numbers accepted as floats and strings as paths."""
+        if value == "none" and field.optional:
             return None
-        choice = choice_of(hint, path.rpartition(".")[2])
+        choice = choice_of(field)
         if choice is not None:
             return self.choice(choice, value, path, base)
-        for part in parts:
-            if dataclasses.is_dataclass(part):
-                return self.fields(typing.cast(type, part), value, path, base)
-            fits, converted = self._scalar(part, value)
-            if fits:
-                return converted
-        raise self.error(path, f"must be {' or '.join(filter(None, map(_wanted, parts)))}, not {value!r}.")
+        if field.classes:
+            return self.fields(field.classes[0], value, path, base)
+        made = self._plain(field, value)
+        if made is MISSING:
+            wanted = f"must be {field.words}" if field.words else "cannot be set in a file"
+            raise self.error(path, f"{wanted}, not {value!r}.")
+        return made
 
-    def _scalar(self, hint: Any, value: Any) -> tuple[bool, Any]:
-        """Whether ``value`` is of this type, and the value so converted."""
-        if typing.get_origin(hint) is Literal:
-            return value in typing.get_args(hint), value
-        if typing.get_origin(hint) is tuple:
-            return self._tuple(typing.get_args(hint), value)
-        if hint is Path and isinstance(value, str):
-            return True, self.folder / Path(value).expanduser()
-        if hint is float and isinstance(value, int) and not isinstance(value, bool):
-            return True, float(value)
-        return type(value) is hint, value
-
-    def _tuple(self, parts: tuple, value: Any) -> tuple[bool, Any]:
-        if not isinstance(value, list | tuple):
-            return False, value
-        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else list(parts)
-        if len(kinds) != len(value):
-            return False, value
-        checked = [self._scalar(_parts(kind)[0], item) for kind, item in zip(kinds, value, strict=True)]
-        return all(fits for fits, _ in checked), tuple(item for _, item in checked)
+    def _plain(self, field: Field, value: Any) -> Any:
+        """``value`` as the first alternative that it fits, paths before strings; MISSING if there is none."""
+        for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
+            if kind.type is Path and isinstance(value, str):
+                return (self.folder / Path(value).expanduser()).resolve()
+            if kind.words and kind.holds(value):
+                if kind.items:
+                    items = [self._plain(f, item) for f, item in kind.each(value)]
+                    return items if kind.type is list else tuple(items)
+                return float(value) if kind.type is float else value
+        return MISSING
 
 
-def _parts(hint: Any) -> list[Any]:
-    """The alternatives of a type, annotations taken off; paths before strings."""
-    if typing.get_origin(hint) is Annotated:
-        return _parts(typing.get_args(hint)[0])
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [part for alternative in typing.get_args(hint) for part in _parts(alternative)]
-        return sorted(parts, key=lambda part: part is not Path)
-    return [hint]
-
-
-def _wanted(hint: Any) -> str:
-    """A type in words."""
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    if typing.get_origin(hint) is tuple:
-        parts = typing.get_args(hint)
-        count = "" if parts[-1] is Ellipsis else f"{len(parts)} "
-        return f"a list of {count}{'whole numbers' if _parts(parts[0])[0] is int else 'numbers'}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", Path: "a path"}
-    return words.get(hint, "")
-
-
-def table_of(value: Any, base: Any = None, skip: Collection[str] = ()) -> Table:
+def table_of(value: Any, base: Any = None) -> Table:
     """The complete table of a dataclass instance; ``base`` as when it is read back."""
-    defaults, table = _defaults(type(value), base), {}
-    for name, hint in _hints(type(value)).items():
+    defaults, table = defaults_of(type(value), base), {}
+    for name, field in fields_of(type(value)).items():
         item, default = getattr(value, name), defaults[name]
-        if name in skip or (item is None and default is None):
-            continue
-        choice = choice_of(hint, name)
+        choice = choice_of(field)
+        if item is default and (item is None or not (choice or field.plain)):
+            continue  # what a file cannot say is as the class has it
         if item is None:
             table[name] = "none"
-        elif choice is not None:
-            table[name] = {"name": choice.name_of(item), **table_of(item, default)}
         elif dataclasses.is_dataclass(item):
-            table[name] = table_of(item, default)
+            chosen = {} if choice is None else {"name": choice.name_of(item)}
+            table[name] = chosen | table_of(item, default) | chosen
         else:
-            table[name] = _plain_value(item)
+            table[name] = plain(item)
     return table
 
 
-def _plain_value(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A scalar, path or list as a file holds it."""
     if isinstance(value, Path):
-        return str(value.absolute())
+        return str(value.resolve())
     if isinstance(value, list | tuple):
-        return [_plain_value(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, bool | int | float | str):
         return value
-    return value.item()  # a scalar of NumPy or JAX
+    if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or JAX
+        return value.item()
+    raise FedraxError(f"{value!r} cannot be written to a file.")
 
 
 def import_named(name: str, folder: Path) -> tuple[str, Any]:
@@ -314,26 +269,27 @@ def _import_file(path: Path) -> types.ModuleType:
     return module
 
 
-def options_class(function: Callable, given: Collection[str], method: str) -> type:
+@cache
+def options_class(function: Callable, given: tuple[str, ...], method: str) -> type:
     """A frozen dataclass of a function's options: its parameters but for those ``given`` by the caller.
 
-    Its method of the name ``method`` calls the function with its options and those of the given arguments that
-    the function takes.
+    The type of a parameter without annotation is that of its default. The class's method of the name ``method``
+    calls the function with its options and those of the given arguments that the function takes.
     """
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = hints_of(function)
     parameters = inspect.signature(function).parameters
     fields = []
     for name, parameter in parameters.items():
-        if name not in given and parameter.kind is not parameter.VAR_KEYWORD:
-            default = dataclasses.field() if parameter.default is parameter.empty else parameter.default
-            fields.append((name, hints.get(name, str), default))
+        if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            default = MISSING if parameter.default is parameter.empty else parameter.default
+            factory = MISSING if default is MISSING else lambda default=default: default  # a default may be a list
+            fields.append((name, hints.get(name, inferred(default)), dataclasses.field(default_factory=factory)))
 
     def call(self: Any, **arguments: Any) -> Any:
         options = {name: getattr(self, name) for name, *_ in fields}
         return function(**{k: v for k, v in arguments.items() if k in parameters}, **options)
 
     namespace = {"__doc__": function.__doc__ or function.__name__, method: call}
-    made = [(n, h, d if isinstance(d, dataclasses.Field) else dataclasses.field(default=d)) for n, h, d in fields]
-    cls = dataclasses.make_dataclass(function.__name__, made, frozen=True, namespace=namespace)
+    cls = dataclasses.make_dataclass(function.__name__, fields, frozen=True, namespace=namespace)
     cls.__module__ = function.__module__
     return cls

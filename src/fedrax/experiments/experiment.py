@@ -66,12 +66,7 @@ def _data_classes() -> dict[str, type]:
 def _own_data(found: Any) -> type:
     if not inspect.isfunction(found):
         raise FedraxError(f"{found!r} is not a function that returns a fedrax.data.Dataset.")
-    return _options(found, ("data_dir",), "read")
-
-
-@cache
-def _options(function: Any, given: tuple[str, ...], method: str) -> type:
-    return config.options_class(function, given, method)
+    return config.options_class(found, ("data_dir",), "read")
 
 
 @cache
@@ -98,7 +93,7 @@ def _own_model(found: Any) -> type:
         return found
     if not inspect.isfunction(found):
         raise FedraxError(f"{found!r} is not a function that returns a Model or a Task.")
-    return _options(found, ("input_shape", "num_outputs"), "build")
+    return config.options_class(found, ("input_shape", "num_outputs"), "build")
 
 
 DATA = Choice("data set", _data_classes, _own_data)
