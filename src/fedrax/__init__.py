@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedrax.contract.hyperparameters import Count, Decay, Fraction, NonNegative, Positive, Whole, hyperparameters
     from fedrax.contract.local import LocalSGD, Step
     from fedrax.contract.table import Table
-    from fedrax.contract.task import Batch, Task, binary, classification, regression, scale
+    from fedrax.contract.task import Batch, Task, Variables, binary, classification, regression, scale
     from fedrax.contract.vectors import Vectors
     from fedrax.data import Dataset, Federation
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
@@ -47,7 +47,7 @@ _HOMES = {
     "fedrax.contract.hyperparameters": "Count Decay Fraction NonNegative Positive Whole hyperparameters",
     "fedrax.contract.local": "LocalSGD Step",
     "fedrax.contract.table": "Table",
-    "fedrax.contract.task": "Batch Task binary classification regression scale",
+    "fedrax.contract.task": "Batch Task Variables binary classification regression scale",
     "fedrax.contract.vectors": "Vectors",
     "fedrax.data": "Dataset Federation",
     "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
@@ -61,7 +61,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Count", "Decay", "Fraction", "NonNegative", "Positive", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
-    "Batch", "Dataset", "Federation", "Task", "binary", "classification", "regression", "scale",
+    "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
 

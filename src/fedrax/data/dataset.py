@@ -2,12 +2,14 @@
 
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedrax.contract.task import Preprocess, scale
 from fedrax.errors import FedraxError
+
+if TYPE_CHECKING:
+    from fedrax.contract.task import Preprocess
 
 
 class Samples(NamedTuple):
@@ -68,7 +70,7 @@ class Dataset:
         if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
             raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
 
-    def preprocess(self, normalise: bool = True) -> Preprocess | None:
+    def preprocess(self, normalise: bool = True) -> "Preprocess | None":
         """What a task does to x first: see `fedrax.contract.task.scale`; None where x is read as it is.
 
         ``normalise`` takes mean and deviation out, where they are known; without it pixels lie in 0 .. 1.
@@ -76,8 +78,12 @@ class Dataset:
         return preprocess_of(self.pixels, self.mean, self.std, normalise)
 
 
-def preprocess_of(pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalise: bool) -> Preprocess | None:
+def preprocess_of(
+    pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalise: bool
+) -> "Preprocess | None":
     """`scale` for pixels and for what has a mean (a mean is of pixels), None for anything else."""
+    from fedrax.contract.task import scale  # here, so that arrays can be read without JAX
+
     if mean and normalise:
         return scale(mean, std)
     return scale() if pixels or mean else None

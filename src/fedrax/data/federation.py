@@ -1,11 +1,10 @@
 """The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from fedrax.contract.task import Preprocess
 from fedrax.data.dataset import (
     Dataset,
     Samples,
@@ -18,6 +17,9 @@ from fedrax.data.dataset import (
 )
 from fedrax.data.partition import Natural, Partitioner
 from fedrax.errors import FedraxError
+
+if TYPE_CHECKING:
+    from fedrax.contract.task import Preprocess
 
 ALIGNMENT = 64  # bytes; JAX on the CPU takes over an array so aligned without copying it
 
@@ -66,7 +68,7 @@ class Federation:
         """Training rows of each client, int64 [N]."""
         return np.diff(self.offsets)
 
-    def preprocess(self, normalise: bool = True) -> Preprocess | None:
+    def preprocess(self, normalise: bool = True) -> "Preprocess | None":
         """What a task does to x first, as ``Dataset.preprocess`` says: for ``classification(model, ...)``."""
         return preprocess_of(self.pixels, self.mean, self.std, normalise)
 
