@@ -101,7 +101,7 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     try:
         x, y = np.asarray(x), np.asarray(y)
     except (ValueError, TypeError) as error:
-        raise FedraxError(f"samples must be arrays: {error}.") from error
+        raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}.")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
