@@ -115,7 +115,7 @@ def test_padding_is_allowed_among_labels_of_positions():
 @pytest.mark.parametrize(
     ("y", "options", "words"),
     [
-        (Y2, {}, "0 or more"),
+        (Y2, {}, r"0 or more .* found -1 .. 2 \(padding=-1 leaves positions out\)"),
         (Y2, {"padding": -100}, "0 or more"),
         (Y2, {"padding": -1, "num_classes": 2}, r"0 .. 1, or be the padding -1, found 0 .. 2"),
         (np.full((2, 3), -1), {"padding": -1}, "one class at least"),
@@ -138,7 +138,12 @@ def test_samples_made_past_as_samples_are_checked(dtype):
         Dataset("bad", bad, bad, 1)
 
 
-def positions(clients: bool = True) -> Dataset:
+def test_lists_are_no_samples_yet():
+    with pytest.raises(FedraxError, match="samples must be arrays; as_samples"):
+        Dataset("lists", *(Samples([[0.0]], [0]),) * 2, 1)  # type: ignore[arg-type]
+
+
+def positions() -> Dataset:
     rng = np.random.default_rng(0)
     samples = as_samples(rng.integers(0, 9, (40, 6)), rng.integers(0, 9, (40, 6)))
     owner = np.arange(40) % 4

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.contract.task import Batch, Task, Variables, classification
+from fedrax.contract.task import Batch, Task, Variables, classification, starting_parameters
 from fedrax.errors import FedraxError
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
 
@@ -202,6 +202,15 @@ def test_tasks_train_in_one_mode_and_judge_in_the_other(model: Model):
     accuracy = task.metrics["accuracy"](variables, batch)
     np.testing.assert_array_equal(accuracy, logits["evaluation"].argmax(-1) == batch.y)
     np.testing.assert_array_equal(task.outputs(variables, X), logits["evaluation"])
+
+
+def test_variables_are_starting_parameters(model: Model):
+    task = classification(model)
+    assert_same(starting_parameters(task, KEY, None), task.init(KEY))
+    given = moved(model)
+    assert starting_parameters(task, KEY, given) is given
+    with pytest.raises(FedraxError, match="do not fit the model"):
+        starting_parameters(task, KEY, given.params)
 
 
 def test_training_by_the_task_lowers_the_loss(model: Model):

@@ -109,7 +109,8 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     if y.dtype.kind in "bui":
         low, high = label_range(y, padding)
         if low < 0 or high > _LARGEST:
-            raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}.")
+            hint = f" (padding={low} leaves positions out)" if low < 0 and padding is None and y.ndim > 1 else ""
+            raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
         return Samples(_held(x, "x"), y.astype(np.int32, copy=False))
     return Samples(_held(x, "x"), _held(y, "y"))
 
@@ -141,6 +142,8 @@ def _held(array: np.ndarray, what: str) -> np.ndarray:
 def check_alike(train: Samples, test: Samples, where: str) -> None:
     """Raise FedraxError, its sentence opened by ``where``, unless training and test samples have one shape."""
     for what, one, other in (("samples", train.x, test.x), ("labels", train.y, test.y)):
+        if not (hasattr(one, "dtype") and hasattr(other, "dtype")):
+            raise FedraxError(f"{where}: {what} must be arrays; as_samples makes them of lists.")
         if one.shape[1:] != other.shape[1:]:
             raise FedraxError(f"{where}: training {what} have shape {one.shape[1:]}, test {what} {other.shape[1:]}.")
 
