@@ -137,10 +137,7 @@ class Federation:
             raise FedraxError("a federation needs training samples.")
         if train.y.dtype.kind == "i" and num_classes is None:
             num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
-        if (client_ids is None) == (offsets is None):
-            raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
-        if test_client_ids is not None and (client_ids is None or test_offsets is not None):
-            raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
+        _check_owners(client_ids, offsets, test_client_ids, test_offsets)
 
         rows, test_rows = None, None
         if client_ids is not None:
@@ -207,6 +204,14 @@ def _shuffled_inside(offsets: np.ndarray, seed: int) -> np.ndarray:
     """A random order of rows that leaves each row with its client."""
     owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.float64), np.diff(offsets))
     return np.argsort(owner + generator(seed, "order").random(len(owner)), kind="stable")
+
+
+def _check_owners(client_ids: object, offsets: object, test_client_ids: object, test_offsets: object) -> None:
+    """Owners are said in one way, and those of the test rows in the same."""
+    if (client_ids is None) == (offsets is None):
+        raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
+    if test_client_ids is not None and (client_ids is None or test_offsets is not None):
+        raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
 
 
 def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:
