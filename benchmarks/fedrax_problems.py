@@ -72,4 +72,5 @@ def random_images(clients: int, samples: int, classes: int) -> Federation:
         x[start : start + len(some)] = some[: len(x) - start]
     y = rng.integers(0, classes, len(x), dtype=np.int32)
     offsets = np.arange(clients + 1) * samples
-    return Federation.from_arrays(x, y, offsets=offsets, test=(x[:500], y[:500]), num_classes=classes, shuffle=False)
+    test = x[:500], y[:500]
+    return Federation.from_arrays(x, y, offsets=offsets, test=test, num_classes=classes, pixels=True, shuffle=False)

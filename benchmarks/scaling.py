@@ -114,7 +114,8 @@ def measure_here(point: Point) -> dict:
     from fedrax.models import MLP
 
     federation = random_images(point.clients, point.samples, CLASSES)
-    task = classification(MLP(hidden=(point.width, point.width)).build((28, 28), CLASSES))
+    model = MLP(hidden=(point.width, point.width)).build((28, 28), CLASSES)
+    task = classification(model, federation.preprocess())
     algorithm = FedAvg(local=LocalSGD(lr=0.01, steps=STEPS, batch_size=point.batch))
     clock, _ = time_rounds(algorithm, task, federation, TIMED_ROUNDS, cohort_size=point.cohort, devices=point.devices)
     return clock.summary()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedrax.contract.optax_rule import Optax
     from fedrax.contract.requirements import Requirements
     from fedrax.contract.table import Table
-    from fedrax.contract.task import Batch, Task, binary, classification, regression, scale
+    from fedrax.contract.task import Batch, Task, Variables, binary, classification, regression, scale
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
@@ -55,7 +55,7 @@ _HOMES = {
     "fedrax.contract.optax_rule": "Optax",
     "fedrax.contract.requirements": "Requirements",
     "fedrax.contract.table": "Table",
-    "fedrax.contract.task": "Batch Task binary classification regression scale",
+    "fedrax.contract.task": "Batch Task Variables binary classification regression scale",
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
@@ -72,7 +72,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
     "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
-    "Batch", "Dataset", "Federation", "Task", "binary", "classification", "regression", "scale",
+    "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
 

@@ -71,6 +71,7 @@ def test_entries_say_what_they_need():
 def test_digits_need_nothing():
     dataset = load("digits")
     assert dataset.train.x.shape == (1442, 8, 8, 1) and dataset.test.x.shape == (355, 8, 8, 1)
+    assert not dataset.pixels and dataset.preprocess() is None
     both = np.concatenate([dataset.train.x, dataset.test.x])
     assert both.dtype == np.float32 and both.min() == 0 and both.max() == 1
     assert np.array_equal(both * 16, np.round(both * 16))
@@ -86,7 +87,7 @@ def test_idx_folder(tmp_path, compress):
     dataset = load("mnist", tmp_path)
     assert np.array_equal(dataset.train.x[..., 0], images[:20]) and dataset.train.x.shape == (20, 4, 5, 1)
     assert np.array_equal(dataset.test.y, labels[20:]) and dataset.test.y.dtype == np.int32
-    assert dataset.num_classes == 10 and dataset.mean == (0.1307,)
+    assert dataset.num_classes == 10 and dataset.mean == (0.1307,) and dataset.pixels
     assert load_idx(tmp_path / "mnist").num_classes == 10
 
 

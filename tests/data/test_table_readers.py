@@ -95,6 +95,13 @@ def test_image_table_of_other_columns_or_no_parquet(tmp_path):
         read_image_table(path, "label", (32, 32))
 
 
+def test_images_in_tables_are_pixels(tmp_path):
+    for part in ("train", "test"):
+        write_images(tmp_path / "cifar10" / f"{part}.parquet", [jpeg((0, 0, 0))] * 2, [1, 9])
+    dataset = load("cifar10", tmp_path)
+    assert dataset.pixels and dataset.preprocess() is not None
+
+
 def test_cifar_labels_are_checked(tmp_path):
     write_images(tmp_path / "cifar10" / "train.parquet", [jpeg((0, 0, 0))], [10])
     write_images(tmp_path / "cifar10" / "test.parquet", [jpeg((0, 0, 0))], [9])

@@ -9,7 +9,7 @@ import pytest
 
 from fedrax.contract.task import Batch, classification
 from fedrax.errors import FedraxError
-from fedrax.models import from_equinox, from_linen, from_nnx
+from fedrax.models import Variables, from_equinox, from_linen, from_nnx
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
 KEY = jax.random.key(3)
@@ -177,21 +177,38 @@ def test_functions_start_anew_for_each_key_and_modules_do_not(network, adapt):
     assert_same_trees(*(adapt(module).init(jax.random.key(seed)) for seed in (0, 1)))
 
 
-def test_running_statistics_are_refused():
-    nn, nnx, eqx = (pytest.importorskip(m) for m in ("flax.linen", "flax.nnx", "equinox"))
+def test_modules_without_statistics_deal_in_plain_parameters():
+    nnx, eqx = (pytest.importorskip(m) for m in ("flax.nnx", "equinox"))
+    models = [
+        from_linen(linen_module(), X),
+        from_nnx(nnx.Linear(4, 3, rngs=nnx.Rngs(0))),
+        from_equinox(equinox_network()[1]),
+    ]
+    for model in [*models, from_equinox(eqx.nn.Linear(4, 3, key=KEY))]:
+        assert model.train is None and not isinstance(model.init(KEY), Variables)
+        assert model.features is None and model.blocks is None
 
-    class Normalised(nn.Module):
-        @nn.compact
-        def __call__(self, x, train=False):
-            return nn.BatchNorm(use_running_average=not train)(x)
 
-    for adapt in (
-        lambda: from_linen(Normalised(), X).init(KEY),
-        lambda: from_nnx(nnx.BatchNorm(4, rngs=nnx.Rngs(0))),
-        lambda: from_equinox(eqx.nn.BatchNorm(4, axis_name="batch", mode="batch")),
-    ):
-        with pytest.raises(FedraxError, match="group norm"):
-            adapt()
+def test_features_and_blocks_are_methods_or_functions_of_the_module():
+    _, network = nnx_network(0.5)
+    nnx_model = from_nnx(
+        network,
+        features=lambda m, x: m.dropout(jnp.tanh(m.hidden(x))),
+        blocks=(lambda m, x: m.dropout(jnp.tanh(m.hidden(x))), lambda m, x: m.out(x)),
+    )
+    _, network = equinox_network(0.5)
+    eqx_model = from_equinox(
+        network,
+        features=lambda m, x, key=None: m.dropout(jnp.tanh(m.hidden(x)), key=key),
+        blocks=(lambda m, x, key=None: m.dropout(jnp.tanh(m.hidden(x)), key=key), lambda m, x: m.out(x)),
+    )
+    for model in (nnx_model, eqx_model):
+        params = model.init(KEY)
+        assert model.blocks is not None and model.features is not None
+        for key in (None, KEY):
+            features = model.features(params, X, key)
+            np.testing.assert_array_equal(model.blocks[0](params, X, key), features)
+            np.testing.assert_allclose(model.blocks[1](params, features, key), model.apply(params, X, key), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.contract.task import Batch, binary, classification, regression, scale
+from fedrax.contract.task import Batch, Task, binary, classification, regression, scale
 from fedrax.errors import FedraxError
-from fedrax.models import MLP, Linear, Logistic, Model
+from fedrax.models import CNN, MLP, Linear, Logistic, Model
 
 KEY = jax.random.key(0)
 
@@ -104,7 +104,8 @@ def test_half_precision_parameters_stay_half():
     assert task.loss(params, batch, KEY).dtype == jnp.bfloat16
 
 
-def test_bytes_are_divided_by_default_and_integers_are_left_alone():
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int32", "uint32", "bool"])
+def test_integers_reach_the_model_as_they_are_and_truths_as_numbers(dtype):
     seen = []
 
     def apply(params, x, key=None):
@@ -112,11 +113,124 @@ def test_bytes_are_divided_by_default_and_integers_are_left_alone():
         return params["w"] * jnp.ones((x.shape[0], 2))
 
     task = classification(Model(lambda key: {"w": jnp.ones(())}, apply))
-    for x in (jnp.array([[255, 51]], jnp.uint8), jnp.array([[255, 51]], jnp.int32)):
-        task.loss(task.init(KEY), Batch(x, jnp.zeros(1, int)), KEY)
-    np.testing.assert_allclose(seen[0], [[1.0, 0.2]], rtol=1e-6)
-    assert seen[1].dtype == jnp.int32
-    assert seen[1].tolist() == [[255, 51]]
+    x = np.array([[1, 0, 100]]).astype(dtype)
+    task.loss(task.init(KEY), Batch(x, jnp.zeros(1, int)), KEY)
+    assert seen[0].dtype == ("float32" if dtype == "bool" else dtype)
+    np.testing.assert_array_equal(seen[0], x)
+
+
+def test_models_of_the_zoo_read_integers_as_numbers():
+    x, y = np.array([[3, 200], [7, 0]], np.uint8), jnp.array([0, 1])
+    task = classification(MLP((5,)).build((2,), 2))
+    params = task.init(KEY)
+    assert task.outputs is not None
+    np.testing.assert_array_equal(task.outputs(params, x), task.outputs(params, x.astype(np.float32)))
+    scaled = classification(MLP((5,)).build((2,), 2), scale())
+    np.testing.assert_allclose(
+        scaled.loss(params, Batch(x, y), KEY), task.loss(params, Batch(x / np.float32(255), y), KEY), rtol=1e-5
+    )
+
+
+def numpy_losses(logits, labels):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.log(np.exp(shifted).sum(-1)) - np.take_along_axis(shifted, labels[..., None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "uint32"])
+@pytest.mark.parametrize("positions", [(7,), (3, 2)])
+def test_labels_of_many_positions_are_averaged_within_each_sample(positions, dtype):
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(4, *positions, 5)).astype(np.float32), rng.integers(0, 5, (4, *positions))
+    task, batch = classification(outputs_are_inputs()), Batch(logits, labels.astype(dtype))
+    expected = numpy_losses(logits, labels).reshape(4, -1).mean(1)
+    np.testing.assert_allclose(task.loss(task.init(KEY), batch, KEY), expected, rtol=1e-5)
+    accuracy = (logits.argmax(-1) == labels).reshape(4, -1).mean(1)
+    np.testing.assert_allclose(task.metrics["accuracy"](task.init(KEY), batch), accuracy, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("padding", "dtype"), [(-1, "int32"), (-100, "int8"), (255, "uint8"), (2, "int32")])
+def test_padded_positions_do_not_count(padding, dtype):
+    rng = np.random.default_rng(1)
+    logits, labels = rng.normal(size=(4, 6, 3)).astype(np.float32), rng.integers(0, 2, (4, 6))
+    padded = rng.random((4, 6)) < 0.4
+    padded[0], padded[1] = True, False
+    labels = np.where(padded, padding, labels)
+    task, batch = classification(outputs_are_inputs(), padding=padding), Batch(logits, labels.astype(dtype))
+    params = task.init(KEY)
+    kept, count = ~padded, np.maximum((~padded).sum(1), 1)
+    expected = (numpy_losses(logits, np.where(padded, 0, labels)) * kept).sum(1) / count
+    losses, gradient = jax.value_and_grad(lambda x: task.loss(params, Batch(x, batch.y), KEY).sum())(batch.x)
+    np.testing.assert_allclose(losses, expected.sum(), rtol=1e-5)
+    np.testing.assert_allclose(task.evaluation_loss(params, batch), expected, rtol=1e-5)
+    assert expected[0] == 0 and not gradient[padded].any() and gradient[kept].any()
+    accuracy = ((logits.argmax(-1) == labels) & kept).sum(1) / count
+    np.testing.assert_allclose(task.metrics["accuracy"](params, batch), accuracy, rtol=1e-6)
+    other = np.where(padded[..., None], 1e3, logits)  # whatever the model says there
+    np.testing.assert_allclose(task.loss(params, Batch(other, batch.y), KEY), expected, rtol=1e-5)
+
+
+def test_several_targets_a_sample_are_averaged():
+    rng = np.random.default_rng(0)
+    outputs, targets = (rng.normal(size=(4, 3)).astype(np.float32) for _ in range(2))
+    squared = regression(outputs_are_inputs())
+    losses = squared.loss(squared.init(KEY), Batch(outputs, targets), KEY)
+    np.testing.assert_allclose(losses, ((outputs - targets) ** 2).mean(1), rtol=1e-5)
+    labels = (targets > 0).astype(np.int32)
+    logistic = binary(outputs_are_inputs())
+    expected = np.log1p(np.exp(np.where(labels == 1, -outputs, outputs))).mean(1)
+    np.testing.assert_allclose(logistic.loss(logistic.init(KEY), Batch(outputs, labels), KEY), expected, rtol=1e-5)
+    accuracy = logistic.metrics["accuracy"](logistic.init(KEY), Batch(outputs, labels))
+    np.testing.assert_allclose(accuracy, ((outputs > 0) == labels).mean(1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "labels", "words"),
+    [
+        (classification, (4, 3), np.zeros((4, 2), np.int32), r"\[B, ..., classes\] for integer labels"),
+        (classification, (4, 2, 3), np.zeros(4, np.int32), r"not outputs of shape \(4, 2, 3\) for int32 labels"),
+        (classification, (4, 3), np.zeros(4, np.float32), "float32 labels"),
+        (regression, (4, 3), np.zeros((4, 2), np.float32), r"one output a target, \(2,\) a sample"),
+        (regression, (4,), np.zeros((4, 4), np.float32), r"one output a target, \(4,\) a sample"),
+        (binary, (4, 3), np.zeros((4, 1), np.int32), "one output a target"),
+    ],
+)
+def test_outputs_and_labels_that_do_not_fit_end_in_a_sentence(kind, outputs, labels, words):
+    task = kind(outputs_are_inputs())
+    for function in (task.loss, lambda p, b, key: task.evaluation_loss(p, b)):
+        with pytest.raises(FedraxError, match=words):
+            function(task.init(KEY), Batch(np.zeros(outputs, np.float32), labels), KEY)
+
+
+def test_padding_is_a_label():
+    with pytest.raises(FedraxError, match="32-bit"):
+        classification(outputs_are_inputs(), padding=2**31)
+
+
+def test_blocks_features_and_outputs_start_from_stored_samples():
+    model = CNN(channels=(2, 3), hidden=4).build((8, 8, 1), 3)
+    task = classification(model, scale(0.3, 0.7))
+    x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), np.uint8)
+    y = np.array([0, 1, 2, 0, 1])
+    params = task.init(KEY)
+    assert task.blocks is not None and task.outputs is not None and task.features is not None
+    assert task.loss_of_outputs is not None and task.loss_and_statistics is None
+    for key in (None, KEY):
+        outputs, lower = x, None
+        for block in task.blocks:
+            lower, outputs = outputs, block(params, outputs, key)
+        np.testing.assert_allclose(lower, task.features(params, x, key), rtol=1e-5, atol=1e-6)
+        losses = task.evaluation_loss(params, Batch(x, y)) if key is None else task.loss(params, Batch(x, y), key)
+        np.testing.assert_allclose(task.loss_of_outputs(outputs, y), losses, rtol=1e-5)
+        if key is None:
+            np.testing.assert_allclose(outputs, task.outputs(params, x), rtol=1e-5, atol=1e-6)
+    assert not jnp.allclose(task.loss(params, Batch(x, y), KEY), task.evaluation_loss(params, Batch(x, y)))
+
+
+def test_hand_made_tasks_need_only_a_loss():
+    task = Task(init=lambda key: jnp.zeros(2), loss=lambda params, batch, key: (batch.x - params).sum(-1) ** 2)
+    batch = Batch(jnp.ones((3, 2)), jnp.zeros(3))
+    np.testing.assert_allclose(task.evaluation_loss(task.init(KEY), batch), [4, 4, 4])
+    assert (task.outputs, task.blocks, task.loss_of_outputs, task.loss_and_statistics) == (None,) * 4
 
 
 def test_tasks_are_static_arguments():

@@ -45,6 +45,20 @@ def test_outputs_are_the_last_layer_on_the_features(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_blocks_one_after_the_other_are_the_model(name):
+    model = MODELS[name]().build(INPUTS.get(name, (3, 4)), 4)
+    params, x = jax.jit(model.init)(jax.random.key(0)), inputs(name)
+    assert model.blocks is not None
+    expected = {"linear": 1, "logistic": 1, "2nn": 3, "mlp": 3, "lenet": 5, "cnn": 4, "lstm": 2}
+    assert len(model.blocks) == expected[name]
+    for key in (None, jax.random.key(1)):
+        h = x
+        for block in model.blocks:
+            h = jax.jit(block)(params, h, key)
+        np.testing.assert_allclose(h, jax.jit(model.apply)(params, x, key), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_samples_of_a_batch_do_not_mix(name):
     model = build(name)
     params, x = model.init(jax.random.key(0)), inputs(name, batch=3)

@@ -274,9 +274,10 @@ directory, method, n, cohort, rounds = Path(sys.argv[1]), sys.argv[2], *map(int,
 x = np.load(directory / "x.npy", mmap_mode="r")
 each = len(x) // n
 federation = fedrax.Federation.from_arrays(
-    x, np.arange(len(x)) % 3, offsets=np.arange(0, len(x) + 1, each), test=(x[:50], np.zeros(50, int)), shuffle=False
+    x, np.arange(len(x)) % 3, offsets=np.arange(0, len(x) + 1, each), test=(x[:50], np.zeros(50, int)), shuffle=False,
+    pixels=True,
 )
-task = fedrax.classification(Logistic().build(x.shape[1:], 3))
+task = fedrax.classification(Logistic().build(x.shape[1:], 3), federation.preprocess())
 algorithm = getattr(fedrax, method)(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size=each))
 everybody = np.random.default_rng(0).permutation(n)
 cohorts = [everybody[(np.arange(cohort) + r * cohort) % n] for r in range(rounds)]

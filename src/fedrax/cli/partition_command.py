@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from fedrax.cli.arguments import parse_experiment
-from fedrax.data import Federation, heterogeneity, label_counts
+from fedrax.data import Federation, has_one_label, heterogeneity, label_counts
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     task = experiment.make_task(parsed.experiment, federation)
     measures = dataclasses.asdict(heterogeneity(federation))
     measures["gradient_dissimilarity"] = gradient_dissimilarity(task, federation, seed=parsed.experiment.run.seed)
-    counts = None if federation.num_classes is None else label_counts(federation)
+    counts = label_counts(federation) if has_one_label(federation) else None
     pictures: tuple[Path, ...] = ()
     if options.picture is not None and counts is not None:
         from fedrax.data.picture import save_labels

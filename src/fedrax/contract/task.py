@@ -16,9 +16,8 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.errors import FedraxError
-from fedrax.models.model import Model
+from fedrax.models.model import Model, Params, Variables
 
-Params = Any  # a pytree of arrays
 Preprocess = Callable[[Array], Array]
 
 
@@ -33,31 +32,53 @@ class Batch(NamedTuple):
     """Samples as the data set stores them; `Task` turns them into what the model reads."""
 
     x: Array | np.ndarray  # [B, ...], any dtype
-    y: Array | np.ndarray  # [B]
+    y: Array | np.ndarray  # [B] or, a label for each position, [B, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
     """A learning problem as pure functions. Compared and hashed by identity: a static argument of `jit`.
 
+    Everywhere "parameters" are the tree that `init` gives: parameters alone or, where the network keeps running
+    statistics, `Variables`. Without a key a function runs in evaluation mode, with one in training mode.
+
     init:     key -> parameters.
-    loss:     (parameters, batch, key) -> losses [B], one for each sample; the key feeds dropout.
-    metrics:  name -> function (parameters, batch) -> values [B]; the simulator averages them.
-    features: (parameters, x [B, ...]) -> penultimate features [B, F], for methods that compare them.
+    loss:     (parameters, batch, key) -> losses [B], one for each sample, in training mode; the key feeds dropout.
+              Statistics that it would move stay as they are.
+    metrics:  name -> function (parameters, batch) -> values [B] in evaluation mode; the simulator averages them.
+    features: (parameters, x [B, ...], key=None) -> penultimate features [B, F], for methods that compare them.
+    loss_and_statistics: (Variables, batch, key) -> (losses [B], the new statistics); None without statistics.
+    outputs:  (parameters, x [B, ...]) -> the model's outputs [B, ...] in evaluation mode.
+    blocks:   functions (parameters, x, key=None) -> x. Applied one after the other to the samples as they are
+              stored, all with one key, they give the outputs: for methods that put networks together.
+    loss_of_outputs: (outputs, y) -> losses [B].
+
+    The last four, and features, are None where a task cannot say.
     """
 
     init: Callable[[Array], Params]
     loss: Callable[[Params, Batch, Array], Array]
     metrics: Mapping[str, Callable[[Params, Batch], Array]] = field(default_factory=dict)
-    features: Callable[[Params, Array], Array] | None = None
+    features: Callable[..., Array] | None = None
     name: str = "task"
+    loss_and_statistics: Callable[[Variables, Batch, Array], tuple[Array, Any]] | None = None
+    outputs: Callable[..., Array] | None = None
+    blocks: tuple[Callable[..., Array], ...] | None = None
+    loss_of_outputs: Callable[..., Array] | None = None
+
+    def evaluation_loss(self, params: Params, batch: Batch) -> Array:
+        """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
+        if self.outputs is None or self.loss_of_outputs is None:
+            return self.loss(params, batch, jax.random.key(0))
+        return self.loss_of_outputs(self.outputs(params, batch.x), batch.y)
 
 
 def scale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
     """Images of bytes to floats: x / 255, then (x - mean) / std for each channel. Floats pass unchanged.
 
     mean and std are one number, or one for each channel (the last axis of x). It is meant to run inside
-    the compiled step, so that the data set can stay in bytes on the device.
+    the compiled step, so that the data set can stay in bytes on the device. `Federation.preprocess` makes the one
+    that a data set of images asks for.
     """
     mean, std = tuple(np.ravel(v).tolist() for v in (mean, std))
     if not all(s > 0 for s in std):
@@ -75,83 +96,131 @@ def scale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.
     return preprocess
 
 
-def classification(model: Model, preprocess: Preprocess | None = None) -> Task:
-    """Cross entropy of the model's logits [B, classes] against integer labels [B]; metric: accuracy.
+def classification(model: Model, preprocess: Preprocess | None = None, padding: int | None = None) -> Task:
+    """Cross entropy of the model's logits [B, ..., classes] against integer labels [B, ...]; metric: accuracy.
 
-    Without `preprocess`, bytes are divided by 255 and other inputs are left as they are.
+    Where a sample has labels at several positions (tokens, pixels), its loss and its accuracy are the means over
+    them. Positions labelled ``padding`` are left out; a sample without any other counts 0. ``preprocess`` maps
+    what the data set stores to what the model reads, see `scale`; without it integers reach the model as integers.
+    Raises FedraxError where logits and labels do not go together.
     """
+    if padding is not None and not -(2**31) <= padding < 2**31:
+        raise FedraxError(f"the padding label must be a 32-bit integer, not {padding}.")
+
+    def over_positions(values: Array, labels: Array) -> Array:
+        if padding is None:
+            return _over_positions(values)
+        kept, positions = labels != padding, tuple(range(1, labels.ndim))
+        return jnp.where(kept, values, 0).sum(positions) / jnp.maximum(kept.sum(positions), 1)
 
     def loss(logits: Array, labels: Array) -> Array:
+        labels = _labels_of(logits, labels)
         # log-sum-exp by hand: jax.nn.logsumexp also guards against infinite logits, which costs small models
         # an eighth of a step; a run that diverges is stopped elsewhere.
         shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        return jnp.log(jnp.exp(shifted).sum(-1)) - _pick(shifted, labels)
+        return over_positions(jnp.log(jnp.exp(shifted).sum(-1)) - _pick(shifted, labels), labels)
 
     def accuracy(logits: Array, labels: Array) -> Array:
-        return (logits.argmax(-1) == labels).astype(logits.dtype)
+        labels = _labels_of(logits, labels)
+        return over_positions((logits.argmax(-1) == labels).astype(logits.dtype), labels)
 
     return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "classification")
 
 
 def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
-    """Logistic loss of one logit a sample ([B] or [B, 1]) against labels 0 and 1; metric: accuracy."""
+    """Logistic loss of one logit a label ([B] or [B, 1]; [B, ...]) against labels 0 and 1; metric: accuracy.
+
+    Of several labels a sample, the loss and the accuracy are means.
+    """
 
     def loss(logit: Array, labels: Array) -> Array:
-        logit = _one_a_sample(logit)
-        return jax.nn.softplus(logit) - logit * labels.astype(logit.dtype)
+        logit = _one_a_label(logit, labels)
+        return _over_positions(jax.nn.softplus(logit) - logit * labels.astype(logit.dtype))
 
     def accuracy(logit: Array, labels: Array) -> Array:
-        return ((_one_a_sample(logit) > 0) == (labels > 0)).astype(logit.dtype)
+        logit = _one_a_label(logit, labels)
+        return _over_positions(((logit > 0) == (labels > 0)).astype(logit.dtype))
 
     return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "binary")
 
 
 def regression(model: Model, preprocess: Preprocess | None = None) -> Task:
-    """Squared error (output - y)² of one output a sample ([B] or [B, 1]); metric: mse."""
+    """Squared error (output - y)² of one output a target ([B] or [B, 1]; [B, ...]); metric: mse.
+
+    Of several targets a sample, the squared error is the mean over them.
+    """
 
     def squared_error(output: Array, y: Array) -> Array:
-        output = _one_a_sample(output)
-        return (output - y.astype(output.dtype)) ** 2
+        output = _one_a_label(output, y)
+        return _over_positions((output - y.astype(output.dtype)) ** 2)
 
     return _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression")
 
 
 def _supervised(model: Model, preprocess: Preprocess | None, loss, metrics: Mapping, kind: str) -> Task:
     """A task from a model and functions (outputs, y) -> one value a sample."""
-    preprocess = scale() if preprocess is None else preprocess
 
     def inputs(params: Params, x: Array | np.ndarray) -> Array:
-        x = preprocess(jnp.asarray(x))
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x  # tokens, indices: the model knows what they are
-        return x.astype(jnp.result_type(*jax.tree.leaves(params)))
+        x = jnp.asarray(x) if preprocess is None else preprocess(jnp.asarray(x))
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return x  # tokens, counts, indices: the model knows what they are
+        trained = params.params if isinstance(params, Variables) else params
+        return x.astype(jnp.result_type(*jax.tree.leaves(trained)))
+
+    def on_inputs(function):
+        return lambda params, x, key=None: function(params, inputs(params, x), key)
 
     def of_outputs(value):
         return lambda params, batch: value(model.apply(params, inputs(params, batch.x)), batch.y)
 
-    def features_of(features):
-        return lambda params, x: features(params, inputs(params, x))
+    def training_loss(params: Params, batch: Batch, key: Array) -> Array:
+        return loss(model.apply(params, inputs(params, batch.x), key), batch.y)
+
+    def loss_and_statistics(variables: Variables, batch: Batch, key: Array) -> tuple[Array, Any]:
+        assert model.train is not None
+        outputs, statistics = model.train(variables, inputs(variables, batch.x), key)
+        return loss(outputs, batch.y), statistics
 
     return Task(
         init=model.init,
-        loss=lambda params, batch, key: loss(model.apply(params, inputs(params, batch.x), key), batch.y),
+        loss=training_loss if model.train is None else lambda *arguments: loss_and_statistics(*arguments)[0],
         metrics={name: of_outputs(value) for name, value in metrics.items()},
-        features=None if model.features is None else features_of(model.features),
+        features=None if model.features is None else on_inputs(model.features),
         name=f"{kind}/{model.name}",
+        loss_and_statistics=None if model.train is None else loss_and_statistics,
+        outputs=lambda params, x: model.apply(params, inputs(params, x)),
+        blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
+        loss_of_outputs=loss,
     )
 
 
 def _pick(logits: Array, labels: Array) -> Array:
-    """logits[i, labels[i]], by a mask: the gradient of a gather is a scatter, slow inside compiled loops."""
-    return jnp.where(labels[:, None] == jnp.arange(logits.shape[-1]), logits, 0).sum(-1)
+    """logits[..., labels[...]], by a mask: the gradient of a gather is a scatter, slow inside compiled loops."""
+    return jnp.where(labels[..., None] == jnp.arange(logits.shape[-1]), logits, 0).sum(-1)
 
 
-def _one_a_sample(output: Array) -> Array:
-    if output.ndim == 2 and output.shape[1] == 1:
-        return output[:, 0]
-    if output.ndim != 1:
-        raise FedraxError(f"this task needs a model with one output a sample, not outputs of shape {output.shape}.")
-    return output
+def _over_positions(values: Array) -> Array:
+    """Means [B] of values [B, ...] over all positions of a sample; values [B] as they are."""
+    return values if values.ndim == 1 else values.reshape(len(values), -1).mean(-1)
+
+
+def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
+    """The labels, signed, if there is one for each vector of logits."""
+    if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise FedraxError(
+            "a classification needs outputs [B, ..., classes] for integer labels [B, ...], "
+            f"not outputs of shape {logits.shape} for {labels.dtype} labels of shape {labels.shape}."
+        )
+    labels = jnp.asarray(labels)
+    return labels if jnp.issubdtype(labels.dtype, jnp.signedinteger) else labels.astype(int)
+
+
+def _one_a_label(output: Array, y: Array | np.ndarray) -> Array:
+    """The outputs in the shape of y; an axis of length one more or less is none."""
+    if output.shape != y.shape and {output.shape, y.shape} != {(len(y),), (len(y), 1)}:
+        wanted = "one output a sample" if y.ndim == 1 else f"one output a target, {y.shape[1:]} a sample"
+        raise FedraxError(f"this task needs a model with {wanted}, not outputs of shape {output.shape}.")
+    return output.reshape(y.shape)
 
 
 _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}

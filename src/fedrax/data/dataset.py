@@ -1,19 +1,24 @@
-"""A data set before it is divided among clients: samples on the host, in their own dtype."""
+"""A data set before it is divided among clients: samples on the host, in their own dtype or one that JAX holds."""
 
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from fedrax.errors import FedraxError
+
+if TYPE_CHECKING:
+    from fedrax.contract.task import Preprocess
 
 
 class Samples(NamedTuple):
     """``n`` samples.
 
     ``x`` has shape [n, ...]: images are uint8 [n, height, width, channels], sequences [n, time, channels],
-    features [n, features]. ``y`` has shape [n]: int32 class labels, or floating targets of a regression.
+    tokens [n, time], features [n, features]. ``y`` has shape [n] or, with a label for each position (the next tokens
+    [n, time], a segmentation [n, height, width], several targets [n, targets]), [n, ...]: int32 class labels, or
+    floating targets of a regression. `as_samples` makes them of arrays of other types.
     """
 
     x: np.ndarray
@@ -24,11 +29,14 @@ class Samples(NamedTuple):
 class Dataset:
     """Training and test samples, and what is known about them.
 
-    ``num_classes`` is None for a regression. ``mean`` and ``std`` are per channel (the last axis of x), taken
-    after uint8 has been scaled by 1/255; empty means no normalisation. ``train_clients`` and ``test_clients``
-    hold the natural client of each row as an integer [n], where the data has such clients.
+    ``num_classes`` is None for a regression. ``pixels`` says that x are bytes of images, which models read scaled
+    to 0 .. 1; other bytes are tokens or counts. ``mean`` and ``std`` are per channel (the last axis of x), taken
+    after pixels have been scaled by 1/255; empty means no normalisation. ``train_clients`` and ``test_clients``
+    hold the natural client of each row as an integer [n], where the data has such clients. ``padding`` is the label
+    of positions that do not count (-1, 255, ...), where y is [n, ...].
 
-    Raises FedraxError if shapes disagree, or a label lies outside 0 .. num_classes - 1.
+    Raises FedraxError if shapes disagree, a label is neither ``padding`` nor in 0 .. num_classes - 1, or x is of
+    a type that JAX does not hold.
     """
 
     name: str
@@ -40,22 +48,20 @@ class Dataset:
     train_clients: np.ndarray | None = None
     test_clients: np.ndarray | None = None
     class_names: tuple[str, ...] = ()
+    pixels: bool = False
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:
             raise FedraxError(f"data set {self.name!r} has no training samples.")
-        if self.train.x.shape[1:] != self.test.x.shape[1:]:
-            raise FedraxError(
-                f"data set {self.name!r}: a training sample has shape {self.train.x.shape[1:]}, "
-                f"a test sample {self.test.x.shape[1:]}."
-            )
+        check_alike(self.train, self.test, f"data set {self.name!r}")
         for part, samples, clients in (
             ("training", self.train, self.train_clients),
             ("test", self.test, self.test_clients),
         ):
             where = f"data set {self.name!r}, {part} part"
-            check_samples(samples, self.num_classes, where)
-            if clients is not None and (clients.shape != samples.y.shape or clients.dtype.kind not in "iu"):
+            check_samples(samples, self.num_classes, where, self.pixels, self.padding)
+            if clients is not None and (clients.shape != samples.y.shape[:1] or clients.dtype.kind not in "iu"):
                 raise FedraxError(f"{where}: clients must be one integer for each of {len(samples.y)} rows.")
         if self.num_classes is not None and self.class_names and len(self.class_names) != self.num_classes:
             raise FedraxError(
@@ -64,37 +70,113 @@ class Dataset:
         if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
             raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
 
+    def preprocess(self, normalise: bool = True) -> "Preprocess | None":
+        """What a task does to x first: see `fedrax.contract.task.scale`; None where x is read as it is.
 
-def as_samples(x: np.ndarray, y: np.ndarray) -> Samples:
-    """Samples from plain arrays: integer labels become int32 [n], everything else keeps its dtype.
+        ``normalise`` takes mean and deviation out, where they are known; without it pixels lie in 0 .. 1.
+        """
+        return preprocess_of(self.pixels, self.mean, self.std, normalise)
 
-    Raises FedraxError for labels that are not one number a row, or x that holds anything but numbers.
+
+def preprocess_of(
+    pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalise: bool
+) -> "Preprocess | None":
+    """`scale` for pixels and for what has a mean (a mean is of pixels), None for anything else."""
+    from fedrax.contract.task import scale  # here, so that arrays can be read without JAX
+
+    if mean and normalise:
+        return scale(mean, std)
+    return scale() if pixels or mean else None
+
+
+def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samples:
+    """Samples from plain arrays, in types that JAX holds: integer and Boolean labels become int32.
+
+    Other arrays keep their type, except that 64-bit integers become int32, bfloat16 float32, floats of more than 64
+    bits float64, and bytes the machine's order; such conversions copy. ``padding`` may be below zero.
+
+    Raises FedraxError for arrays that are not n samples with n (arrays of) labels, that hold anything but real
+    numbers, or integers that do not fit into 32 bits, and for labels below zero other than ``padding``.
     """
-    x, y = np.asarray(x), np.asarray(y)
-    if x.dtype.kind not in "buif" or y.dtype.kind not in "buif":
+    try:
+        x, y = np.asarray(x), np.asarray(y)
+    except (ValueError, TypeError) as error:
+        raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
+    if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}.")
-    if x.ndim < 1 or y.ndim != 1 or len(x) != len(y):
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
     if y.dtype.kind in "bui":
-        if len(y) and (y.min() < 0 or y.max() > np.iinfo(np.int32).max):
-            raise FedraxError(f"class labels must be 0 or more, found {y.min()} .. {y.max()}.")
-        y = y.astype(np.int32, copy=False)
-    return Samples(x, y)
+        low, high = label_range(y, padding)
+        if low < 0 or high > _LARGEST:
+            hint = f" (padding={low} leaves positions out)" if low < 0 and padding is None and y.ndim > 1 else ""
+            raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
+        return Samples(_held(x, "x"), y.astype(np.int32, copy=False))
+    return Samples(_held(x, "x"), _held(y, "y"))
 
 
-def check_samples(samples: Samples, num_classes: int | None, where: str) -> None:
+def label_range(labels: np.ndarray, padding: int | None) -> tuple[int, int]:
+    """Smallest and largest label apart from ``padding``; (0, -1) if there is none."""
+    counted = labels if padding is None else labels[labels != padding]
+    return (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
+
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+def _held(array: np.ndarray, what: str) -> np.ndarray:
+    """``array`` in its own type or, if JAX does not hold that, in one that it does."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind in "iu" and size > 4:
+        low, high = label_range(array, None)
+        if low < -_LARGEST - 1 or high > _LARGEST:
+            raise FedraxError(f"{what} holds integers of {low} .. {high}, which do not fit into 32 bits: use floats.")
+        return array.astype(np.int32)
+    if kind == "f" and size > 8:
+        return array.astype(np.float64)
+    if kind == "V":
+        return array.astype(np.float32)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def check_alike(train: Samples, test: Samples, where: str) -> None:
+    """Raise FedraxError, its sentence opened by ``where``, unless training and test samples have one shape."""
+    for what, one, other in (("samples", train.x, test.x), ("labels", train.y, test.y)):
+        if not (hasattr(one, "dtype") and hasattr(other, "dtype")):
+            raise FedraxError(f"{where}: {what} must be arrays; as_samples makes them of lists.")
+        if one.shape[1:] != other.shape[1:]:
+            raise FedraxError(f"{where}: training {what} have shape {one.shape[1:]}, test {what} {other.shape[1:]}.")
+
+
+def check_samples(
+    samples: Samples, num_classes: int | None, where: str, pixels: bool = False, padding: int | None = None
+) -> None:
     """Raise FedraxError, its sentence opened by ``where``, unless lengths, dtypes and labels fit."""
     x, y = samples
-    if y.ndim != 1 or len(x) != len(y):
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise FedraxError(f"{where}: x of shape {x.shape} and y of shape {y.shape} do not belong together.")
+    if 0 in y.shape[1:]:
+        raise FedraxError(f"{where}: labels of shape {y.shape[1:]} hold nothing.")
+    if pixels and x.dtype != np.uint8:
+        raise FedraxError(f"{where}: pixels are bytes (uint8), not {x.dtype}.")
+    for what, array in (("x", x), ("y", y if num_classes is None else x)):
+        wide = array.dtype.itemsize > (4 if array.dtype.kind in "iu" else 8)
+        if array.dtype.kind not in "buif" or wide or not array.dtype.isnative:
+            raise FedraxError(f"{where}: JAX does not hold {what} of dtype {array.dtype}; as_samples converts it.")
+    if padding is not None and (num_classes is None or y.ndim == 1):
+        raise FedraxError(f"{where}: padding is a class label of positions, where y is [n, ...], not {y.shape}.")
     if num_classes is None:
         if y.dtype.kind != "f":
             raise FedraxError(f"{where}: regression targets must be floating, not {y.dtype}.")
         return
     if y.dtype != np.int32:
         raise FedraxError(f"{where}: class labels must be int32, not {y.dtype}.")
-    if len(y) and (y.min() < 0 or y.max() >= num_classes):
-        raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}, found {y.min()} .. {y.max()}.")
+    if num_classes < 1:
+        raise FedraxError(f"{where}: a classification needs one class at least, not {num_classes}.")
+    low, high = label_range(y, padding)
+    if low < 0 or high >= num_classes:
+        besides = "" if padding is None else f", or be the padding {padding}"
+        raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}{besides}, found {low} .. {high}.")
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:

@@ -1,13 +1,25 @@
 """The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset, Samples, as_samples, check_samples, generator
+from fedrax.data.dataset import (
+    Dataset,
+    Samples,
+    as_samples,
+    check_alike,
+    check_samples,
+    generator,
+    label_range,
+    preprocess_of,
+)
 from fedrax.data.partition import Natural, Partitioner
 from fedrax.errors import FedraxError
+
+if TYPE_CHECKING:
+    from fedrax.contract.task import Preprocess
 
 ALIGNMENT = 64  # bytes; JAX on the CPU takes over an array so aligned without copying it
 
@@ -20,7 +32,7 @@ class Federation:
     is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
     ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
     ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a
-    regression; ``mean`` and ``std`` are as in ``Dataset``.
+    regression; ``mean``, ``std``, ``pixels`` and ``padding`` are as in ``Dataset``.
     """
 
     train: Samples
@@ -32,6 +44,8 @@ class Federation:
     std: tuple[float, ...] = ()
     class_names: tuple[str, ...] = ()
     name: str = "arrays"
+    pixels: bool = False
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -39,8 +53,10 @@ class Federation:
             _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
             if len(self.test_offsets) != len(self.offsets):
                 raise FedraxError(f"federation {self.name!r}: test offsets are for another number of clients.")
-        check_samples(self.train, self.num_classes, f"federation {self.name!r}, training part")
-        check_samples(self.test, self.num_classes, f"federation {self.name!r}, test part")
+        check_alike(self.train, self.test, f"federation {self.name!r}")
+        for part, samples in (("training", self.train), ("test", self.test)):
+            where = f"federation {self.name!r}, {part} part"
+            check_samples(samples, self.num_classes, where, self.pixels, self.padding)
 
     @property
     def num_clients(self) -> int:
@@ -51,6 +67,10 @@ class Federation:
     def sizes(self) -> np.ndarray:
         """Training rows of each client, int64 [N]."""
         return np.diff(self.offsets)
+
+    def preprocess(self, normalise: bool = True) -> "Preprocess | None":
+        """What a task does to x first, as ``Dataset.preprocess`` says: for ``classification(model, ...)``."""
+        return preprocess_of(self.pixels, self.mean, self.std, normalise)
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, partition: Partitioner, seed: int, shuffle: bool = True) -> Self:
@@ -76,6 +96,8 @@ class Federation:
             std=dataset.std,
             class_names=dataset.class_names,
             name=dataset.name,
+            pixels=dataset.pixels,
+            padding=dataset.padding,
         )
 
     @classmethod
@@ -94,29 +116,28 @@ class Federation:
         std: tuple[float, ...] = (),
         class_names: tuple[str, ...] = (),
         name: str = "arrays",
+        pixels: bool = False,
+        padding: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
     ) -> Self:
-        """A federation of plain arrays: x [n, ...] and y [n], integer labels or floating targets.
+        """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets.
 
         Say who owns each row by ``client_ids`` [n] (integers or strings; clients are numbered in their sorted
         order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
         ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer
-        labels, the largest label plus one unless given. Nothing is copied with ``offsets``, ``shuffle=False``
-        and aligned arrays.
+        labels, the largest label plus one unless given. ``pixels`` says that x are images in bytes, ``padding`` which
+        label of y [n, ...] does not count. Types are those of ``as_samples``. Nothing is copied with ``offsets``,
+        ``shuffle=False`` and aligned arrays of types that JAX holds.
         """
-        train = as_samples(x, y)
-        tested = as_samples(*test) if test is not None else Samples(train.x[:0], train.y[:0])
-        if train.x.shape[1:] != tested.x.shape[1:]:
-            raise FedraxError(f"training samples have shape {train.x.shape[1:]}, test samples {tested.x.shape[1:]}.")
+        train = as_samples(x, y, padding)
+        tested = as_samples(*test, padding) if test is not None else Samples(train.x[:0], train.y[:0])
+        check_alike(train, tested, f"federation {name!r}")
         if len(train.y) == 0:
             raise FedraxError("a federation needs training samples.")
         if train.y.dtype.kind == "i" and num_classes is None:
-            num_classes = int(max(train.y.max(), tested.y.max(initial=0))) + 1
-        if (client_ids is None) == (offsets is None):
-            raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
-        if test_client_ids is not None and (client_ids is None or test_offsets is not None):
-            raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
+            num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
+        _check_owners(client_ids, offsets, test_client_ids, test_offsets)
 
         rows, test_rows = None, None
         if client_ids is not None:
@@ -138,6 +159,8 @@ class Federation:
             std=std,
             class_names=class_names,
             name=name,
+            pixels=pixels,
+            padding=padding,
         )
 
 
@@ -181,6 +204,14 @@ def _shuffled_inside(offsets: np.ndarray, seed: int) -> np.ndarray:
     """A random order of rows that leaves each row with its client."""
     owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.float64), np.diff(offsets))
     return np.argsort(owner + generator(seed, "order").random(len(owner)), kind="stable")
+
+
+def _check_owners(client_ids: object, offsets: object, test_client_ids: object, test_offsets: object) -> None:
+    """Owners are said in one way, and those of the test rows in the same."""
+    if (client_ids is None) == (offsets is None):
+        raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
+    if test_client_ids is not None and (client_ids is None or test_offsets is not None):
+        raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
 
 
 def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:

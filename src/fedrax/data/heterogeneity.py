@@ -13,7 +13,8 @@ from fedrax.errors import FedraxError
 class Heterogeneity:
     """Sizes of the clients, and the mean distance of their label distributions to the global one.
 
-    Distances are unweighted means over clients and lie in [0, 1]; None for a regression. Small clients are
+    Distances are unweighted means over clients and lie in [0, 1]; None for a regression, and where samples have
+    several labels. Small clients are
     far from the global distribution even when they are i.i.d. samples of it.
     """
 
@@ -35,11 +36,17 @@ class Heterogeneity:
 def label_counts(federation: Federation) -> np.ndarray:
     """Training samples of each class at each client: int64 [N, C].
 
-    Raises FedraxError for a regression, and for a table of more than 100 million entries.
+    Raises FedraxError for a regression, for samples of several labels (y [n, ...]), and for a table of more than 100
+    million entries.
     """
     clients, classes = federation.num_clients, federation.num_classes
     if classes is None:
         raise FedraxError(f"federation {federation.name!r} has no classes to count (a regression).")
+    if not has_one_label(federation):
+        raise FedraxError(
+            f"federation {federation.name!r} has labels of shape {federation.train.y.shape[1:]} a sample; "
+            "they are counted only where each sample has one."
+        )
     if clients * classes > MAX_TABLE:
         raise FedraxError(f"a table of {clients:,} clients x {classes:,} classes is too large (limit: {MAX_TABLE:,}).")
     owner = np.repeat(np.arange(clients), federation.sizes)
@@ -47,11 +54,16 @@ def label_counts(federation: Federation) -> np.ndarray:
     return cells.reshape(clients, classes)
 
 
+def has_one_label(federation: Federation) -> bool:
+    """Whether every sample has one class label, so that labels can be counted."""
+    return federation.num_classes is not None and federation.train.y.ndim == 1
+
+
 def heterogeneity(federation: Federation) -> Heterogeneity:
-    """Measure ``federation``; raises FedraxError where ``label_counts`` does, a regression apart."""
+    """Measure ``federation``; raises FedraxError for a table of labels that is too large for ``label_counts``."""
     sizes = federation.sizes
     variation, divergence, held = None, None, None
-    if federation.num_classes is not None:
+    if has_one_label(federation):
         counts = label_counts(federation)
         local = counts / sizes[:, None]
         overall = counts.sum(axis=0) / sizes.sum()

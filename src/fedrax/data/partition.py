@@ -325,6 +325,16 @@ def _rows(dataset: Dataset, clients: int) -> int:
     return total
 
 
+def _one_label_a_row(dataset: Dataset) -> np.ndarray:
+    """The training labels [n]; FedraxError where a row has several."""
+    if dataset.train.y.ndim > 1:
+        raise FedraxError(
+            f"data set {dataset.name!r} has labels of shape {dataset.train.y.shape[1:]} a row, but this partition "
+            "goes by one label a row; use iid, lognormal or natural."
+        )
+    return dataset.train.y
+
+
 def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
     """Labels [n] and the number of classes, for the rules that deal out classes."""
     _rows(dataset, clients)
@@ -335,7 +345,7 @@ def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
             f"{clients} clients x {dataset.num_classes} classes are too many for this partition "
             f"(at most {MAX_TABLE:,} entries); iid, shards, similarity and mix have no such limit."
         )
-    return dataset.train.y, dataset.num_classes
+    return _one_label_a_row(dataset), dataset.num_classes
 
 
 def _check_concentration(name: str, value: float) -> None:
@@ -366,7 +376,7 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
 
 def _sorted_by_label(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
     """``rows`` in the order of their labels; rows of one label keep their order."""
-    return rows[np.argsort(dataset.train.y[rows], kind="stable")]
+    return rows[np.argsort(_one_label_a_row(dataset)[rows], kind="stable")]
 
 
 def _grouped(rows: np.ndarray, owner: np.ndarray, clients: int) -> Partition:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
+from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.synthetic import load_synthetic
 from fedrax.errors import FedraxError, unknown
@@ -103,7 +103,7 @@ def load_idx(
 
     train, test = read("train"), read("t10k")
     classes = len(class_names) or int(train.y.max(initial=0)) + 1
-    return Dataset(folder.name, train, test, classes, mean, std, class_names=class_names)
+    return Dataset(folder.name, train, test, classes, mean, std, class_names=class_names, pixels=True)
 
 
 def load_cifar10(data_dir: Path) -> Dataset:
@@ -154,14 +154,15 @@ def load_har(data_dir: Path) -> Dataset:
     return _from_npz(arrays, "har_inertial", path, client="subject", class_names=names)
 
 
-def load_npz(path: str | Path, name: str | None = None) -> Dataset:
+def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
     """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
 
     Integer labels are classes 0, 1, ...; floating ones make a regression. Clients are integers or strings.
+    ``pixels`` says that x are images in bytes, ``padding`` which label of y [n, ...] does not count.
     """
     path = Path(path)
     arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
-    return _from_npz(arrays, name or path.stem, path)
+    return _from_npz(arrays, name or path.stem, path, pixels=pixels, padding=padding)
 
 
 def load_csv(
@@ -250,7 +251,8 @@ def _load_images(
     x, y, names = read_image_table(folder / "train.parquet", label, size)
     x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
     names = names if len(names) == classes else ()
-    return Dataset(folder.name, as_samples(x, y), as_samples(x_test, y_test), classes, mean, std, class_names=names)
+    train, test_samples = as_samples(x, y), as_samples(x_test, y_test)
+    return Dataset(folder.name, train, test_samples, classes, mean, std, class_names=names, pixels=True)
 
 
 def _from_npz(
@@ -259,15 +261,17 @@ def _from_npz(
     path: Path,
     client: str = "client",
     class_names: tuple[str, ...] = (),
+    pixels: bool = False,
+    padding: int | None = None,
 ) -> Dataset:
-    train = as_samples(arrays["x_train"], arrays["y_train"])
-    test = as_samples(arrays["x_test"], arrays["y_test"])
+    train = as_samples(arrays["x_train"], arrays["y_train"], padding)
+    test = as_samples(arrays["x_test"], arrays["y_test"], padding)
     for samples in (train, test):
         if samples.x.dtype.kind == "f" and not np.isfinite(samples.x).all():
             raise FedraxError(f"{path} holds numbers that are not finite.")
     classes = None
     if train.y.dtype.kind == "i":
-        classes = len(class_names) or int(max(train.y.max(initial=0), test.y.max(initial=0))) + 1
+        classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
     ids = [arrays[key] for key in (f"{client}_train", f"{client}_test") if key in arrays]
     codes: list[np.ndarray | None] = [None, None]
     if len(ids) == 2 and all(i.ndim == 1 and i.dtype.kind in "iuU" for i in ids):
@@ -275,7 +279,17 @@ def _from_npz(
         codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
     elif ids:
         raise FedraxError(f"{path}: {client}_train and {client}_test must both be integers or strings, one a row.")
-    return Dataset(name, train, test, classes, train_clients=codes[0], test_clients=codes[1], class_names=class_names)
+    return Dataset(
+        name,
+        train,
+        test,
+        classes,
+        train_clients=codes[0],
+        test_clients=codes[1],
+        class_names=class_names,
+        pixels=pixels,
+        padding=padding,
+    )
 
 
 def _read_csv(path: Path, label: str, client: str | None) -> "pl.DataFrame":

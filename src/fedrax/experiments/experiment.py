@@ -41,7 +41,7 @@ import tomlkit
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
-from fedrax.contract.task import Task, classification, regression, scale
+from fedrax.contract.task import Task, classification, regression
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
@@ -193,16 +193,22 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
 
 
 def make_task(experiment: Experiment, federation: Federation) -> Task:
-    """The model on the federation's inputs, with cross entropy or, for a regression, squared error."""
-    outputs = federation.num_classes or 1
+    """The model on the federation's inputs, with cross entropy or, for a regression, squared error.
+
+    ``num_outputs`` of the model is the number of classes, or of a regression's targets a sample (its last axis).
+    """
+    targets = federation.train.y.shape[1:]
+    outputs = federation.num_classes or (targets[-1] if targets else 1)
     made = experiment.model.build(input_shape=federation.train.x.shape[1:], num_outputs=outputs)
     if isinstance(made, Task):
         return made
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    preprocess = scale(federation.mean, federation.std) if federation.mean and experiment.normalise else None
-    return (regression if federation.num_classes is None else classification)(made, preprocess)
+    preprocess = federation.preprocess(experiment.normalise)
+    if federation.num_classes is None:
+        return regression(made, preprocess)
+    return classification(made, preprocess, federation.padding)
 
 
 def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:

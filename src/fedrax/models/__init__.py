@@ -1,7 +1,7 @@
 """Models: the zoo, and what wraps models users bring."""
 
 from fedrax.models.adapters import from_equinox, from_linen, from_nnx
-from fedrax.models.model import Model
+from fedrax.models.model import Model, Variables
 from fedrax.models.zoo import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, TwoNN
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Logistic",
     "Model",
     "TwoNN",
+    "Variables",
     "from_equinox",
     "from_linen",
     "from_nnx",

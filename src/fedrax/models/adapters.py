@@ -1,108 +1,222 @@
 """Models users bring: Flax Linen, Flax NNX and Equinox modules as pairs of pure functions.
 
-Modules that carry mutable statistics (batch norm) are refused: a pure `apply` has nowhere to put them,
-and averaging them over heterogeneous clients is what group norm was made to avoid.
+Mutable statistics, such as those of batch norm, travel beside the parameters as `Variables`: training gives new
+ones, evaluation reads them.
 """
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
 from jax import Array
 
-from fedrax.errors import FedraxError
-from fedrax.models.model import Model, Params
+from fedrax.errors import FedraxError, unknown
+from fedrax.models.model import Model, Params, Variables
+
+Part = str | Callable[..., Any]
+"""A method's name, or a function whose first argument is the module."""
 
 
-def from_linen(module: Any, sample_input: Array) -> Model:
+def from_linen(module: Any, sample_input: Array, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
     """A Flax Linen module that maps a batch [B, ...] to outputs [B, ...]; `sample_input` is such a batch.
 
-    Parameters are the collection "params". Where the module's `__call__` has an argument `train`,
-    `training` or `deterministic`, it is set by whether a key is given; the key feeds "dropout".
+    Parameters are the collection "params"; all other collections, such as "batch_stats", are statistics. Where
+    the module's `__call__` has an argument `train`, `training`, `deterministic` or `use_running_average`, it is set
+    by whether the module trains; a key feeds "dropout".
+
+    ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last
+    layer reads, and the parts that `__call__` applies one after the other. Modes are set as for `__call__`.
+    Raises FedraxError for a method that is not there, and for a module that moves statistics in evaluation.
     """
     _import("flax.linen", "flax")
-    mode = [a for a in inspect.signature(type(module).__call__).parameters if a in _TRAINING | _INFERENCE]
+    errors = importlib.import_module("flax.errors")
 
-    def mode_arguments(key: Array | None) -> dict[str, bool]:
-        return {a: (key is not None) == (a in _TRAINING) for a in mode}
+    def modes(method: Callable, train: bool) -> dict[str, bool]:
+        names = inspect.signature(method).parameters
+        return {name: train == (name in _TRAINING) for name in names if name in _TRAINING | _INFERENCE}
+
+    call = type(module).__call__
+
+    def variables_of(key: Array) -> dict[str, Any]:
+        return module.init({"params": key}, sample_input, **modes(call, train=False))
+
+    shapes = jax.eval_shape(variables_of, jax.random.key(0))
+    collections = [name for name in shapes if name != "params"]
 
     def init(key: Array) -> Params:
-        variables = module.init({"params": key}, sample_input, **mode_arguments(None))
-        _refuse_state(set(variables) - {"params"})
-        return variables.get("params", {})
+        variables = dict(variables_of(key))
+        params = variables.pop("params", {})
+        return Variables(params, variables) if collections else params
 
-    def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        rngs = None if key is None else {"dropout": key}
-        return module.apply({"params": params}, x, rngs=rngs, **mode_arguments(key))
+    def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+        params, statistics = variables if collections else (variables, {})
+        options = {"rngs": None if key is None else {"dropout": key}, "method": method, **modes(method, train)}
+        together = {"params": params, **statistics}
+        if not (collections and train):
+            return module.apply(together, x, **options), statistics
+        outputs, moved = module.apply(together, x, mutable=collections, **options)
+        return outputs, {**statistics, **moved}
 
-    return Model(init, apply, name=type(module).__name__)
+    try:
+        jax.eval_shape(lambda v: module.apply(v, sample_input, **modes(call, train=False)), shapes)
+    except errors.ModifyScopeVariableError:
+        raise FedraxError(
+            f"{type(module).__name__} moves its statistics in evaluation too: give its __call__ an argument train, and "
+            "its layers use_running_average=not train."
+        ) from None
+    return _model(module, init, run, call, features, blocks, has_statistics=bool(collections))
 
 
-def from_nnx(module: Any) -> Model:
+def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
     """A Flax NNX module, or a function `nnx.Rngs -> module`, that maps a batch [B, ...] to outputs.
 
     A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
-    Without a key the module runs in its evaluation mode, with one in its training mode.
+    Without a key the module runs in its evaluation mode, with one in its training mode. Variables other than
+    parameters and random states, such as `nnx.BatchStat`, are statistics.
+
+    ``features`` and ``blocks`` are functions of the module and x (or names of methods): what the last layer reads,
+    and the parts that `__call__` applies one after the other. Raises FedraxError for a method that is not there.
     """
     nnx = _import("flax.nnx", "flax")
     create: Callable = (lambda rngs: module) if isinstance(module, nnx.Module) else module
+
+    def moving(path: Any, value: Any) -> bool:
+        return isinstance(value, nnx.Variable) and not isinstance(value, nnx.Param | nnx.RngState | nnx.Intermediate)
+
     example = create(nnx.Rngs(0))
-    graph, template, other = nnx.split(example, nnx.Param, ...)
-    kinds = jax.tree.leaves(other, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    _refuse_state({type(v).__name__ for v in kinds if not isinstance(v, nnx.RngState)})
+    graph, template, still, other = nnx.split(example, nnx.Param, moving, ...)
+    has_statistics = bool(jax.tree.leaves(still))
 
     def init(key: Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(create(nnx.Rngs(key)), nnx.Param))
+        made = create(nnx.Rngs(key))
+        params, statistics = (nnx.to_pure_dict(nnx.state(made, kind)) for kind in (nnx.Param, moving))
+        return Variables(params, statistics) if has_statistics else params
 
-    def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        values = jax.tree.map(lambda v: v, template)  # a fresh copy: filling it must not touch the template
-        nnx.replace_by_pure_dict(values, params)
-        network = nnx.merge(graph, values, other, copy=True)
-        if key is None:
-            network.eval()
-        else:
+    def filled(template: Any, values: Any) -> Any:
+        state = jax.tree.map(lambda v: v, template)  # a fresh copy: filling it must not touch the template
+        nnx.replace_by_pure_dict(state, values)
+        return state
+
+    def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+        params, statistics = variables if has_statistics else (variables, {})
+        network = nnx.merge(graph, filled(template, params), filled(still, statistics), other, copy=True)
+        if train:
             network.train()
+        else:
+            network.eval()
+        if key is not None:
             nnx.reseed(network, default=key, dropout=key)
-        return network(x)
+        outputs = method(network, x)
+        return outputs, nnx.to_pure_dict(nnx.state(network, moving))
 
-    return Model(init, apply, name=type(example).__name__)
+    return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
 
 
-def from_equinox(module: Any) -> Model:
+def from_equinox(
+    module: Any, *, features: Part | None = None, blocks: Sequence[Part] = (), axis_name: str = "batch"
+) -> Model:
     """An Equinox module, or a function `key -> module`, that maps one sample; it is vmapped over the batch.
 
     A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
     Parameters are the module's floating-point arrays. Where its `__call__` has an argument `key`, each
     sample gets its own; without a key the module runs in inference mode.
+
+    A module with state, such as batch norm, is `__call__(x, state) -> (output, state)`, as Equinox has it. Give it
+    as it is or as the pair that `equinox.nn.make_with_state` returns; ``axis_name`` is the name of the batch's axis
+    that its layers know. State must not differ among the samples of a batch.
+
+    ``features`` and ``blocks`` are functions of the module and one sample (or names of methods): what the last
+    layer reads, and the parts that `__call__` applies one after the other. A further argument is the state, which
+    they return, and `key` the sample's key. Raises FedraxError for a method that is not there, for a module whose
+    state is not given along, and for batch norm over an axis of another name.
     """
     equinox = _import("equinox", "equinox")
-    create: Callable = (lambda key: module) if isinstance(module, equinox.Module) else module
-    example = create(jax.random.key(0))
-    parts = jax.tree.leaves(example, is_leaf=lambda v: isinstance(v, equinox.nn.StateIndex))
-    _refuse_state({"StateIndex" for v in parts if isinstance(v, equinox.nn.StateIndex)})
+    is_module = isinstance(module, equinox.Module | tuple)
+    example, state = _with_state(equinox, (lambda: module) if is_module else (lambda: module(jax.random.key(0))))
+    names, has_statistics = tuple(state), bool(state)
+    _check_axis(equinox, example, axis_name)
     _, static = equinox.partition(example, equinox.is_inexact_array)
-    takes_key = "key" in inspect.signature(type(example).__call__).parameters
 
     def init(key: Array) -> Params:
-        return equinox.filter(create(key), equinox.is_inexact_array)
+        made, start = _with_state(equinox, (lambda: module) if is_module else (lambda: module(key)))
+        params = equinox.filter(made, equinox.is_inexact_array)
+        return Variables(params, start) if has_statistics else params
 
-    def apply(params: Params, x: Array, key: Array | None = None) -> Array:
+    def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+        params, statistics = variables if has_statistics else (variables, {})
         network = equinox.combine(params, static)
-        if key is None:
-            return jax.vmap(equinox.nn.inference_mode(network))(x)
-        if not takes_key:
-            return jax.vmap(network)(x)
-        keys = jax.random.split(key, x.shape[0])
-        return jax.vmap(lambda sample, k: network(sample, key=k))(x, keys)
+        network = network if train else equinox.nn.inference_mode(network)
+        arguments = inspect.signature(method).parameters
+        keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and "key" in arguments else {}
+        if not has_statistics or len(arguments.keys() - {"key"}) < 3:
+            return jax.vmap(lambda x, keys: method(network, x, **keys), axis_name=axis_name)(x, keys), statistics
+        state = equinox.nn.State.tree_unflatten(names, [statistics[name] for name in names])
+        over_batch = jax.vmap(
+            lambda x, keys: method(network, x, state, **keys), out_axes=(0, None), axis_name=axis_name
+        )
+        outputs, state = over_batch(x, keys)
+        return outputs, dict(zip(names, state.tree_flatten()[0], strict=True))
 
-    return Model(init, apply, name=type(example).__name__)
+    return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
+
+
+def _with_state(equinox: ModuleType, create: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """An Equinox module without its initial state, and that state by name."""
+    made = create()
+    try:
+        network, state = made if isinstance(made, tuple) else equinox.nn.make_with_state(lambda: made)()
+        values, names = state.tree_flatten()
+    except (ValueError, AttributeError):  # not a pair, or a module whose initial state has been taken out
+        network, values, names = made, (), (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise FedraxError("a module with state comes as it is, or as the pair that equinox.nn.make_with_state returns.")
+    return network, {str(name): value for name, value in zip(names, values, strict=True)}
+
+
+def _check_axis(equinox: ModuleType, module: Any, axis_name: str) -> None:
+    is_norm: Callable[[Any], bool] = lambda v: isinstance(v, equinox.nn.BatchNorm)  # noqa: E731
+    for layer in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
+        if layer.axis_name != axis_name:
+            raise FedraxError(
+                f"batch norm is over the axis {layer.axis_name!r}, the batch is {axis_name!r}: say axis_name."
+            )
+
+
+def _model(
+    module: Any,
+    init: Callable[[Array], Params],
+    run: Callable[..., tuple[Any, Any]],
+    call: Callable,
+    features: Part | None,
+    blocks: Sequence[Part],
+    has_statistics: bool,
+) -> Model:
+    """The model of ``run``: (function of the module and x, variables, x, key, whether to train) -> (outputs,
+    statistics).
+    """
+
+    def function(part: Part) -> Callable:
+        method = getattr(type(module), part, None) if isinstance(part, str) else part
+        if method is None:
+            known = [name for name in vars(type(module)) if not name.startswith("_")]
+            raise unknown(f"method of {type(module).__name__}", part, known)
+        return lambda variables, x, key=None: run(method, variables, x, key, key is not None)[0]
+
+    return Model(
+        init,
+        function(call),
+        None if features is None else function(features),
+        type(module).__name__,
+        tuple(function(block) for block in blocks) or None,
+        (lambda variables, x, key: run(call, variables, x, key, True)) if has_statistics else None,
+    )
 
 
 _TRAINING = {"train", "training"}
-_INFERENCE = {"deterministic"}
+_INFERENCE = {"deterministic", "use_running_average"}
 
 
 def _import(module: str, package: str) -> ModuleType:
@@ -110,11 +224,3 @@ def _import(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         raise FedraxError(f"this model needs {package}: pip install 'fedrax[{package}]'.") from None
-
-
-def _refuse_state(kinds: set[str]) -> None:
-    if kinds:
-        raise FedraxError(
-            f"the module keeps mutable state ({', '.join(sorted(kinds))}), which fedrax does not carry; "
-            "use a layer without running statistics, such as group norm, instead of batch norm."
-        )

@@ -2,21 +2,36 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Params = Any  # a pytree of arrays
+
+
+class Variables(NamedTuple):
+    """What a network with running statistics, such as batch norm, is made of.
+
+    Models and tasks of such networks take and give Variables where others deal in plain parameter trees.
+    """
+
+    params: Params  # what is trained
+    statistics: Any  # a pytree of arrays that training moves along, but no gradient
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
     """Bring your own as `Model(init, apply)`.
 
-    init:     key -> parameters.
-    apply:    (parameters, x [B, ...], key=None) -> outputs [B, ...]; the key, where given, feeds dropout.
+    init:     key -> parameters, or `Variables` where the network keeps running statistics.
+    apply:    (parameters, x [B, ...], key=None) -> outputs [B, ...]. A key means training mode and feeds dropout,
+              none evaluation mode; statistics stay as they are.
     features: (parameters, x [B, ...], key=None) -> what the last layer reads [B, F].
+    blocks:   functions (parameters, x, key=None) -> x that make up `apply`, one after the other, given one key.
+    train:    (Variables, x [B, ...], key) -> (outputs, new statistics), in training mode; None without statistics.
     """
 
     init: Callable[..., Params]
     apply: Callable[..., Any]
     features: Callable[..., Any] | None = None
     name: str = "model"
+    blocks: tuple[Callable[..., Any], ...] | None = None
+    train: Callable[..., tuple[Any, Any]] | None = None

@@ -2,8 +2,9 @@
 
     model = LeNet().build(input_shape=(32, 32, 3), num_outputs=10)
 
-Every model is a body that computes features and a dense layer "output" on top of them. Parameters are
-nested dictionaries of arrays and start as PyTorch's layers do, uniform in ±1/sqrt(fan_in).
+Every model is a body of layers that compute features and a dense layer "output" on top of them; the layers and the
+output are its blocks. Parameters are nested dictionaries of arrays and start as PyTorch's layers do, uniform in
+±1/sqrt(fan_in). Integers and bytes are read as the numbers they are.
 """
 
 import math
@@ -19,6 +20,7 @@ from jax import Array
 from fedrax.errors import FedraxError, unknown
 from fedrax.models.layers import (
     ACTIVATIONS,
+    Layer,
     bias_relu,
     bias_relu_pool,
     conv2d,
@@ -37,7 +39,7 @@ from fedrax.models.recurrent import init_lstm, lstm
 
 Shape = tuple[int, ...]
 InitBody = Callable[[Array], Params]
-Body = Callable[[Params, Array, Array | None], Array]
+Block = Callable[..., Array]  # (params, x, key=None) -> x
 Start = Literal["pytorch", "glorot", "he"]
 """Uniform in ±1/sqrt(fan_in); or normal with variance 2/(fan_in + fan_out) or 2/fan_in, biases zero."""
 
@@ -47,7 +49,7 @@ class Linear:
     """One dense layer on the flattened input."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        return _model("linear", math.prod(input_shape), num_outputs, lambda key: {}, _flattened)
+        return _model("linear", math.prod(input_shape), num_outputs, lambda key: {}, [])
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Logistic:
         def init(key: Array) -> Params:
             return jax.tree.map(jnp.zeros_like, linear.init(key))
 
-        return Model(init, linear.apply, linear.features, "logistic")
+        return replace(linear, init=init, name="logistic")
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class LeNet:
         first, second = self.channels
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
         sizes = [second * rows * columns, *self.hidden]
-        init_layers, dense_body = _dense_layers(sizes, "relu")
+        init_layers, dense_layers = _dense_layers(sizes, "relu")
 
         def init(key: Array) -> Params:
             keys = jax.random.split(key, 3)
@@ -128,13 +130,16 @@ class LeNet:
             conv2 = init_conv(keys[1], (5, 5, first, second))
             return {"conv1": conv1, "conv2": conv2} | init_layers(keys[2])
 
-        def body(params: Params, x: Array, key: Array | None) -> Array:
-            x = to_images(x)
-            for name in ("conv1", "conv2"):
-                x = bias_relu_pool(conv2d(x, params[name]["weight"]), params[name]["bias"])
-            return dense_body(params, to_features(x), key)
+        def conv1(params: Params, x: Array, key: Array | None = None) -> Array:
+            return convolve_and_pool(params["conv1"], to_images(x))
 
-        return _model("lenet", sizes[-1], num_outputs, init, body)
+        def conv2(params: Params, x: Array, key: Array | None = None) -> Array:
+            return to_features(convolve_and_pool(params["conv2"], x))
+
+        def convolve_and_pool(layer: Layer, x: Array) -> Array:
+            return bias_relu_pool(conv2d(x, layer["weight"]), layer["bias"])
+
+        return _model("lenet", sizes[-1], num_outputs, init, [conv1, conv2, *dense_layers])
 
 
 @dataclass(frozen=True)
@@ -164,14 +169,20 @@ class CNN:
                 "dense1": init_dense(keys[2], num_pooled, self.hidden),
             }
 
-        def body(params: Params, x: Array, key: Array | None) -> Array:
-            keys = (None, None) if key is None else jax.random.split(key)
-            x = bias_relu(conv2d(to_images(x), params["conv1"]["weight"]), params["conv1"]["bias"])
-            x = bias_relu_pool(conv2d(x, params["conv2"]["weight"]), params["conv2"]["bias"])
-            x = dropout(to_features(x), self.dropout[0], keys[0])
-            return dropout(jax.nn.relu(dense(params["dense1"], x)), self.dropout[1], keys[1])
+        def conv1(params: Params, x: Array, key: Array | None = None) -> Array:
+            return bias_relu(conv2d(to_images(x), params["conv1"]["weight"]), params["conv1"]["bias"])
 
-        return _model("cnn", self.hidden, num_outputs, init, body)
+        def conv2(params: Params, x: Array, key: Array | None = None) -> Array:
+            x = bias_relu_pool(conv2d(x, params["conv2"]["weight"]), params["conv2"]["bias"])
+            return drop(0, to_features(x), key)
+
+        def dense1(params: Params, x: Array, key: Array | None = None) -> Array:
+            return drop(1, jax.nn.relu(dense(params["dense1"], x)), key)
+
+        def drop(place: int, x: Array, key: Array | None) -> Array:
+            return dropout(x, self.dropout[place], None if key is None else jax.random.split(key)[place])
+
+        return _model("cnn", self.hidden, num_outputs, init, [conv1, conv2, dense1])
 
 
 @dataclass(frozen=True)
@@ -188,7 +199,7 @@ class LSTM:
             self.hidden,
             num_outputs,
             lambda key: {"lstm": init_lstm(key, input_shape[1], self.hidden)},
-            lambda params, x, key: lstm(params["lstm"], x),
+            [lambda params, x, key=None: lstm(params["lstm"], x)],
         )
 
 
@@ -203,8 +214,8 @@ MODELS: dict[str, type] = {
 }
 
 
-def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, body: Body) -> Model:
-    """A body with a dense layer "output" on top."""
+def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, layers: list[Block]) -> Model:
+    """A body of layers with a dense layer "output" on top; it reads the flattened input where there are none."""
     if num_features < 1 or num_outputs < 1:
         raise FedraxError(f"{name} needs positive sizes, not {num_features} features, {num_outputs} outputs.")
 
@@ -213,20 +224,32 @@ def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, 
         return init_body(body_key) | {"output": init_output(output_key, num_features, num_outputs)}
 
     def features(params: Params, x: Array, key: Array | None = None) -> Array:
-        return body(params, x, key)
+        x = _numbers(params, x)
+        for layer in layers:
+            x = layer(params, x, key)
+        return flatten(x)
 
     def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        return output(params["output"], body(params, x, key))
+        return top(params, features(params, x, key))
 
-    return Model(init, apply, features, name)
+    def top(params: Params, x: Array, key: Array | None = None) -> Array:
+        return output(params["output"], flatten(x))
+
+    first, *others = *layers, top
+
+    def bottom(params: Params, x: Array, key: Array | None = None) -> Array:
+        return first(params, _numbers(params, x), key)
+
+    return Model(init, apply, features, name, (bottom, *others))
 
 
-def _flattened(params: Params, x: Array, key: Array | None) -> Array:
-    return flatten(x)
+def _numbers(params: Params, x: Array) -> Array:
+    """Integers as numbers of the parameters' type: no model of the zoo reads tokens."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(params["output"]["weight"].dtype)
 
 
-def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, Body]:
-    """Dense layers "dense1", "dense2", ... of these sizes, an activation after each."""
+def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, list[Block]]:
+    """Dense layers "dense1", "dense2", ... of these sizes, an activation after each; the first flattens its input."""
     if activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
     if min(sizes) < 1:
@@ -238,13 +261,10 @@ def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, Body]:
         keys = jax.random.split(key, len(sizes))
         return {name: init_dense(k, *shape) for k, (name, shape) in zip(keys, shapes.items(), strict=False)}
 
-    def body(params: Params, x: Array, key: Array | None) -> Array:
-        x = flatten(x)
-        for name in shapes:
-            x = activate(dense(params[name], x))
-        return x
+    def layer(name: str) -> Block:
+        return lambda params, x, key=None: activate(dense(params[name], flatten(x)))
 
-    return init, body
+    return init, [layer(name) for name in shapes]
 
 
 def _image_shape(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:

@@ -1,0 +1,205 @@
+"""Samples of any type and labels of any shape: kept, converted safely, or refused in one sentence."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedrax.data import (
+    PARTITIONS,
+    Dataset,
+    Federation,
+    Iid,
+    LogNormal,
+    Natural,
+    Samples,
+    as_samples,
+    has_one_label,
+    heterogeneity,
+    label_counts,
+    load,
+)
+from fedrax.errors import FedraxError
+
+INTEGERS = [order + code for code in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8") for order in "<>"]
+FLOATS = [order + code for code in ("f2", "f4", "f8") for order in "<>"] + ["longdouble"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([*INTEGERS, *FLOATS, "?"]), rows=st.integers(1, 5))
+def test_samples_keep_their_values_in_a_type_that_jax_holds(data, dtype, rows):
+    dtype = np.dtype(dtype)
+    low, high = (0, 1) if dtype.kind == "b" else (-(2**31), 2**31 - 1)
+    if dtype.kind in "iu" and dtype.itemsize <= 4:
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    elif dtype.kind == "f":
+        low, high = -1000, 1000
+    low = 0 if dtype.kind == "u" else low
+    values = data.draw(st.lists(st.integers(int(low), int(high)), min_size=2 * rows, max_size=2 * rows))
+    x = np.array(values).astype(dtype).reshape(rows, 2)
+    held = as_samples(x, np.zeros(rows, int)).x
+    assert held.dtype.isnative and np.array_equal(held, x)
+    assert np.array_equal(np.asarray(jnp.asarray(held)).astype(held.dtype), held)  # nothing wraps on the device
+    if dtype.itemsize <= 4 or dtype == np.float64:
+        assert held.dtype == dtype.newbyteorder("=")
+    Dataset("any", Samples(held, np.zeros(rows, np.int32)), Samples(held, np.zeros(rows, np.int32)), 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([*INTEGERS, "?"]), shape=st.sampled_from([(4,), (4, 3), (4, 2, 2)]))
+def test_labels_of_any_integer_type_and_shape_become_int32(data, dtype, shape):
+    size = int(np.prod(shape))
+    labels = np.array(data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
+    labels = labels.astype(dtype).reshape(shape)
+    federation = Federation.from_arrays(np.zeros((4, 1)), labels, offsets=[0, 4], shuffle=False)
+    assert federation.train.y.dtype == np.int32 and np.array_equal(federation.train.y, labels)
+    assert federation.num_classes == int(labels.max()) + 1
+    assert federation.test.y.shape == (0, *shape[1:])
+
+
+@pytest.mark.parametrize("dtype", [">f8", "<f4", ">f2", "longdouble"])
+def test_targets_of_any_float_and_shape(dtype):
+    y = np.arange(6.0).reshape(3, 2).astype(dtype)
+    samples = as_samples(np.zeros((3, 1), np.float32), y)
+    assert np.array_equal(samples.y, y) and samples.y.dtype.isnative and samples.y.dtype.itemsize <= 8
+
+
+def test_bfloat16_and_arrays_of_jax_are_samples_too():
+    x = jnp.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
+    samples = as_samples(x, jnp.arange(3))
+    assert samples.x.dtype == np.float32 and samples.x.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+X = np.zeros((2, 3), np.float32)
+REFUSED = [
+    (np.array([[2**31], [0]]), [0, 1], r"x holds integers of 0 .. 2147483648, which do not fit into 32 bits"),
+    (np.array([[-(2**31) - 1], [0]]), [0, 1], r"x holds integers of -2147483649 .. 0"),
+    (np.array([[2**64 - 1], [0]], np.uint64), [0, 1], r"18446744073709551615"),
+    (X, np.array([0, 2**31]), r"found 0 .. 2147483648"),
+    (X, np.array([0, 2**63], np.uint64), r"fit into 32 bits, found"),
+    (X, [0, -1], r"0 or more"),
+    (X, [[0, 1], [1, -1]], r"0 or more"),
+    ([[1, 2], [3]], [0, 1], "samples must be arrays"),
+    (X, [[1, 2], [3]], "samples must be arrays"),
+    (X.astype(complex), [0, 1], "real numbers"),
+    (X, ["cat", "dog"], "real numbers"),
+    (X, np.array(["2026-01-01", "2026-01-02"], "M8[D]"), "real numbers"),
+    (X, [None, 1], "real numbers"),
+    (X, 3, "not n samples with n labels"),
+    (X, [0, 1, 2], "not n samples with n labels"),
+    (X, np.zeros((2, 0), int), "hold nothing"),
+]
+
+
+@pytest.mark.parametrize(("x", "y", "words"), REFUSED)
+def test_what_cannot_be_a_sample_is_refused_in_one_sentence(x, y, words):
+    with pytest.raises(FedraxError, match=words) as caught:
+        Federation.from_arrays(x, y, offsets=np.array([0, 2]))
+    assert "\n" not in str(caught.value)
+
+
+Y2 = np.array([[0, 1, -1], [2, -1, -1]], np.int32)
+
+
+def test_padding_is_allowed_among_labels_of_positions():
+    federation = Federation.from_arrays(X, Y2, offsets=[0, 1, 2], test=(X, Y2), padding=-1)
+    assert (federation.num_classes, federation.padding) == (3, -1)
+    bytes_of_255 = np.where(Y2 < 0, 255, Y2).astype(np.uint8)
+    federation = Federation.from_arrays(X, bytes_of_255, offsets=[0, 1, 2], padding=255)
+    assert (federation.num_classes, federation.padding) == (3, 255) and federation.train.y.max() == 255
+    dataset = Dataset("padded", Samples(X, Y2), Samples(X, Y2), 3, padding=-1)
+    assert Federation.from_dataset(dataset, Iid(2), 0).padding == -1
+
+
+@pytest.mark.parametrize(
+    ("y", "options", "words"),
+    [
+        (Y2, {}, r"0 or more .* found -1 .. 2 \(padding=-1 leaves positions out\)"),
+        (Y2, {"padding": -100}, "0 or more"),
+        (Y2, {"padding": -1, "num_classes": 2}, r"0 .. 1, or be the padding -1, found 0 .. 2"),
+        (np.full((2, 3), -1), {"padding": -1}, "one class at least"),
+        ([-1, 0], {"padding": -1}, r"where y is \[n, ...\]"),
+        (Y2 / 2, {"padding": -1}, "padding is a class label"),
+        (Y2, {"padding": -1, "test": (X, Y2[:, :2])}, "test labels"),
+        (Y2, {"padding": -1, "test": (X, np.where(Y2 < 0, -2, Y2))}, "0 or more"),
+        (np.abs(Y2), {"pixels": True}, "pixels are bytes"),
+    ],
+)
+def test_wrong_labels_do_not_hide_behind_padding(y, options, words):
+    with pytest.raises(FedraxError, match=words):
+        Federation.from_arrays(X, y, offsets=[0, 2], **options)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u8", ">i4", ">f4", "longdouble", "complex64", "U3"])
+def test_samples_made_past_as_samples_are_checked(dtype):
+    bad = Samples(np.zeros((2, 3)).astype(dtype), np.zeros(2, np.int32))
+    with pytest.raises(FedraxError, match=r"JAX does not hold x of dtype .*as_samples"):
+        Dataset("bad", bad, bad, 1)
+
+
+def test_lists_are_no_samples_yet():
+    with pytest.raises(FedraxError, match="samples must be arrays; as_samples"):
+        Dataset("lists", *(Samples([[0.0]], [0]),) * 2, 1)  # type: ignore[arg-type]
+
+
+def positions() -> Dataset:
+    rng = np.random.default_rng(0)
+    samples = as_samples(rng.integers(0, 9, (40, 6)), rng.integers(0, 9, (40, 6)))
+    owner = np.arange(40) % 4
+    return Dataset("tokens", samples, samples, 9, train_clients=owner, test_clients=owner)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_partitions_by_label_want_one_label_a_row(name):
+    dataset, rule = positions(), PARTITIONS[name](clients=4)
+    if isinstance(rule, Iid | LogNormal | Natural):
+        assert Federation.from_dataset(dataset, rule, 0).num_clients == 4
+        return
+    with pytest.raises(FedraxError, match=r"labels of shape \(6,\) a row.*use iid, lognormal or natural"):
+        Federation.from_dataset(dataset, rule, 0)
+
+
+def test_natural_clients_keep_rows_and_labels_together():
+    dataset = positions()
+    federation = Federation.from_dataset(dataset, Natural(), 0, shuffle=False)
+    assert np.array_equal(federation.train.y[:10], dataset.train.y[::4])
+    assert np.array_equal(federation.test.x[federation.test_offsets[1]], dataset.test.x[1])
+
+
+def test_heterogeneity_of_many_labels_a_sample_is_that_of_sizes():
+    federation = Federation.from_dataset(positions(), Natural(), 0)
+    assert not has_one_label(federation)
+    measured = heterogeneity(federation)
+    assert measured.median == 10 and measured.total_variation is None and measured.classes_per_client is None
+    with pytest.raises(FedraxError, match=r"labels of shape \(6,\) a sample"):
+        label_counts(federation)
+
+
+# Pixels
+
+
+def test_bytes_are_scaled_only_where_they_are_pixels():
+    x, y = np.full((2, 2, 2, 3), 51, np.uint8), np.array([0, 1])
+    images = Federation.from_arrays(x, y, offsets=[0, 2], pixels=True, mean=(0.1,) * 3, std=(0.5,) * 3)
+    tokens = Federation.from_arrays(x, y, offsets=[0, 2])
+    assert tokens.preprocess() is None and tokens.preprocess(normalise=False) is None
+    normalise, only_scale = images.preprocess(), images.preprocess(normalise=False)
+    assert normalise is not None and only_scale is not None
+    np.testing.assert_allclose(normalise(jnp.asarray(x)), 0.2, rtol=1e-5)
+    np.testing.assert_allclose(only_scale(jnp.asarray(x)), 0.2, rtol=1e-6)
+    samples = Samples(x, y.astype(np.int32))
+    dataset = Dataset("images", samples, samples, 2, pixels=True)
+    federation = Federation.from_dataset(dataset, Iid(2), 0)
+    assert federation.pixels and dataset.preprocess() is not None and federation.preprocess() is not None
+    with pytest.raises(FedraxError, match="pixels are bytes"):
+        Dataset("floats", *(Samples(x / 255, samples.y),) * 2, 2, pixels=True)
+
+
+def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
+    x, y = np.zeros((2, 3), np.uint8), np.array([[0, 1, 255], [1, 255, 255]], np.uint8)
+    np.savez(tmp_path / "maps.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    dataset = load("npz", path=tmp_path / "maps.npz", pixels=True, padding=255)
+    assert dataset.pixels and dataset.padding == 255 and dataset.num_classes == 2
+    dataset = load("npz", path=tmp_path / "maps.npz")
+    assert not dataset.pixels and dataset.padding is None and dataset.num_classes == 256
