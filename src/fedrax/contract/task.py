@@ -21,13 +21,6 @@ from fedrax.models.model import Model, Params, Variables
 Preprocess = Callable[[Array], Array]
 
 
-class Variables(NamedTuple):
-    """Parameters and running statistics of a model that has both; a model without statistics has parameters alone."""
-
-    params: Params
-    statistics: Any
-
-
 class Batch(NamedTuple):
     """Samples as the data set stores them; `Task` turns them into what the model reads."""
 

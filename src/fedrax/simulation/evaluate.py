@@ -24,7 +24,7 @@ _PIECE_BYTES = 16 << 20
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and every metric of each sample."""
-    values = {"loss": task.loss(params, samples, jax.random.key(0))}
+    values = {"loss": task.evaluation_loss(params, samples)}
     return values | {name: metric(params, samples) for name, metric in task.metrics.items()}
 
 

@@ -138,8 +138,9 @@ def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, T
 
 
 def _as_before(mean: Array, before: Array) -> Array:
-    whole = jnp.issubdtype(before.dtype, jnp.integer)
-    return (jnp.round(mean) if whole else mean).astype(before.dtype)
+    """A mean of statistics in their type: counters and flags are rounded."""
+    inexact = jnp.issubdtype(before.dtype, jnp.inexact)
+    return (mean if inexact else jnp.round(mean)).astype(before.dtype)
 
 
 def serve(
