@@ -256,3 +256,24 @@ def test_objects_survive_their_flattening():
     assert jax.tree.map(lambda x: x, algorithm) == algorithm
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(algorithm)]
     assert ".local.prox.weight" in names and ".mu" in names
+
+
+@hyperparameters
+class Warmup:
+    """A schedule of one's own."""
+
+    rounds: int = 4
+
+    def __call__(self, round: jax.Array) -> jax.Array:
+        return jnp.minimum((round + 1) / self.rounds, 1.0)
+
+
+def test_parts_of_ones_own_are_taken_where_several_are_known():
+    """They need what the known ones have in common; a method is no schedule, and a schedule no server rule."""
+    check(fedrax.FedAvg(local=fedrax.LocalSGD(schedule=Warmup())))  # type: ignore[arg-type]
+    for wrong in (
+        fedrax.FedAvg(local=fedrax.LocalSGD(schedule=fedrax.FedAvg())),  # type: ignore[arg-type]
+        fedrax.FedAvg(server_optimizer=Warmup()),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(fedrax.FedraxError, match="must be of class"):
+            check(wrong)

@@ -67,3 +67,58 @@ def test_jax_reports_compilations_under_this_name():
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert _COMPILED in seen
+
+
+APART = """
+import time
+import jax, jax.numpy as jnp, numpy as np
+import fedrax
+from fedrax.models import Logistic
+
+task = fedrax.classification(Logistic().build((4,), 3))
+
+def slow(x):
+    if x.max() > 100:  # one client's mark
+        time.sleep(45)
+    return x
+
+def loss(params, batch, key):
+    x = jax.pure_callback(slow, jax.ShapeDtypeStruct(batch.x.shape, batch.x.dtype), batch.x)
+    return task.loss(params, batch._replace(x=jnp.minimum(x, 1)), key)
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 3, 20)
+x[0] = 1000
+federation = fedrax.Federation.from_arrays(x, y, offsets=np.array([0, 10, 20]), shuffle=False)
+local = fedrax.LocalSGD(lr=0.1, steps=1, batch_size=10)
+waiting = fedrax.Task(init=task.init, loss=loss)
+result = fedrax.simulate(fedrax.FedAvg(local=local), waiting, federation, rounds=1, cohort_size=2)
+assert "each of 2 CPU cores" in result.plan, result.plan
+print(result.events[-1]["seconds"])
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_devices_wait_for_each_other_as_long_as_it_takes():
+    """XLA would end the process after 40 seconds, and complain from 20 on."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    made = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, env=environment, check=False)
+    assert made.returncode == 0, made.stderr
+    assert float(made.stdout) > 45
+    assert not made.stderr
+
+
+ONE_CORE = """
+import jax
+jax.numpy.ones(3).block_until_ready()
+import fedrax
+fedrax.use_all_cores()
+fedrax.use_all_cores()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_who_uses_jax_before_fedrax_is_told_that_cores_are_idle():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    made = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, env=environment, check=True)
+    assert made.stderr.count("call fedrax.use_all_cores()") == 1

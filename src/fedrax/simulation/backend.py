@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -15,34 +16,61 @@ from jax.sharding import Mesh
 from fedrax.errors import FedraxError
 from fedrax.simulation.engine import AXIS
 
+_FOR_EVER = "2000000000"
+"""Seconds; 63 years."""
+
 
 def cache_directory() -> Path:
     """Where fedrax keeps what it can make again: $FEDRAX_CACHE, else ~/.cache/fedrax."""
     return Path(os.environ.get("FEDRAX_CACHE") or Path.home() / ".cache" / "fedrax")
 
 
+_FLAGS = {
+    "xla_cpu_multi_thread_eigen": "false",
+    "xla_cpu_collective_call_terminate_timeout_seconds": _FOR_EVER,
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": _FOR_EVER,
+    "xla_cpu_collective_timeout_seconds": _FOR_EVER,
+}
+"""Each core is a device of one thread; and devices wait for each other as long as it takes, where XLA would end the
+process after 40 seconds: one client may have that much more to do than the others, or a laptop be asleep."""
+
+
 def use_all_cores() -> None:
     """Make each CPU core a JAX device of one thread, and keep compiled programs in the cache directory.
 
-    The process also returns to the system the memory that compilations have freed.
+    The process also returns to the system the memory that compilations have freed, and its devices wait for each
+    other without limit.
 
     ``simulate`` calls this; it has an effect only before JAX first touches a device, so a program that uses JAX
-    before its first simulation calls it at its start. Settings of the user's own (``XLA_FLAGS``,
+    before its first simulation calls it at its start (a warning says so). Settings of the user's own (``XLA_FLAGS``,
     ``jax_num_cpu_devices``, ``jax_compilation_cache_dir``) are left alone.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_cpu_multi_thread_eigen" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    ours = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
     asked_for = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
     if not asked_for and "host_platform_device_count" not in flags:
         try:
             jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
         except RuntimeError:  # JAX has started; its devices stay as they are
             os.environ["XLA_FLAGS"] = flags
+            _warn_of_one_core()
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     give_back_memory_of_compilations()
+
+
+@cache
+def _warn_of_one_core() -> None:
+    """Say once that the other cores are idle."""
+    cores = len(os.sched_getaffinity(0))
+    if cores > 1 and len(jax.devices()) == 1 and jax.default_backend() == "cpu":
+        warnings.warn(
+            f"JAX was in use before fedrax, so simulations run on one of {cores} cores: call fedrax.use_all_cores()"
+            " before the program's first use of JAX",
+            stacklevel=3,
+        )
 
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
