@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedrax.tree import Tree, sum_over_blocks
@@ -34,14 +35,38 @@ def multipliers(gram: Array, inner: Array) -> Array:
     gram: [m, m], <M_j, M_k>. inner: [m], <M_k, p>. A column of length zero constrains nothing and gets zero.
     Exact to rounding; the z of dependent columns is one of several.
     """
-    length = jnp.sqrt(jnp.diagonal(gram))
-    inverse = jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1), 0)
-    cosines = gram * inverse[:, None] * inverse
+    return _solve(gram, inner).z
+
+
+class _Solution(NamedTuple):
+    """The multipliers, and how well their columns determine them."""
+
+    z: Array
+    """[m]."""
+    sine: Array
+    """The least squared sine between a column taken as an equality and the span of others; 1 where there is none."""
+
+
+def _solve(gram: Array, inner: Array) -> _Solution:
+    """The multipliers of columns of any lengths."""
+    inverse = _inverse_lengths(gram)
     slopes = inner * inverse
     size = jnp.max(jnp.abs(slopes), initial=0)
     slopes = slopes / jnp.where(size > 0, size, 1)
-    solve = _try_all if len(inner) <= _ENUMERATED else _search
-    return solve(cosines, slopes) * inverse * size
+    z, sine = (_try_all if len(inner) <= _ENUMERATED else _search)(_cosines(gram), slopes)
+    return _Solution(z * inverse * size, sine)
+
+
+def _inverse_lengths(gram: Array) -> Array:
+    """1 / |M_k|, or zero where there is no length: [m]."""
+    length = jnp.sqrt(jnp.diagonal(gram))
+    return jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1), 0)
+
+
+def _cosines(gram: Array) -> Array:
+    """The inner products of the columns at length one: [m, m]."""
+    inverse = _inverse_lengths(gram)
+    return gram * inverse[:, None] * inverse
 
 
 def _dependent(dtype: jnp.dtype) -> float:
@@ -49,43 +74,42 @@ def _dependent(dtype: jnp.dtype) -> float:
     return 8 * _NOISE * float(jnp.finfo(dtype).eps)
 
 
-def _try_all(gram: Array, inner: Array) -> Array:
-    """Of all sets of columns taken as equalities the one that breaks no condition, or breaks it least."""
-    m = len(inner)
-    g = [[gram[j, k] for k in range(m)] for j in range(m)]
-    b = [inner[k] for k in range(m)]
-    best, least = [jnp.zeros_like(inner[0])] * m, jnp.max(-inner, initial=0)  # no column at all
-    for size in range(1, m + 1):
-        for chosen in combinations(range(m), size):
-            z, independent = _equalities(g, b, chosen)
-            slack = [b[j] + sum(g[j][k] * z[k] for k in chosen) for j in range(m) if j not in chosen]
-            broken = jnp.maximum(0, -jnp.stack([*(z[k] for k in chosen), *slack]).min())
-            better = independent & (broken < least)
-            least = jnp.where(better, broken, least)
-            best = [jnp.where(better, z[k] if k in chosen else 0, best[k]) for k in range(m)]
-    return jnp.maximum(jnp.stack(best), 0)
+def _try_all(gram: Array, inner: Array) -> _Solution:
+    """Of all sets of columns taken as equalities the one that breaks no condition, or breaks it least.
 
-
-def _equalities(g: list, b: list, chosen: tuple[int, ...]) -> tuple[dict[int, Array], Array]:
-    """z on the chosen columns with <p~, M_k> = 0 for each of them, and whether these are independent.
-
-    Gaussian elimination written out; its pivots are the squared sines to the columns before.
+    Of several the first, which is one of the smallest.
     """
-    a = {j: {k: g[j][k] for k in chosen} for j in chosen}
-    right = {j: -b[j] for j in chosen}
-    independent = jnp.bool_(True)
-    for i, j in enumerate(chosen):
-        sound = a[j][j] > _dependent(right[j].dtype)
-        independent &= sound
-        a[j][j] = jnp.where(sound, a[j][j], 1)
-        for row in chosen[i + 1 :]:
-            factor = a[row][j] / a[j][j]
-            right[row] = right[row] - factor * right[j]
-            a[row] = {k: a[row][k] - factor * a[j][k] for k in chosen}
-    z: dict[int, Array] = {}
-    for j in reversed(chosen):
-        z[j] = (right[j] - sum(a[j][k] * z[k] for k in z)) / a[j][j]
-    return z, independent
+    m = len(inner)
+    sets = [chosen for size in range(m + 1) for chosen in combinations(range(m), size)]
+    taken = np.array([[k in chosen for k in range(m)] for chosen in sets])
+    z, sine = jax.vmap(_equalities, (None, None, 0))(gram, -inner, taken)
+    slack = inner + jnp.sum(z[:, :, None] * gram, axis=1)
+    broken = -jnp.min(jnp.where(taken, z, slack), axis=1, initial=0)
+    broken = jnp.where(sine > _dependent(inner.dtype), broken, jnp.inf)
+    # Which of several equals is the best is a matter of rounding errors, and XLA may round anew for every use: without
+    # the barrier each multiplier may come from another set.
+    z, sine, broken = jax.lax.optimization_barrier((z, sine, broken))
+    best = jnp.argmin(broken)
+    return _Solution(jnp.maximum(z[best], 0), sine[best])
+
+
+def _equalities(gram: Array, slopes: Array, taken: Array) -> _Solution:
+    """z on the columns taken, zero elsewhere, with sum_k <M_j, M_k> z_k = slopes_j for each of them.
+
+    Gauss and Jordan's elimination; its pivots are the squared sines to the columns before.
+    """
+    m, none = len(slopes), jnp.eye(len(slopes), dtype=slopes.dtype)
+    table = jnp.where(taken[:, None] & taken, gram, none)
+    table = jnp.concatenate([table, jnp.where(taken, slopes, 0)[:, None]], axis=1)
+    sine = jnp.ones((), slopes.dtype)
+    for i in range(m):
+        # The barrier: a small pivot computed twice is two numbers that are far apart.
+        table = jax.lax.optimization_barrier(table)
+        pivot = table[i, i]
+        sine = jnp.minimum(sine, pivot)
+        row = table[i] / jnp.where(pivot > _dependent(slopes.dtype), pivot, 1)
+        table = (table - table[:, i, None] * row).at[i].set(row)
+    return _Solution(table[:, m], sine)
 
 
 class _Search(NamedTuple):
@@ -104,7 +128,7 @@ class _Search(NamedTuple):
     finished: Array
 
 
-def _search(gram: Array, inner: Array) -> Array:
+def _search(gram: Array, inner: Array) -> _Solution:
     """Lawson and Hanson's active-set method (1974, chapter 23) on a tableau.
 
     A column that comes in is one sweep, a rank-one update. When one leaves, the table is begun anew: undoing a sweep
@@ -145,7 +169,9 @@ def _search(gram: Array, inner: Array) -> Array:
 
     none = jnp.zeros(m, bool)
     start = _Search(table, none, none, jnp.zeros_like(inner), jnp.int32(0), jnp.bool_(False))
-    return jax.lax.while_loop(lambda at: ~at.finished & (at.steps < 8 * m), step, start).z
+    end = jax.lax.while_loop(lambda at: ~at.finished & (at.steps < 8 * m), step, start)
+    inverse = jnp.where(end.chosen, -jnp.diagonal(end.table)[:m], 1)
+    return _Solution(end.z, 1 / jnp.max(inverse))
 
 
 def _sweep(table: Array, k: Array) -> Array:
