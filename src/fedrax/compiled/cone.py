@@ -27,6 +27,8 @@ _ENUMERATED = 3
 """Up to this many columns every set of them is tried; it takes no loop."""
 _NOISE = 8
 """Rounding errors of an inner product of vectors of length one, in units of the last place."""
+_NEARLY = 0.01
+"""The squared sine between active columns below which the solution is refined: above it, it lost a digit at most."""
 
 
 def multipliers(gram: Array, inner: Array) -> Array:
@@ -190,20 +192,33 @@ def project(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_le
     by itself, instead of all as one vector.
     """
     leaves, structure = jax.tree.flatten(p)
-    others = [jax.tree.leaves(part) for part in parts]
-    products = jnp.stack([_products(columns, *arrays) for arrays in zip(leaves, *others, strict=True)])
-    if not by_leaf:
-        products = products.sum(0, keepdims=True)
+    entries = list(zip(leaves, *(jax.tree.leaves(part) for part in parts), strict=True))
+    products = _gathered([_products(columns, *arrays) for arrays in entries], by_leaf)
+    gram, inner = products[:, 1:, 1:], products[:, 1:, 0]
     # The barrier: XLA would solve the program anew for every entry of the vector.
-    z = jax.lax.optimization_barrier(jax.vmap(multipliers)(products[:, 1:, 1:], products[:, 1:, 0]))
+    z, sine = jax.lax.optimization_barrier(jax.vmap(_solve)(gram, inner))
+    of_leaf = lambda z, k: z[k if by_leaf else 0]  # noqa: E731
 
-    def moved(k: int, leaf: Array, *pieces: Array) -> Array:
-        mine = z[k if by_leaf else 0]
-        return (leaf + sum(mine[j] * column for j, column in enumerate(columns(*pieces)))).astype(leaf.dtype)
+    def refined(_: Array, z: Array) -> Array:
+        slopes = [_slopes(columns, of_leaf(z, k), *arrays) for k, arrays in enumerate(entries)]
+        better = jax.vmap(_refined)(gram, z, _gathered(slopes, by_leaf))
+        return jnp.where(sine[:, None] < _NEARLY, better, z)
 
-    return jax.tree.unflatten(
-        structure, [moved(k, *arrays) for k, arrays in enumerate(zip(leaves, *others, strict=True))]
-    )
+    # Not a condition, of which vmap would take both sides; and of z alone, so that p~ is not written to memory twice.
+    z = jax.lax.fori_loop(0, (sine < _NEARLY).any().astype(jnp.int32), refined, z)
+    moved = [_moved(columns, of_leaf(z, k), *arrays).astype(arrays[0].dtype) for k, arrays in enumerate(entries)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def _gathered(of_leaves: list[Array], by_leaf: bool) -> Array:
+    """What each leaf says, [leaves, ...], or their sum, [1, ...]."""
+    stacked = jnp.stack(of_leaves)
+    return stacked if by_leaf else stacked.sum(0, keepdims=True)
+
+
+def _moved(columns: Callable[..., tuple], z: Array, leaf: Array, *others: Array) -> Array:
+    """A leaf of p~."""
+    return leaf + sum(z[j] * column for j, column in enumerate(columns(*others)))
 
 
 def _products(columns: Callable[..., tuple], *arrays: Array) -> Array:
@@ -214,3 +229,22 @@ def _products(columns: Callable[..., tuple], *arrays: Array) -> Array:
         return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
 
     return sum_over_blocks(of, *(a.reshape(-1) for a in arrays))
+
+
+def _slopes(columns: Callable[..., tuple], z: Array, *arrays: Array) -> Array:
+    """Inner products of p~, itself and not by its parts, with the columns: [m]."""
+
+    def of(*pieces: Array) -> Array:
+        rows = jnp.stack(columns(*pieces[1:]))
+        return jnp.matmul(rows, _moved(columns, z, *pieces), precision=jax.lax.Precision.HIGHEST)
+
+    return sum_over_blocks(of, *(a.reshape(-1) for a in arrays))
+
+
+def _refined(gram: Array, z: Array, slopes: Array) -> Array:
+    """z, corrected so that the columns taken as equalities have no inner product with p~ any more.
+
+    Solved from products, these are off by rounding errors over the columns' sine.
+    """
+    inverse = _inverse_lengths(gram)
+    return jnp.maximum(z + _equalities(_cosines(gram), -slopes * inverse, z > 0).z * inverse, 0)
