@@ -88,7 +88,7 @@ def projected(columns: jax.Array, p: jax.Array) -> jax.Array:
     return jnp.concatenate([found["a"].reshape(-1), found["b"]])
 
 
-_alone = jax.jit(moved)
+_alone, _alone_projected = jax.jit(moved), jax.jit(projected)
 
 
 @jax.jit
@@ -123,3 +123,44 @@ def test_one_problem_at_a_time(kind: str, dtype: str):
             error = np.abs(np.asarray(program(*given), np.float64) - exact).max(1) / sizes[:, 0]
             wrong[name] = int((error > 8 * np.finfo(dtype).eps / APART**2).sum())
     assert not any(wrong.values()), f"of {len(p)} problems are wrong: {wrong}"
+
+
+# Active columns that are nearly dependent, where the products have lost digits
+
+
+def remainder(p: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:
+    """p without its part in the columns' span, in longer numbers: Gram and Schmidt, each direction taken out twice."""
+    p, directions = p.astype(np.longdouble), []
+    for column in columns:
+        column = column.astype(np.longdouble)
+        for u in 2 * directions:
+            column = column - (u @ column) * u
+        directions.append(column / np.sqrt(column @ column))
+    for u in 2 * directions:
+        p = p - (u @ p) * u
+    return p.astype(float)
+
+
+def nearly_dependent(rng: np.random.Generator, sine: float, sign: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Columns [50, 3], two nearly parallel or opposite and one of zero, and a p [50] behind both of the two."""
+    a, b, q = np.linalg.qr(rng.normal(size=(LARGEST, 3)))[0].T
+    columns = np.stack([a, sign * a + sine * b, 0 * a], axis=1)
+    weights = rng.uniform(0.2, 1, 2) / (1 if sign > 0 else sine)
+    return columns.astype(dtype).astype(float), (q - columns[:, :2] @ weights).astype(dtype).astype(float)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_nearly_dependent_columns(dtype: str, sign: int):
+    """Opposite columns make p long: p~ is right to rounding errors of p. Parallel ones leave p~ about as long as p,
+    and the sine divides the rounding errors of its inner products.
+    """
+    rng, eps = np.random.default_rng(1), float(np.finfo(dtype).eps)
+    with jax.enable_x64(True):
+        for sine in (0.05, 1e-2, 1e-3, 1e-4, 1e-5) if dtype == "float64" else (0.05, 1e-2):
+            errors = []
+            for _ in range(40):
+                columns, p = nearly_dependent(rng, sine, sign, dtype)
+                found = np.asarray(_alone_projected(jnp.asarray(columns, dtype), jnp.asarray(p, dtype)), np.float64)
+                errors.append(np.abs(found - remainder(p, list(columns[:, :2].T))).max() / np.linalg.norm(p))
+            assert np.median(errors) < (eps if sign < 0 else 0.05 * eps / sine), sine
