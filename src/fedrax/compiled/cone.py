@@ -6,8 +6,9 @@ through their inner products: min over z >= 0 of z' G z / 2 + b' z with G = M' M
 d x d is formed.
 
 The cone knows the columns by their directions alone, so they are scaled to length one first. A column that
-depends on others to within rounding (its sine to their span is below 5e-3 in float32, 6e-6 in float64) adds
-nothing to them.
+depends on others to within rounding (its sine to their span is below 5e-3 in float32 and 6e-6 in float64, with at
+most three columns below 3e-3 and 1e-7) adds nothing to them. Inner products lose digits where columns are nearly
+dependent: :func:`project` takes p~'s own and solves once more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from fedrax.tree import Tree, sum_over_blocks
@@ -83,7 +83,7 @@ def _try_all(gram: Array, inner: Array) -> _Solution:
     """
     m = len(inner)
     sets = [chosen for size in range(m + 1) for chosen in combinations(range(m), size)]
-    taken = np.array([[k in chosen for k in range(m)] for chosen in sets])
+    taken = jnp.array([[k in chosen for k in range(m)] for chosen in sets])
     z, sine = jax.vmap(_equalities, (None, None, 0))(gram, -inner, taken)
     slack = inner + jnp.sum(z[:, :, None] * gram, axis=1)
     broken = -jnp.min(jnp.where(taken, z, slack), axis=1, initial=0)
