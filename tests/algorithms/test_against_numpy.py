@@ -1,5 +1,7 @@
 """Every method with every option, number by number against the independent NumPy implementation."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,10 @@ from fedrax.simulation.settings import Settings
 from tests.algorithms.problems import Case, assert_same, expected, make_problem, simulate
 from tests.algorithms.table import LOCAL_WORK, METHODS, OPTIONS, SERVER_RULES
 
-ALL = [*METHODS.values(), *LOCAL_WORK, *SERVER_RULES, *OPTIONS]
+MORE = [*LOCAL_WORK, *SERVER_RULES, *OPTIONS]
+ALL = [*METHODS.values(), *MORE]
+AS_USERS_RUN: dict[str, Any] = {"plan": "scan", "devices": 2}
+"""With the whole compiler, one case a method; further options are compiled quickly instead."""
 
 
 def works_of(case: Case) -> list[np.ndarray] | None:
@@ -26,10 +31,10 @@ def test_the_table_names_no_case_twice():
     assert len({case.name for case in ALL}) == len(ALL)
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_float64(case: Case):
-    """Both sides compute in float64; they differ by the order of their sums alone."""
-    method, result = expected(case, works=works_of(case)), simulate(case)
+def assert_float64(case: Case, **settings: Any) -> None:
+    """Both sides compute in float64; they differ by the order of their sums alone. No case is trivial."""
+    method, result = expected(case, works=works_of(case)), simulate(case, **settings)
+    assert np.abs(method.x - make_problem(sizes=case.sizes).x0).max() > 1e-3
     assert_same(result, method, case, "softmax", tolerance=1e-12)
     if "blocks" not in case.local:  # blocks of different sizes are counted by their mean
         assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
@@ -37,12 +42,23 @@ def test_float64(case: Case):
 
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
-def test_float32(case: Case):
+def test_every_method_in_float64(case: Case):
+    assert_float64(case, **AS_USERS_RUN)
+
+
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+def test_every_option_in_float64(case: Case):
+    assert_float64(case)
+
+
+@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
+def test_every_method_in_float32(case: Case):
     """A unit of float32 rounding is 6e-8 of numbers near one; some 30 contracting steps one after another, and the
     division by T eta in SCAFFOLD's c_i, leave at most 5e-7. The tolerance has room for other compilers.
     """
     method = expected(case, works=works_of(case))
-    assert_same(simulate(case, dtype="float32"), method, case, "softmax", tolerance=3e-6)
+    assert_same(simulate(case, dtype="float32", **AS_USERS_RUN), method, case, "softmax", tolerance=3e-6)
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "Episode"])
@@ -50,10 +66,3 @@ def test_float64_on_the_quadratic(name: str):
     """Another loss, with one leaf of parameters and floating targets."""
     case = Case(name, {"local": {"lr": 0.05, "epochs": 2, "batch_size": 3}})
     assert_same(simulate(case, "quadratic"), expected(case, "quadratic"), case, "quadratic", tolerance=1e-12)
-
-
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_cases_move(case: Case):
-    """No case of the table is trivial: within its rounds the parameters move by more than a rounding error."""
-    method = expected(case, works=works_of(case))
-    assert np.abs(method.x - make_problem(sizes=case.sizes).x0).max() > 1e-3

@@ -126,6 +126,7 @@ def test_the_server_stops_where_no_direction_suits_everybody(beta1: float):
 # Full batches: the columns of the second step are opposite, and those of later steps nearly so
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("scope", ["vector", "leaf"])
 @pytest.mark.parametrize("method", ["GradMAW", "GradMA"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -1,0 +1,52 @@
+"""GradMA's local steps as users compile them, from many starting points, against the NumPy derivation.
+
+At the second local step the gradients at the point before and at x are the same column twice, to the last bit.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedrax
+from tests import reference, reference_methods
+from tests.algorithms.problems import make_algorithm, make_problem
+
+pytestmark = pytest.mark.usefixtures("full_compilation")
+
+SEEDS, ROUNDS = 16, 4
+EVERYBODY = [list(range(7))] * ROUNDS
+
+
+def distance(method: str, kind: str, local: dict, seed: int) -> float:
+    """How far a run from a random start ends from the NumPy one, of the larger of 1 and its largest entry."""
+    problem, options = make_problem(kind), {"local": local}
+    start = 2 * np.random.default_rng(seed).normal(size=problem.x0.shape)
+    by_paper = reference_methods.build(problem.clients(reference.Local(**local)), start, method, options)
+    reference_methods.run(by_paper, EVERYBODY)
+    settings: dict[str, Any] = {"rounds": ROUNDS, "dtype": "float64", "plan": "scan", "devices": 1, "eval_every": 100}
+    result = fedrax.simulate(
+        make_algorithm(method, options),
+        problem.task,
+        problem.federation,
+        params=reference.split(problem.problem, start),
+        script=fedrax.Script(cohorts=EVERYBODY),
+        **settings,
+    )
+    ours = reference.join(problem.problem, result.params)
+    return float(np.abs(ours - by_paper.x).max() / max(1, np.abs(by_paper.x).max()))
+
+
+@pytest.mark.parametrize("method", ["GradMAW", "GradMA"])
+@pytest.mark.parametrize(("batch_size", "steps"), [(3, 2), (1, 3)])
+def test_steps_that_turn_back(method: str, batch_size: int, steps: int):
+    """Steps so long that batches disagree: both the repeated gradient and the way back from x are active."""
+    local = {"lr": 0.3, "steps": steps, "batch_size": batch_size}
+    assert max(distance(method, "quadratic", local, seed) for seed in range(SEEDS)) < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["quadratic", "softmax"])
+def test_the_second_step_of_full_batches(kind: str):
+    """All three columns are on one line: two are equal, and the third is opposite."""
+    local = {"lr": 0.3, "steps": 2, "batch_size": "full"}
+    assert max(distance("GradMAW", kind, local, seed) for seed in range(SEEDS)) < 1e-11
