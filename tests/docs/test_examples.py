@@ -1,0 +1,29 @@
+"""Every example runs, as a person would run it."""
+
+import json
+import runpy
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+from tests.docs.test_code_blocks import ROOT
+
+EXAMPLES = ROOT / "examples"
+mpl.use("agg")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_script_runs_and_says_something(path: Path, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(path), run_name="__main__")
+    assert "accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_cells_of_notebook_run(path: Path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code and not any(cell.get("outputs") for cell in cells)
+    names: dict = {}
+    for number, source in enumerate(code, 1):
+        exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
