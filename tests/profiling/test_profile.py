@@ -14,7 +14,7 @@ from fedrax.algorithms.mime import MimeSVRG
 from fedrax.errors import FedraxError
 from fedrax.models import LSTM, Logistic, TwoNN
 from fedrax.profiling import Limits, Profile, limits, profile
-from fedrax.simulation import backend
+from fedrax.simulation import plans
 from fedrax.wrappers.upcycle import Upcycled
 
 CLASSES, CLIENTS, ROWS = 10, 4, 24
@@ -153,5 +153,5 @@ def test_divergence_is_a_sentence():
 
 def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    made = limits.measure(backend.make_mesh(None), budget=0.05)
+    made = limits.measure(plans.make_mesh(None), budget=0.05)
     assert 1 < made.gflops < 1e6 and 0.5 < made.gigabytes < 1e5

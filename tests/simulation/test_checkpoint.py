@@ -169,11 +169,11 @@ def test_another_experiment_does_not_resume(other: dict, tmp_path: Path):
 @pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
 def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Client state finds its new place where there are other devices or more clients to come."""
-    from fedrax.simulation import backend
+    from fedrax.simulation import plans, setup
 
-    whole, make_mesh = run(SCAFFOLD, rounds=8), backend.make_mesh
+    whole, make_mesh = run(SCAFFOLD, rounds=8), plans.make_mesh
     for count, rounds in zip(devices, (3, 8), strict=True):
-        monkeypatch.setattr(backend, "make_mesh", lambda _, count=count: make_mesh(count))
+        monkeypatch.setattr(setup, "make_mesh", lambda _, count=count: make_mesh(count))
         resumed = run(SCAFFOLD, rounds=rounds, directory=tmp_path, resume=True)
     assert_close(resumed, whole)
     again = run(SCAFFOLD, rounds=8, directory=tmp_path, resume=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.simulation import backend, evaluate, row_file, storage
+from fedrax.simulation import evaluate, plans, row_file, storage
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
@@ -166,7 +166,7 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
     rng = np.random.default_rng(rows)
     batch = fedrax.Batch(rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32))
     params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), TASK.init(jax.random.key(0)))
-    mesh = backend.make_mesh(devices)
+    mesh = plans.make_mesh(devices)
     expected = evaluate.Evaluator(TASK, mesh, batch).per_sample(params)
     for most in (1, 300, 1 << 20):
         monkeypatch.setattr(evaluate, "_PIECE_BYTES", most)
@@ -182,7 +182,7 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
 
 def test_where_things_lie_by_default():
     """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
-    mesh, memory = backend.make_mesh(2), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    mesh, memory = plans.make_mesh(2), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     huge = np.broadcast_to(np.zeros(1, np.float32), (memory // 2 // 4 + 10,))  # strides are zero: takes no memory
     assert storage.choose(Settings(), mesh, (huge,), 0) == (True, False)
     assert storage.choose(Settings(samples="resident"), mesh, (huge,), 0) == (False, False)

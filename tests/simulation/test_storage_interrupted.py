@@ -17,7 +17,7 @@ import pytest
 import fedrax
 from fedrax import FedraxError
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.simulation import NonFiniteError, backend, checkpoint, row_file, storage
+from fedrax.simulation import NonFiniteError, checkpoint, plans, row_file, storage
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
@@ -237,7 +237,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    mesh = backend.make_mesh(1)
+    mesh = plans.make_mesh(1)
     for away in ({"samples": "streamed"}, {"states": "spilled"}):
         with pytest.raises(FedraxError, match="by a single process only"):
             storage.choose(Settings(**away), mesh, FEDERATION.train, 8)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from fedrax.compiled.cores import use_all_cores
 from fedrax.errors import FedraxError, unknown
 from fedrax.models.model import Model, Params, Variables
 
@@ -220,6 +221,7 @@ _INFERENCE = {"deterministic", "use_running_average"}
 
 
 def _import(module: str, package: str) -> ModuleType:
+    use_all_cores()  # before the module's first array: afterwards JAX's devices are what they are
     try:
         return importlib.import_module(module)
     except ImportError:

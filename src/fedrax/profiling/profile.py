@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
@@ -17,7 +18,6 @@ from fedrax.profiling.attribution import NAMES, REST, SMALL_MICROSECONDS, SUMS, 
 from fedrax.profiling.limits import Limits
 from fedrax.profiling.measurement import Measurement, Stopwatch, Traced
 from fedrax.profiling.verdict import Verdict, judge
-from fedrax.simulation import backend
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, prepare
 
@@ -94,7 +94,7 @@ def profile(
     else is kept. Raises FedraxError for settings that ``simulate`` refuses, and for rounds that diverge.
     """
     settings = settings or Settings()
-    backend.use_all_cores()
+    use_all_cores()
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
         setup = prepare(algorithm, task, federation, settings)
         measured = Stopwatch(setup, rounds, keep_trace).measure()

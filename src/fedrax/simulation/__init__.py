@@ -1,6 +1,6 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
-from fedrax.simulation.backend import use_all_cores
+from fedrax.compiled.cores import use_all_cores
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.process import Interrupted

@@ -1,10 +1,16 @@
-"""Choosing how a round is executed, and saying what was chosen."""
+"""Choosing how and where a round is executed, and saying what was chosen."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from fedrax import tree
+from fedrax.errors import FedraxError
+from fedrax.simulation.engine import AXIS
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
@@ -40,3 +46,11 @@ def describe(mesh: Any, plan: str, chunk: int, streamed: bool = False, spilled: 
     }[plan]
     extra = ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
+
+
+def make_mesh(devices: int | None) -> Mesh:
+    """A mesh of the first ``devices`` devices (all of them by default) along the clients axis."""
+    found = jax.devices()
+    if devices is not None and devices > len(found):
+        raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
+    return Mesh(np.array(found[:devices]), (AXIS,))

@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation import backend, checkpoint
+from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.engine import Carry
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
@@ -63,7 +64,7 @@ def simulate(
     after Ctrl-C.
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
-    backend.use_all_cores()
+    use_all_cores()
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
         path = None if directory is None else Path(directory)
         setup = prepare(algorithm, task, federation, settings, params, script, path)

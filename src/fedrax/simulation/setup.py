@@ -22,7 +22,6 @@ from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation import backend
 from fedrax.simulation.cohorts import Planner, Sampler, given_work
 from fedrax.simulation.communication import message_bytes
 from fedrax.simulation.debug import DebugEngine
@@ -31,7 +30,7 @@ from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
 from fedrax.simulation.events import RunInfo
 from fedrax.simulation.loop import LoopEngine
 from fedrax.simulation.personal import PersonalEvaluator
-from fedrax.simulation.plans import choose_plan, describe
+from fedrax.simulation.plans import choose_plan, describe, make_mesh
 from fedrax.simulation.round import Kept, Program
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.storage import choose
@@ -104,7 +103,7 @@ def prepare(
     name, stateful = type(algorithm).__name__, bool(jax.tree.leaves(initial))
     algorithm.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)
     algorithm.requirements.check_task(name, task, bool(statistics))
-    mesh = backend.make_mesh(1 if settings.plan == "debug" else settings.devices)
+    mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, chunk = choose_plan(settings, mesh, start, sampler.largest)
     if jax.process_count() > 1 and directory is not None and stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")

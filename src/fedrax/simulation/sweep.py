@@ -20,15 +20,16 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation import backend
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
 from fedrax.simulation.events import Event, events_of
+from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.result import Result
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings
@@ -62,7 +63,7 @@ def sweep(
     Raises FedraxError if the algorithms cannot run together.
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
-    backend.use_all_cores()
+    use_all_cores()
     if not algorithms or not seeds:
         raise FedraxError("a sweep needs at least one algorithm and one seed")
     if settings.target is not None and mode == "together":
@@ -109,7 +110,7 @@ class _Together:
             raise FedraxError("algorithms that run together must differ in float hyper-parameters only")
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
-        mesh = backend.make_mesh(min(len(jax.devices()), self.count))
+        mesh = make_mesh(min(len(jax.devices()), self.count))
         devices = mesh.devices.size
         self.stacked = _stack(list(algorithms) + [algorithms[-1]] * (-self.count % devices))
         program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())

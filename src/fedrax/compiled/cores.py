@@ -1,4 +1,4 @@
-"""Setting up JAX for simulation: every CPU core a device, compiled programs kept between processes."""
+"""Setting JAX up: every CPU core a device, compiled programs kept between processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.monitoring
-import numpy as np
-from jax.sharding import Mesh
-
-from fedrax.errors import FedraxError
-from fedrax.simulation.engine import AXIS
 
 _FOR_EVER = "2000000000"
 """Seconds; 63 years."""
@@ -95,11 +90,3 @@ def give_back_memory_of_compilations() -> None:
             trim(0)
 
     jax.monitoring.register_event_duration_secs_listener(compiled)
-
-
-def make_mesh(devices: int | None) -> Mesh:
-    """A mesh of the first ``devices`` devices (all of them by default) along the clients axis."""
-    found = jax.devices()
-    if devices is not None and devices > len(found):
-        raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
-    return Mesh(np.array(found[:devices]), (AXIS,))

@@ -16,9 +16,9 @@ HAS_TRIM = os.name == "posix" and hasattr(ctypes.CDLL(None), "malloc_trim")
 FRAGMENTS = """
 import ctypes, json, resource
 import jax
-from fedrax.simulation import backend
+from fedrax.compiled import cores
 
-backend.use_all_cores()
+cores.use_all_cores()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
@@ -43,7 +43,7 @@ for event, seconds in SHORT, OTHER, LONG:
 
 @pytest.mark.skipif(not HAS_TRIM, reason="only glibc keeps freed memory and has malloc_trim")
 def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
-    from fedrax.simulation.backend import _COMPILED
+    from fedrax.compiled.cores import _COMPILED
 
     script = FRAGMENTS.replace("SHORT", repr((_COMPILED, 0.001))).replace("LONG", repr((_COMPILED, 1.0)))
     script = script.replace("OTHER", repr(("/another/event", 1.0)))
@@ -54,7 +54,7 @@ def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
 
 def test_jax_reports_compilations_under_this_name():
     """Without it the listener would wait for ever."""
-    from fedrax.simulation.backend import _COMPILED
+    from fedrax.compiled.cores import _COMPILED
 
     seen: list[str] = []
 
