@@ -40,7 +40,7 @@ def test_help_is_instant() -> None:
     times = []
     for _ in range(3):
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
         times.append(time.perf_counter() - began)
         assert done.returncode == 0, done.stderr
     assert "compare" in done.stdout

@@ -137,7 +137,7 @@ except FedraxError as error:
         capture_output=True,
         text=True,
         check=True,
-        timeout=200,
+        timeout=1800,
     ).stdout
     assert out.startswith(f"cannot write {tmp_path}") and "File too large" in out
     assert not list(tmp_path.rglob("*.part"))

@@ -50,7 +50,7 @@ def start(process: int, processes: int, devices: int, port: int, path: Path) -> 
 
 
 def output(child: subprocess.Popen, path: Path) -> list:
-    assert child.wait(timeout=240) == 0
+    assert child.wait(timeout=1800) == 0
     return json.loads(path.read_text().splitlines()[-1])
 
 

@@ -140,7 +140,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
         first = int(xs.round[0])
         assert first == 0 or first in done
         if first + rounds < 6:
-            done.append(made.get(timeout=60))
+            done.append(made.get(timeout=1800))
         return whole(self, algorithm, carry, key, xs, rounds)
 
     def notice(self: storage.Streamer, xs: Any, rounds: int) -> Any:
@@ -304,7 +304,7 @@ def measure(directory: Path, method: str, clients: int, cohort: int, rounds: int
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -175,7 +175,7 @@ class Kill:
 run(SCAFFOLD, rounds=9, checkpoint_every=2, directory={str(tmp_path)!r}, sinks=[Kill()], **AWAY)
 """
     path = os.pathsep.join(p for p in sys.path if p)
-    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=200)
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=1800)
     assert killed.returncode == -signal.SIGKILL
     left = {path.name for path in tmp_path.rglob("*")}
     assert left == {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE}

@@ -145,8 +145,11 @@ def parse_experiment(
     """A command's own ``options`` and an experiment, from ``[FILE.toml] [flags]``.
 
     The file comes first, if there is one. Flags are the keys of the file: ``--algorithm.local.lr 0.1``. Those of
-    ``parts`` are offered. comparisons: take the file of a comparison, too, without its [[compare]] tables.
+    ``parts`` are offered. comparisons: take the file of a comparison, too, without its [[compare]] tables. A method of
+    the user's own, ``file.py:Name``, may stand in place of the file.
     """
+    if args and re.fullmatch(r"[^-].*\.py:\w+", args[0]):
+        args = ["--algorithm", *args]
     path = Path(args[0]) if args and not args[0].startswith("-") else None
     table = {} if path is None else experiment.read_table(path)
     source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
