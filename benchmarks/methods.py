@@ -43,7 +43,7 @@ def main() -> None:
     if arguments.report:
         session = Session.latest(RAW)
     else:
-        from fedrax.algorithms import algorithms
+        from fedrax.experiments.methods import algorithms
 
         known = [*algorithms(), *CLIPPED]
         names = [name for name in known if arguments.methods is None or name in arguments.methods]
@@ -98,7 +98,7 @@ def measure_here(name: str, arrays: str) -> dict[str, Any]:
 
 def method(name: str) -> Algorithm:
     """The algorithm of a name, one in ``CLIPPED`` included."""
-    from fedrax.algorithms import find_algorithm
+    from fedrax.experiments.methods import find_algorithm
 
     kind, lengths = CLIPPED.get(name, (name, {}))
     algorithm = adapted(find_algorithm(kind)())

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from fedrax import tree
-from fedrax.algorithms import algorithms
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.task import classification
 from fedrax.data import Federation
+from fedrax.experiments.methods import algorithms
 from fedrax.models import Linear
 from fedrax.simulation import simulate
 

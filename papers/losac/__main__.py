@@ -18,8 +18,8 @@ from pathlib import Path
 
 import tomlkit
 
+from fedrax import files
 from fedrax.cli import main as fedrax_main
-from fedrax.experiments import experiment
 from fedrax.report import curves
 from fedrax.report.runs import Method, find_runs, last_values
 from fedrax.simulation.result import to_target
@@ -156,9 +156,9 @@ def tuned(arguments: argparse.Namespace) -> int:
     by_label: dict[str, list[tuple[float, Method]]] = {}
     for lr in STEP_SIZES:
         out = arguments.out / "tuned" / f"lr={lr:g}"
-        table = experiment.read_table(HERE / "figure2.toml")
+        table = files.read_table(HERE / "figure2.toml")
         table["algorithm"]["local"]["lr"] = lr
-        experiment.write_text(out / "comparison.toml", tomlkit.dumps(table))
+        files.write_text(out / "comparison.toml", tomlkit.dumps(table))
         flags = ["--partition.percent", str(TUNED_AT)]
         for method in run(out / "comparison.toml", out, arguments, *flags):
             by_label.setdefault(method.label, []).append((lr, method))
@@ -195,7 +195,7 @@ def write_table(
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     text = "\n".join(lines) + "\n"
-    experiment.write_text(arguments.results / f"{name}.md", text)
+    files.write_text(arguments.results / f"{name}.md", text)
     print(text)
 
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedrax
-from fedrax.algorithms import find_algorithm
 from fedrax.algorithms.gradma import GradMAS
 from fedrax.contract import proximal, schedules, server_optimizers
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import Table
 from fedrax.contract.vectors import Vectors
+from fedrax.experiments.methods import find_algorithm
 from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3

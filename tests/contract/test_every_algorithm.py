@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from fedrax import Federation, Script, Settings, classification, simulate, tree
-from fedrax.algorithms import algorithms
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.methods import algorithms
 from fedrax.models import Logistic
 from fedrax.simulation import Event, Result, RunInfo, read_events
 from fedrax.simulation.cohorts import Sampler

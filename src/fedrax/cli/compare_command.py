@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedrax import files
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import ExperimentFile
 from fedrax.errors import FedraxError
@@ -160,8 +161,8 @@ def report(spec: Comparison, methods: list[Method], out: Path, options: CompareO
         "target": target,
         "methods": tables.values(rows),
     }
-    experiment.write_text(out / "comparison.json", json.dumps(summary, indent=2) + "\n")
-    experiment.write_text(out / "table.md", tables.markdown(rows, target, metric))
+    files.write_text(out / "comparison.json", json.dumps(summary, indent=2) + "\n")
+    files.write_text(out / "table.md", tables.markdown(rows, target, metric))
     if options.json:
         print(json.dumps(summary))
     elif not options.quiet:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedrax import files
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
@@ -53,7 +54,7 @@ def main(args: list[str]) -> int:
         show.show(made, wide_console())
     if options.out is not None:
         experiment.write(spec, options.out / "experiment.toml")
-        experiment.write_text(options.out / "profile.json", json.dumps(made.to_dict(), indent=1) + "\n")
+        files.write_text(options.out / "profile.json", json.dumps(made.to_dict(), indent=1) + "\n")
         for kind in ("png", "svg"):
             show.save(made, options.out / f"profile.{kind}")
     for what, where in (("profile", options.out), ("trace", options.trace)):

@@ -28,6 +28,7 @@ from typing import Any
 
 import tomlkit
 
+from fedrax import files
 from fedrax.contract.fields import describe
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
@@ -119,7 +120,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 def read(paths: list[Path]) -> Comparison:
     """The comparison of one file, or of the methods of several that share data, partition, model and run."""
-    parts = [from_table(experiment.read_table(path), str(path), path.parent) for path in paths]
+    parts = [from_table(files.read_table(path), str(path), path.parent) for path in paths]
     first = parts[0]
     for path, part in zip(paths[1:], parts[1:], strict=True):
         for name in SHARED:

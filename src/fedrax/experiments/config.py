@@ -20,11 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedrax.algorithms import algorithms
 from fedrax.contract.algorithm import Algorithm, is_algorithm
 from fedrax.contract.fields import Field, fields_of, hints_of, inferred
 from fedrax.contract.hyperparameters import refuse_undecorated
 from fedrax.errors import FedraxError, unknown
+from fedrax.experiments.methods import algorithms
 
 Table = dict[str, Any]
 

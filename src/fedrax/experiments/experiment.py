@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -46,11 +45,9 @@ from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
-from fedrax.files import replacing
+from fedrax.files import read_table, write_text
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
-
-MAX_FILE = 1 << 20  # bytes of an experiment file
 
 
 @cache
@@ -128,18 +125,6 @@ class Experiment:
         self.algorithm.requirements.check_run(name, run.weights, run.cohort_size, varying_cohort=False)
 
 
-def read_table(path: Path) -> Table:
-    """The table in a TOML file; FedraxError if it is not one."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise FedraxError(f"{path} is too large for an experiment file (limit: 1 MiB).")
-        return tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise FedraxError(f"there is no file {path}.") from error
-    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise FedraxError(f"{path} cannot be read as TOML: {error}.") from error
-
-
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> Experiment:
     """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
     if "compare" in table:
@@ -166,17 +151,6 @@ def to_table(experiment: Experiment) -> Table:
 def write(experiment: Experiment, path: str | Path) -> None:
     """Write the complete TOML file, whole or not at all."""
     write_text(Path(path), tomlkit.dumps(to_table(experiment)))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """As ``write_text``, for bytes."""
-    with replacing(path) as file:
-        file.write(content)
 
 
 def load_federation(experiment: Experiment, data_dir: str | Path | None = None) -> Federation:

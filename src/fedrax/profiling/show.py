@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedrax.experiments.experiment import write_bytes
+from fedrax.files import write_bytes
 from fedrax.profiling.profile import Part, Profile
 from fedrax.report.curves import PALETTE
 

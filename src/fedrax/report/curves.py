@@ -11,7 +11,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.experiments.experiment import write_bytes
+from fedrax.files import write_bytes
 from fedrax.report.runs import Method, curve
 
 # Okabe and Ito's palette, distinguishable with any kind of colour vision; yellow, too light for lines, left out.

@@ -12,7 +12,7 @@ from typing import Any
 import polars as pl
 
 from fedrax.errors import FedraxError
-from fedrax.experiments.experiment import read_table
+from fedrax.files import read_table
 from fedrax.simulation.checkpoint import load_meta
 from fedrax.simulation.events import Event, read_events
 from fedrax.simulation.result import to_target
