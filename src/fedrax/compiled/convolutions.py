@@ -39,8 +39,20 @@ def fast_on_cpu(function: Callable) -> Callable:
     if jax.default_backend() != "cpu":
         return function
     return rewritten(
-        function, {"conv_general_dilated": convolution, "select_and_scatter_add": max_pool_gradient}
+        function, {"conv_general_dilated": convolution, "select_and_scatter_add": max_pool_gradient, "reduce_sum": split_sum}
     )
+
+
+def split_sum(inputs: list[Array], params: dict) -> Array | None:
+    """`reduce_sum` over axes that do not lie together, last ones included: in two steps."""
+    (x,), axes = inputs, params["axes"]
+    if x.ndim - 1 not in axes or x.dtype not in (jnp.float32, jnp.float64):
+        return None
+    last = [a for a in axes if all(b in axes for b in range(a, x.ndim))]
+    first = tuple(a for a in axes if a not in last)
+    if not first:
+        return None
+    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
 
 
 # --- Convolutions -------------------------------------------------------------------------------------

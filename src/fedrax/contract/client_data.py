@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.convolutions import fast_on_cpu
 from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
@@ -180,7 +181,7 @@ class ClientData:
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
 
     def _value_and_grad(self, function: Callable) -> Callable:
-        return with_operands(jax.value_and_grad(function), self.precision)
+        return fast_on_cpu(with_operands(jax.value_and_grad(function), self.precision))
 
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
         """Loss and gradient over all of the client's data."""
