@@ -1,13 +1,15 @@
-"""Convolutions and max pooling in the forms that XLA's CPU backend runs fast inside compiled loops.
+"""Convolutions, max pooling and sums in the forms that XLA's CPU backend runs fast inside compiled loops.
 
 XLA:CPU hands a convolution to its matrix-product library only where images lie as [batch, space, channels] and
 kernels as [space, channels in, channels out]. It brings convolutions of other forms, such as the gradients of
 every convolution, into this one at the top level of a program, but not inside a loop or branch, where they run
 element by element, ten to thirty times slower; and so do convolutions in groups and the gradient of max pooling
 everywhere. :func:`fast_on_cpu` rewrites a traced function so that every loop has the good forms. Which one is
-decided by the shapes alone.
+decided by the shapes alone. It is meant to go round a gradient: what differentiation makes of a convolution is
+again convolutions.
 
-Comments write N for the batch, C and D for channels in and out, G for groups, k for the entries of a kernel.
+Shapes are written with N for the batch, C and D for channels in and out, G for groups of channels, "space" for
+height, width and the like, and k for these axes of a kernel.
 """
 
 from __future__ import annotations
@@ -36,23 +38,7 @@ def fast_on_cpu(function: Callable) -> Callable:
 
     Values differ by rounding only. To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
     """
-    if jax.default_backend() != "cpu":
-        return function
-    return rewritten(
-        function, {"conv_general_dilated": convolution, "select_and_scatter_add": max_pool_gradient, "reduce_sum": split_sum}
-    )
-
-
-def split_sum(inputs: list[Array], params: dict) -> Array | None:
-    """`reduce_sum` over axes that do not lie together, last ones included: in two steps."""
-    (x,), axes = inputs, params["axes"]
-    if x.ndim - 1 not in axes or x.dtype not in (jnp.float32, jnp.float64):
-        return None
-    last = [a for a in axes if all(b in axes for b in range(a, x.ndim))]
-    first = tuple(a for a in axes if a not in last)
-    if not first:
-        return None
-    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
+    return rewritten(function, _RULES) if jax.default_backend() == "cpu" else function
 
 
 # --- Convolutions -------------------------------------------------------------------------------------
@@ -224,19 +210,25 @@ def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) ->
 def _depthwise_gradient(images: Array, upstream: Array, window: Window, places: tuple[int, ...]) -> Array:
     """images [N, space, C], upstream [N, space of the result, C M] -> [places, C M]: of a depthwise kernel.
 
-    Its entries are few and each is a sum over all pixels: products pixel by pixel, summed.
+    Its entries are few and each is a sum over all pixels: products pixel by pixel, summed. Sample by sample, all
+    entries find theirs in the cache, and the images are not computed anew for each.
     """
-    channels = images.shape[-1]
-    # not computed anew for every place
-    images = lax.optimization_barrier(_padded(images, window.pads, window.gaps, 0))
-    upstream = upstream.reshape(*upstream.shape[:-1], channels, -1)
-    seen = [
-        _tap(images, tuple(i * s for i, s in zip(index, window.strides, strict=True)), upstream.shape[1:-2], window.dilation)
-        for index in product(*map(range, places))
-    ]
-    over = tuple(range(images.ndim - 1))
-    each = [jnp.stack([(part * upstream[..., m]).sum(over) for part in seen]) for m in range(upstream.shape[-1])]
-    return jnp.stack(each, -1).reshape(*places, -1)
+    channels, several = images.shape[-1], upstream.shape[-1] // images.shape[-1]
+    images = _padded(images, window.pads, window.gaps, 0)
+    upstream = upstream.reshape(*upstream.shape[:-1], channels, several)
+    over = tuple(range(len(places)))
+
+    def add(total: Array, sample: tuple[Array, Array]) -> tuple[Array, None]:
+        image, given = sample[0][None], sample[1]
+        each = []
+        for index in product(*map(range, places)):
+            start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
+            seen = _tap(image, start, given.shape[:-2], window.dilation)[0]
+            each.append(jnp.stack([(seen * given[..., m]).sum(over) for m in range(several)], -1))
+        return total + jnp.stack(each), None
+
+    zero = jnp.zeros((math.prod(places), channels, several), images.dtype)
+    return lax.scan(add, zero, (images, upstream))[0].reshape(*places, -1)
 
 
 # --- Max pooling --------------------------------------------------------------------------------------
@@ -249,47 +241,74 @@ def max_pool_gradient(inputs: list[Array], params: dict) -> Array | None:
     known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
     if not known or math.prod(sizes) > _MOST_TAPS or operand.size == 0 or source.size == 0:
         return None
-    space = [axis for axis, size in enumerate(sizes) if size > 1 or strides[axis] > 1 or any(pads[axis])]
-    whole = [(low, high, 0) for low, high in pads]
-    padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), whole)
-    best, first = None, jnp.zeros(source.shape, jnp.int8 if math.prod(sizes) < 128 else jnp.int32)
-    indices = list(product(*map(range, sizes)))
-    for number, index in enumerate(indices):
-        stop = [i + (n - 1) * s + 1 for i, n, s in zip(index, source.shape, strides, strict=True)]
-        seen = lax.slice(padded, index, stop, strides)
-        if best is None:
-            best = seen
-        else:
-            first = jnp.where(seen > best, jnp.asarray(number, first.dtype), first)
-            best = jnp.maximum(best, seen)
-    first = lax.optimization_barrier(first)  # not computed anew for every pixel
-    parts = {index: jnp.where(first == number, source, 0) for number, index in enumerate(indices)}
+    padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), [(low, high, 0) for low, high in pads])
+    pixels = list(product(*map(range, sizes)))
+    first = _first_maximum(padded, pixels, strides, source.shape)
+    parts = {pixel: jnp.where(first == number, source, 0) for number, pixel in enumerate(pixels)}
     total = _sum_of_windows(parts, sizes, strides, source.shape)
+    # windows need not reach the last pixels, and may go beyond them by less than a stride
     room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
     total = lax.pad(total, jnp.zeros((), total.dtype), room)
     low = [pad for pad, _ in pads]
-    del space
     return lax.slice(total, low, [at + n for at, n in zip(low, operand.shape, strict=True)])
 
 
-def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The sum over windows [shape] of what each, ``strides`` further than the last, gives to its own pixels.
+def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The number of the pixel at which each window of x has its first maximum, int32 [shape]."""
+    best, first = None, jnp.zeros(shape, jnp.int32)
+    for number, pixel in enumerate(pixels):
+        stop = [i + (n - 1) * s + 1 for i, n, s in zip(pixel, shape, strides, strict=True)]
+        seen = lax.slice(x, pixel, stop, strides)
+        if best is not None:
+            first = jnp.where(seen > best, jnp.int32(number), first)
+        best = seen if best is None else jnp.maximum(best, seen)
+    return lax.optimization_barrier(first)  # not computed anew for every pixel
 
-    ``parts`` [shape] by pixel of the window. Pixels that a stride parts are summed apart and interleaved at last.
+
+def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The sum over windows [shape], ``strides`` apart, of what each gives to its pixels.
+
+    ``parts`` holds what is given, [shape], by pixel of the window. Pixels a whole number of strides apart are
+    summed together; the sums are interleaved at last.
     """
     reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
-    blocks = []
-    zero = jnp.zeros((), next(iter(parts.values())).dtype)
     full = tuple(n + r - 1 for n, r in zip(shape, reach, strict=True))
+    zero = jnp.zeros((), next(iter(parts.values())).dtype)
+    sums = []
     for rest in product(*map(range, strides)):
         total = jnp.zeros(full, zero.dtype)
         for steps in product(*map(range, reach)):
-            index = tuple(q * s + r for q, s, r in zip(steps, strides, rest, strict=True))
-            if index in parts:
+            pixel = tuple(q * s + r for q, s, r in zip(steps, strides, rest, strict=True))
+            if pixel in parts:
                 around = [(q, r - 1 - q, 0) for q, r in zip(steps, reach, strict=True)]
-                total = total + lax.pad(parts[index], zero, around)
-        blocks.append(total)
-    whole = jnp.stack(blocks).reshape(*strides, *full)
+                total = total + lax.pad(parts[pixel], zero, around)
+        sums.append(total)
     axes = len(strides)
-    order = [axis for i in range(axes) for axis in (axes + i, i)]
-    return whole.transpose(order).reshape([n * s for n, s in zip(full, strides, strict=True)])
+    interleaved = [axis for i in range(axes) for axis in (axes + i, i)]
+    sums = jnp.stack(sums).reshape(*strides, *full).transpose(interleaved)
+    return sums.reshape([n * s for n, s in zip(full, strides, strict=True)])
+
+
+# --- Sums ---------------------------------------------------------------------------------------------
+
+
+def sum_in_steps(inputs: list[Array], params: dict) -> Array | None:
+    """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
+
+    XLA:CPU adds vectors where the last axis stays, and single numbers where it goes.
+    """
+    (x,), axes = inputs, params["axes"]
+    if x.dtype not in (jnp.float32, jnp.float64):
+        return None
+    last = {axis for axis in axes if all(other in axes for other in range(axis, x.ndim))}
+    first = tuple(axis for axis in axes if axis not in last)
+    if not last or not first:
+        return None
+    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
+
+
+_RULES = {
+    "conv_general_dilated": convolution,
+    "select_and_scatter_add": max_pool_gradient,
+    "reduce_sum": sum_in_steps,
+}
