@@ -9,20 +9,20 @@ a device that has it, up to the order of sums, and nothing is gained in speed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend import core
 from jax.extend.core import primitives
+
+from fedrax.compiled.rewriting import rewritten
 
 Format = Literal["highest", "tensorfloat32", "bfloat16"]
 
 _MANTISSA_BITS = {"tensorfloat32": 10, "bfloat16": 7}
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-"""Primitives that stand for the function they hold under this name."""
 
 
 def with_operands(function: Callable, format: Format) -> Callable:
@@ -32,46 +32,12 @@ def with_operands(function: Callable, format: Format) -> Callable:
     """
     if format == "highest":
         return function
-
-    def wrapped(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        out = _replay(closed.jaxpr, closed.consts, jax.tree.leaves(args), format)
-        return jax.tree.unflatten(jax.tree.structure(shape), out)
-
-    return wrapped
+    return rewritten(function, {primitive.name: partial(_product, primitive, format) for primitive in _PRODUCTS})
 
 
-def _replay(jaxpr: core.Jaxpr, consts: Any, args: Any, format: Format) -> list:
-    """The outputs of ``jaxpr``, evaluated equation by equation with its products rewritten."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
-        inputs, primitive, params = [read(v) for v in equation.invars], equation.primitive, equation.params
-        if primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in inputs):
-            out = _product(primitive, inputs, params, format)
-        elif primitive.name in _CALLS:
-            held = params[_CALLS[primitive.name]]
-            out = _replay(held.jaxpr, held.consts, inputs, format)
-        else:
-            out = primitive.bind(*inputs, **{name: _rewritten(value, format) for name, value in params.items()})
-        outputs = out if primitive.multiple_results or primitive.name in _CALLS else [out]
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _rewritten(value: Any, format: Format) -> Any:
-    """A parameter of an equation: functions that it holds (of loops, of branches) are rewritten too."""
-    if type(value) is tuple:  # branches; named tuples hold no functions
-        return tuple(_rewritten(v, format) for v in value)
-    if isinstance(value, core.ClosedJaxpr):
-        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in value.jaxpr.invars]
-        return jax.make_jaxpr(lambda *args: _replay(value.jaxpr, value.consts, args, format))(*inputs)
-    if isinstance(value, core.Jaxpr):  # of jax.checkpoint: without constants
-        return _rewritten(core.ClosedJaxpr(value, ()), format).jaxpr
-    return value
-
-
-def _product(primitive: Any, inputs: list[Array], params: dict, format: Format) -> Array:
+def _product(primitive: Any, format: Format, inputs: list[Array], params: dict) -> Array | None:
+    if any(x.dtype != jnp.float32 for x in inputs):
+        return None
     if jax.default_backend() == "cpu":
         rounded = [lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_MANTISSA_BITS[format]) for x in inputs]
         return primitive.bind(*rounded, **params)

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedrax.compiled.convolutions import fast_on_cpu
 from fedrax.simulation.engine import AXIS
 from fedrax.simulation.storage import release
 from fedrax.tree import Tree
@@ -24,8 +25,12 @@ _PIECE_BYTES = 16 << 20
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and every metric of each sample."""
-    values = {"loss": task.evaluation_loss(params, samples)}
-    return values | {name: metric(params, samples) for name, metric in task.metrics.items()}
+
+    def values(params: Tree, samples: Any) -> dict[str, Array]:
+        loss = {"loss": task.evaluation_loss(params, samples)}
+        return loss | {name: metric(params, samples) for name, metric in task.metrics.items()}
+
+    return fast_on_cpu(values)(params, samples)
 
 
 def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:

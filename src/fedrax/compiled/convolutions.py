@@ -1,0 +1,314 @@
+"""Convolutions, max pooling and sums in the forms that XLA's CPU backend runs fast inside compiled loops.
+
+XLA:CPU hands a convolution to its matrix-product library only where images lie as [batch, space, channels] and
+kernels as [space, channels in, channels out]. It brings convolutions of other forms, such as the gradients of
+every convolution, into this one at the top level of a program, but not inside a loop or branch, where they run
+element by element, ten to thirty times slower; and so do convolutions in groups and the gradient of max pooling
+everywhere. :func:`fast_on_cpu` rewrites a traced function so that every loop has the good forms. Which one is
+decided by the shapes alone. It is meant to go round a gradient: what differentiation makes of a convolution is
+again convolutions.
+
+Shapes are written with N for the batch, C and D for channels in and out, G for groups of channels, "space" for
+height, width and the like, and k for these axes of a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax.compiled.rewriting import rewritten
+
+Pads = tuple[tuple[int, int], ...]
+
+_MOST_TAPS = 128
+"""Entries of a window up to which it is worth laying them out one after another."""
+_MOST_GROUPS = 64
+"""Groups of channels up to which each gets a product of its own."""
+
+
+def fast_on_cpu(function: Callable) -> Callable:
+    """``function`` with its float32 and float64 convolutions and pooling gradients rewritten, on a CPU.
+
+    Values differ by rounding only. To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
+    """
+    return rewritten(function, _RULES) if jax.default_backend() == "cpu" else function
+
+
+# --- Convolutions -------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """How a kernel goes over images, a value for each axis of space."""
+
+    strides: tuple[int, ...]
+    pads: Pads
+    gaps: tuple[int, ...]
+    """Distance of neighbouring pixels: 2 where one zero lies between them (a transposed convolution)."""
+    dilation: tuple[int, ...]
+    """Distance of neighbouring entries of the kernel."""
+
+
+def convolution(inputs: list[Array], params: dict) -> Array | None:
+    """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone."""
+    x, kernel = inputs
+    numbers, out_type = params["dimension_numbers"], params["preferred_element_type"]
+    if x.dtype not in (jnp.float32, jnp.float64) or x.dtype != kernel.dtype or out_type not in (None, x.dtype):
+        return None
+    window = Window(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"])
+    groups, space = params["feature_group_count"], len(window.strides)
+    if space == 0 or x.size == 0 or kernel.size == 0:
+        return None
+    batch, channel, *pixels = numbers.lhs_spec
+    out, into, *entries = numbers.rhs_spec
+    places = tuple(_out_shape(x, kernel, params)[axis] for axis in numbers.out_spec[2:])
+    if params["batch_group_count"] == x.shape[batch] > 1 and math.prod(places) <= _MOST_TAPS:
+        images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
+        y = _depthwise_gradient(images, upstream, window, places)[None]
+    else:
+        x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*entries, into, out)
+        if params["batch_group_count"] > 1:
+            groups = params["batch_group_count"]
+            x = _groups_of_batch_to_channels(x, groups)
+        if groups > _MOST_GROUPS and not _is_depthwise(kernel):
+            return None
+        x, window = _without_needless(x, window)
+        y = _in_groups(x, kernel, window, groups, params["precision"])
+    # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
+    here = [0, space + 1, *range(1, space + 1)]
+    return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
+
+
+def _out_shape(x: Array, kernel: Array, params: dict) -> tuple[int, ...]:
+    return jax.eval_shape(lambda *inputs: lax.conv_general_dilated_p.bind(*inputs, **params), x, kernel).shape
+
+
+def _is_depthwise(kernel: Array) -> bool:
+    """[k, C, G D]: each channel by itself, and few entries."""
+    return kernel.shape[-2] == 1 and math.prod(kernel.shape[:-2]) <= _MOST_TAPS
+
+
+def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
+    """[G N, space, C] -> [N, space, G C]: groups of samples, each with kernels of its own, as groups of channels."""
+    x = x.reshape(groups, -1, *x.shape[1:])
+    return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)
+
+
+def _without_needless(x: Array, window: Window) -> tuple[Array, Window]:
+    """Images without the pixels that negative padding drops, and a window without negative padding."""
+    if all(low >= 0 and high >= 0 for low, high in window.pads):
+        return x, window
+    none = tuple((0, 0) for _ in window.pads)
+    return _padded(x, window.pads, window.gaps, 0), window._replace(pads=none, gaps=(1,) * len(none))
+
+
+def _padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
+    """x [N, space, C] with ``gaps - 1`` pixels put between pixels and ``pads`` around."""
+    config = [(0, 0, 0), *((low, high, gap - 1) for (low, high), gap in zip(pads, gaps, strict=True)), (0, 0, 0)]
+    if not any(any(axis) for axis in config):
+        return x
+    return lax.pad(x, jnp.asarray(value, x.dtype), config)
+
+
+def _out_space(x: Array, kernel_space: tuple[int, ...], window: Window) -> tuple[int, ...]:
+    """Height, width, ... of the result."""
+    padded = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(x.shape[1:-1], window.gaps, window.pads, strict=True)]
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel_space, window.dilation, strict=True)]
+    return tuple((n - r) // s + 1 for n, r, s in zip(padded, reach, window.strides, strict=True))
+
+
+def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
+    """[N, space, G C], [k, C, G D] -> [N, space, G D]."""
+    if groups == 1:
+        return _dense(x, kernel, window, precision)
+    if _is_depthwise(kernel):
+        return _depthwise(x, kernel, window, _out_space(x, kernel.shape[:-2], window))
+    parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
+    return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
+
+
+def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
+    """[N, space, C], [k, C, D] -> [N, space, D]."""
+    entries, unit = kernel.shape[:-2], (1,) * len(window.strides)
+    unpadded = not any(low or high for low, high in window.pads)
+    out = _out_space(x, entries, window)
+    if math.prod(entries) == 1 and unpadded and window.gaps == unit:
+        x = lax.slice(x, (0,) * x.ndim, x.shape, (1, *window.strides, 1))
+        return lax.dot_general(x, kernel.reshape(kernel.shape[-2:]), (((x.ndim - 1,), (0,)), ((), ())), precision)
+    if math.prod(out) == 1 and unpadded and window.gaps == unit:
+        x = _tap(x, (0,) * len(entries), entries, window.dilation)
+        over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
+        y = lax.dot_general(x, kernel, (over, ((), ())), precision)
+        return y.reshape(len(x), *out, -1)
+    if x.dtype != jnp.float32 or len(entries) > 3:
+        return _by_columns(x, kernel, window, out, precision)
+    numbers = lax.ConvDimensionNumbers(*_canonical(len(entries)))
+    return lax.conv_general_dilated(
+        x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
+    )
+
+
+def _canonical(space: int) -> tuple[tuple[int, ...], ...]:
+    """Which axes of images, kernels and results are batch, channels and space where space lies in between."""
+    images = (0, space + 1, *range(1, space + 1))
+    return images, (space + 1, space, *range(space)), images
+
+
+def _taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[tuple]:
+    """(index, what the kernel's entry of this index sees of the images, [N, space of the result, C]) of each entry."""
+    x = _padded(x, window.pads, window.gaps, 0)
+    for index in product(*map(range, kernel_space)):
+        start = tuple(i * d for i, d in zip(index, window.dilation, strict=True))
+        yield index, _tap(x, start, out, window.strides)
+
+
+def _tap(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """``size`` pixels of x [N, space, C] from ``start`` on, ``strides`` apart."""
+    stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, size, strides, strict=True)]
+    return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[-1]), (1, *strides, 1))
+
+
+def _by_columns(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
+    """One matrix product of what the kernel sees at each place and the kernel."""
+    if math.prod(kernel.shape[:-2]) <= math.prod(out):
+        columns = jnp.concatenate([tap for _, tap in _taps(x, kernel.shape[:-2], window, out)], -1)
+        flat = kernel.reshape(-1, kernel.shape[-1])
+        return lax.dot_general(columns, flat, (((columns.ndim - 1,), (0,)), ((), ())), precision)
+    # a large kernel with few places, as in a kernel's gradient: a product for each place
+    over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
+    places = [
+        lax.dot_general(seen, kernel, (over, ((), ())), precision)
+        for seen in _places(x, kernel.shape[:-2], window, out)
+    ]
+    return jnp.stack(places, 1).reshape(len(x), *out, -1)
+
+
+def _places(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
+    """What the whole kernel sees of the images at each place of the result, [N, k, C]."""
+    x = _padded(x, window.pads, window.gaps, 0)
+    for index in product(*map(range, out)):
+        start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
+        yield _tap(x, start, kernel_space, window.dilation)
+
+
+def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) -> Array:
+    """[N, space, G], [k, 1, G D] -> [N, space, G D]: each channel alone, a sum of shifted images."""
+    groups, kernel = x.shape[-1], kernel.reshape(*kernel.shape[:-2], x.shape[-1], -1)
+    several = kernel.shape[-1] > 1
+    total: Any = 0
+    for index, seen in _taps(x, kernel.shape[:-2], window, out):
+        total = total + (seen[..., None] * kernel[index] if several else seen * kernel[index][:, 0])
+    return total.reshape(len(x), *out, groups * kernel.shape[-1])
+
+
+def _depthwise_gradient(images: Array, upstream: Array, window: Window, places: tuple[int, ...]) -> Array:
+    """images [N, space, C], upstream [N, space of the result, C M] -> [places, C M]: of a depthwise kernel.
+
+    Its entries are few and each is a sum over all pixels: products pixel by pixel, summed. Sample by sample, all
+    entries find theirs in the cache, and the images are not computed anew for each.
+    """
+    channels, several = images.shape[-1], upstream.shape[-1] // images.shape[-1]
+    images = _padded(images, window.pads, window.gaps, 0)
+    upstream = upstream.reshape(*upstream.shape[:-1], channels, several)
+    over = tuple(range(len(places)))
+
+    def add(total: Array, sample: tuple[Array, Array]) -> tuple[Array, None]:
+        image, given = sample[0][None], sample[1]
+        each = []
+        for index in product(*map(range, places)):
+            start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
+            seen = _tap(image, start, given.shape[:-2], window.dilation)[0]
+            each.append(jnp.stack([(seen * given[..., m]).sum(over) for m in range(several)], -1))
+        return total + jnp.stack(each), None
+
+    zero = jnp.zeros((math.prod(places), channels, several), images.dtype)
+    return lax.scan(add, zero, (images, upstream))[0].reshape(*places, -1)
+
+
+# --- Max pooling --------------------------------------------------------------------------------------
+
+
+def max_pool_gradient(inputs: list[Array], params: dict) -> Array | None:
+    """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
+    source, operand = inputs
+    sizes, strides, pads = params["window_dimensions"], params["window_strides"], params["padding"]
+    known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
+    if not known or math.prod(sizes) > _MOST_TAPS or operand.size == 0 or source.size == 0:
+        return None
+    padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), [(low, high, 0) for low, high in pads])
+    pixels = list(product(*map(range, sizes)))
+    first = _first_maximum(padded, pixels, strides, source.shape)
+    parts = {pixel: jnp.where(first == number, source, 0) for number, pixel in enumerate(pixels)}
+    total = _sum_of_windows(parts, sizes, strides, source.shape)
+    # windows need not reach the last pixels, and may go beyond them by less than a stride
+    room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
+    total = lax.pad(total, jnp.zeros((), total.dtype), room)
+    low = [pad for pad, _ in pads]
+    return lax.slice(total, low, [at + n for at, n in zip(low, operand.shape, strict=True)])
+
+
+def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The number of the pixel at which each window of x has its first maximum, int32 [shape]."""
+    best, first = None, jnp.zeros(shape, jnp.int32)
+    for number, pixel in enumerate(pixels):
+        stop = [i + (n - 1) * s + 1 for i, n, s in zip(pixel, shape, strides, strict=True)]
+        seen = lax.slice(x, pixel, stop, strides)
+        if best is not None:
+            first = jnp.where(seen > best, jnp.int32(number), first)
+        best = seen if best is None else jnp.maximum(best, seen)
+    return lax.optimization_barrier(first)  # not computed anew for every pixel
+
+
+def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The sum over windows [shape], ``strides`` apart, of what each gives to its pixels.
+
+    ``parts`` holds what is given, [shape], by pixel of the window. Pixels a whole number of strides apart are
+    summed together; the sums are interleaved at last.
+    """
+    reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
+    full = tuple(n + r - 1 for n, r in zip(shape, reach, strict=True))
+    zero = jnp.zeros((), next(iter(parts.values())).dtype)
+    sums = []
+    for rest in product(*map(range, strides)):
+        total = jnp.zeros(full, zero.dtype)
+        for steps in product(*map(range, reach)):
+            pixel = tuple(q * s + r for q, s, r in zip(steps, strides, rest, strict=True))
+            if pixel in parts:
+                around = [(q, r - 1 - q, 0) for q, r in zip(steps, reach, strict=True)]
+                total = total + lax.pad(parts[pixel], zero, around)
+        sums.append(total)
+    axes = len(strides)
+    interleaved = [axis for i in range(axes) for axis in (axes + i, i)]
+    sums = jnp.stack(sums).reshape(*strides, *full).transpose(interleaved)
+    return sums.reshape([n * s for n, s in zip(full, strides, strict=True)])
+
+
+# --- Sums ---------------------------------------------------------------------------------------------
+
+
+def sum_in_steps(inputs: list[Array], params: dict) -> Array | None:
+    """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
+
+    XLA:CPU adds vectors where the last axis stays, and single numbers where it goes.
+    """
+    (x,), axes = inputs, params["axes"]
+    if x.dtype not in (jnp.float32, jnp.float64):
+        return None
+    last = {axis for axis in axes if all(other in axes for other in range(axis, x.ndim))}
+    first = tuple(axis for axis in axes if axis not in last)
+    if not last or not first:
+        return None
+    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
+
+
+_RULES = {
+    "conv_general_dilated": convolution,
+    "select_and_scatter_add": max_pool_gradient,
+    "reduce_sum": sum_in_steps,
+}

@@ -1,0 +1,94 @@
+"""Functions whose primitive operations are replaced by others, whatever model they come from.
+
+:func:`rewritten` traces a function to a jaxpr and evaluates that again, equation by equation, with a rule in the
+place of every primitive that has one. Functions held by an equation (bodies of loops, branches, rematerialised
+parts, calls with a derivative of their own) are rewritten inside; all else is bound as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+
+Rule = Callable[[list, dict], Any]
+"""(inputs, parameters of the equation) -> its output, or None to leave the equation as it is."""
+Rules = Mapping[str, Rule]
+"""By the primitive's name."""
+
+_CALLS = ("jit", "pjit")
+"""Primitives that only stand for the function they hold: it is laid out in their place."""
+_CLOSED_TO_US = ("shard_map", "pallas_call", "custom_partitioning")
+"""Primitives whose functions mean something only in a context of their own."""
+
+
+def rewritten(function: Callable, rules: Rules) -> Callable:
+    """``function`` with the outputs of ``rules`` in the place of its equations.
+
+    To cover the operations of a gradient, wrap the gradient: ``rewritten(jax.grad(f), rules)``.
+    """
+
+    def wrapped(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves = jax.tree.leaves(args)
+        out = _replay(closed, leaves, rules) if _concerns(closed, rules) else core.jaxpr_as_fun(closed)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return wrapped
+
+
+def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
+    """The outputs of ``closed``, evaluated equation by equation."""
+    jaxpr = closed.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
+    for equation in jaxpr.eqns:
+        outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
+    """The outputs of one equation."""
+    primitive, params = equation.primitive, equation.params
+    if primitive.name in rules:
+        out = rules[primitive.name](inputs, params)
+        if out is not None:
+            return [out]
+    if primitive.name in _CALLS:
+        return _replay(params["jaxpr"], inputs, rules)
+    if primitive.name not in _CLOSED_TO_US:
+        params = {name: _inside(value, rules) for name, value in params.items()}
+    out = primitive.bind(*inputs, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def _inside(value: Any, rules: Rules) -> Any:
+    """A parameter of an equation, rewritten where it is or holds a function."""
+    if type(value) is tuple:  # branches; named tuples hold no functions
+        return tuple(_inside(v, rules) for v in value)
+    if isinstance(value, core.ClosedJaxpr) and _concerns(value, rules):
+        inputs = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+            for v in value.jaxpr.invars
+        ]
+        return jax.make_jaxpr(lambda *args: _replay(value, args, rules))(*inputs)
+    if isinstance(value, core.Jaxpr) and not value.constvars:  # of jax.checkpoint
+        return _inside(core.ClosedJaxpr(value, ()), rules).jaxpr
+    return value
+
+
+def _concerns(value: Any, rules: Rules) -> bool:
+    """Whether a function, or one that its equations hold, has a primitive with a rule."""
+    if type(value) is tuple:
+        return any(_concerns(v, rules) for v in value)
+    if isinstance(value, core.ClosedJaxpr):
+        value = value.jaxpr
+    if not isinstance(value, core.Jaxpr):
+        return False
+    return any(
+        equation.primitive.name in rules or any(_concerns(v, rules) for v in equation.params.values())
+        for equation in value.eqns
+    )

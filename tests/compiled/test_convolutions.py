@@ -1,0 +1,305 @@
+"""Rewritten convolutions, pooling and sums against JAX's own: values and gradients on random shapes, and networks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import equinox
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import Array, lax
+
+from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.models import Model, from_equinox, from_linen, from_nnx
+
+TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-13}
+"""Largest difference, as a share of the largest value: sums of up to a thousand numbers in another order."""
+EACH_TYPE = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Programs that run once are compiled without optimizations; double precision is at hand."""
+    with jax.enable_x64(True):
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def draw(rng: np.random.Generator, shape: Any, dtype: Any = np.float32) -> np.ndarray:
+    return rng.normal(size=tuple(shape)).astype(dtype)
+
+
+def assert_same(function: Callable, *args: Any) -> None:
+    """``function`` and its rewritten form have the same outputs to rounding, of the same types."""
+    expected, rewritten = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(rewritten), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[a.dtype] * np.abs(a).max(initial=1))
+
+
+# --- Convolutions -------------------------------------------------------------------------------------
+
+
+def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[str, str, str]]:
+    """(function of images and kernel, their sizes by axis, order of axes): every option of `lax`'s at random."""
+    space = "HWT"[: rng.choice([1, 2, 2, 2, 3])]
+    groups = rng.choice([1, 1, 1, 2, 3])
+    into, out = groups * rng.choice([1, 1, 2, 3]), groups * rng.choice([1, 2, 3])
+    images = {"N": rng.randint(1, 3), "C": into} | {axis: rng.randint(5, 8) for axis in space}
+    kernel = {"O": out, "I": into // groups} | {axis: rng.randint(1, 3) for axis in space}
+    by_batch = 1
+    if rng.random() < 0.25:
+        images |= {"N": images["N"] * groups, "C": kernel["I"]}
+        groups, by_batch = 1, groups
+    orders = ["".join(rng.sample(axes + space, len(axes + space))) for axes in ("NC", "OI", "NC")]
+    few: Callable[[list], tuple] = lambda values: tuple(rng.choice(values) for _ in space)  # noqa: E731
+    function = partial(
+        lax.conv_general_dilated,
+        window_strides=few([1, 2, 3]),
+        padding=tuple((rng.randint(-1, 3), rng.randint(-1, 3)) for _ in space),
+        lhs_dilation=few([1, 1, 2]),
+        rhs_dilation=few([1, 2]),
+        dimension_numbers=tuple(orders),
+        feature_group_count=groups,
+        batch_group_count=by_batch,
+    )
+    return function, images, kernel, tuple(orders)
+
+
+def gradients(function: Callable, seed: int) -> Callable:
+    """(arguments) -> value, and the arguments' gradients of its product with random numbers."""
+
+    def both(*args: Array) -> tuple:
+        y, pull = jax.vjp(function, *args)
+        return y, pull(jnp.asarray(draw(np.random.default_rng(seed), y.shape, y.dtype)))
+
+    return both
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_convolutions_and_their_gradients(seed: int):
+    """Twenty of them in one program each time, in turn of either type."""
+    choose, rng = random.Random(seed), np.random.default_rng(seed)
+    functions, inputs = [], []
+    while len(functions) < 20:
+        dtype = np.float32 if len(functions) % 2 else np.float64
+        function, images, kernel, orders = random_convolution(choose)
+        x, w = ([sizes[axis] for axis in order] for sizes, order in zip((images, kernel), orders[:2], strict=True))
+        inputs.append((draw(rng, x, dtype), draw(rng, w, dtype)))
+        functions.append(gradients(function, len(functions)))
+    assert_same(lambda inputs: [f(*xw) for f, xw in zip(functions, inputs, strict=True)], inputs)
+
+
+def conv(x: Array, w: Array, **options: Any) -> Array:
+    """Images [N, H, W, C]."""
+    options = {"window_strides": (1, 1), "padding": "SAME"} | options
+    return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ((1, 1, 6, 4), dict(window_strides=(2, 2))),
+        ((8, 8, 6, 4), dict(padding="VALID")),
+        ((3, 3, 1, 12), dict(feature_group_count=6, window_strides=(2, 1))),
+        ((3, 3, 2, 6), dict(feature_group_count=3)),
+        ((3, 3, 6, 0), dict()),
+    ],
+    ids=["a product", "one place", "depthwise", "groups", "no channels"],
+)
+@EACH_TYPE
+def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
+    rng = np.random.default_rng(0)
+    assert_same(gradients(partial(conv, **options), 1), draw(rng, (3, 8, 8, 6), dtype), draw(rng, kernel, dtype))
+
+
+def test_no_dense_convolution_is_left_in_another_form():
+    """Of a gradient in a loop; images and kernels that lie otherwise are what is slow."""
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (2, 3, 8, 8)), draw(rng, (4, 3, 3, 3))
+    loss = lambda w: (lax.conv_general_dilated(x, w, (2, 2), "SAME") ** 2).sum()  # noqa: E731
+    loop = lambda w: lax.fori_loop(0, 2, lambda _, w: w - 0.1 * jax.grad(loss)(w), w)  # noqa: E731
+    text = str(jax.make_jaxpr(fast_on_cpu(loop))(w))
+    assert "lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1), out_spec=(0, 3, 1, 2)" in text
+    assert text.count("lhs_spec") == text.count("lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1)")
+
+
+def test_other_types_stay_as_they_are():
+    x, w = jnp.ones((1, 4, 4, 2), jnp.bfloat16), jnp.ones((3, 3, 2, 2), jnp.bfloat16)
+    assert str(jax.make_jaxpr(fast_on_cpu(conv))(x, w)) == str(jax.make_jaxpr(conv)(x, w))
+
+
+# --- Pooling and sums ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_max_pooling(seed: int):
+    """With equal numbers in a window, whose first one gets the gradient."""
+    choose, rng = random.Random(seed), np.random.default_rng(seed)
+    functions, inputs = [], []
+    for _ in range(8):
+        axes = range(choose.choice([2, 3, 4]))
+        sizes = tuple(choose.randint(1, 3) for _ in axes)
+        pads = tuple((choose.randint(0, size - 1), choose.randint(0, size - 1)) for size in sizes)
+        strides = tuple(choose.randint(1, 3) for _ in axes)
+        pool = partial(
+            lax.reduce_window,
+            init_value=-np.inf,
+            computation=lax.max,
+            window_dimensions=sizes,
+            window_strides=strides,
+            padding=pads,
+        )
+        functions.append(gradients(pool, len(functions)))
+        inputs.append(rng.integers(0, 5, size=[choose.randint(4, 8) for _ in axes]).astype(np.float64))
+    everything = lambda inputs: [f(x) for f, x in zip(functions, inputs, strict=True)]  # noqa: E731
+    assert "select_and_scatter_add" not in str(jax.make_jaxpr(fast_on_cpu(everything))(inputs))
+    assert_same(everything, inputs)
+
+
+def test_average_pooling_and_sums_over_scattered_axes():
+    x = draw(np.random.default_rng(0), (2, 6, 6, 8))
+    assert_same(gradients(lambda x: nn.avg_pool(x, (2, 3), (2, 1), "SAME"), 0), x)
+    assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
+
+
+# --- Transformations ----------------------------------------------------------------------------------
+
+
+def small_loss(w: Array, x: Array) -> Array:
+    """A strided convolution, max pooling and a depthwise convolution."""
+    y = nn.max_pool(jax.nn.relu(conv(x, w, window_strides=(2, 2))), (2, 2), (2, 2))
+    return (jnp.tanh(conv(y, w[:, :, :1], feature_group_count=4)) ** 2).sum()
+
+
+@EACH_TYPE
+def test_inside_and_outside_of_transformations(dtype: Any):
+    rng = np.random.default_rng(0)
+    w, x = draw(rng, (3, 3, 2, 4), dtype), draw(rng, (3, 9, 8, 2), dtype)
+    by_sample = lambda w, x: jax.vmap(jax.grad(small_loss), (None, 0))(w, x[:, None])  # noqa: E731
+    assert_same(by_sample, w, x)
+    own_weights = lambda w, x: jax.vmap(jax.grad(small_loss))(jnp.stack([w, 2 * w]), jnp.stack([x, x + 1]))  # noqa: E731
+    assert_same(own_weights, w, x)
+    assert_same(lambda w, x: lax.scan(lambda w, _: (w - 0.1 * jax.grad(small_loss)(w, x), ()), w, length=3)[0], w, x)
+    assert_same(lambda w, x: lax.cond(x[0, 0, 0, 0] > 9, lambda: w, lambda: jax.grad(small_loss)(w, x)), w, x)
+    assert_same(jax.grad(jax.checkpoint(small_loss)), w, x)
+    twice = lambda w, x: jax.grad(lambda w: (jax.grad(small_loss)(w, x) ** 2).sum())(w)  # noqa: E731
+    assert_same(twice, w, x)
+
+
+def test_rewritten_functions_can_be_transformed():
+    rng = np.random.default_rng(0)
+    w, x = draw(rng, (3, 3, 2, 4), np.float64), draw(rng, (3, 9, 8, 2), np.float64)
+    fast, slow = fast_on_cpu(jax.grad(small_loss)), jax.grad(small_loss)
+
+    @jax.jit
+    def differences(w: Array, x: Array) -> list[Array]:
+        """As shares of the largest value."""
+        pairs = [(jax.grad(fast_on_cpu(small_loss))(w, x), slow(w, x))]
+        for transform in (
+            lambda g: jax.grad(lambda w: (g(w, x) ** 2).sum())(w),
+            lambda g: jax.vmap(g, (None, 0))(w, x[:, None]),
+            lambda g: jax.jvp(lambda w: g(w, x), (w,), (w,))[1],
+        ):
+            pairs.append((transform(fast), transform(slow)))
+        return [(a - b) / jnp.abs(b).max() for a, b in pairs]
+
+    for difference in differences(w, x):
+        np.testing.assert_allclose(difference, 0, atol=1e-11)
+
+
+def test_rules_of_derivatives_stay_in_force():
+    """A layer whose gradient is stated otherwise than it would be derived, rewritten before and after."""
+
+    @jax.custom_vjp
+    def layer(x: Array, w: Array) -> Array:
+        return conv(x, w)
+
+    layer.defvjp(lambda x, w: (conv(x, w), (x, w)), lambda saved, g: (7 * conv(g, saved[1]), jnp.zeros_like(saved[1])))
+    x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2))
+    gradient = jax.grad(lambda x, w: layer(x, w).sum(), argnums=(0, 1))
+    expected = gradient(x, w)
+    for form in (fast_on_cpu(gradient), jax.grad(fast_on_cpu(lambda x, w: layer(x, w).sum()), argnums=(0, 1))):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), form(x, w), expected)
+
+
+# --- Networks -----------------------------------------------------------------------------------------
+
+
+class Linen(nn.Module):
+    """Strided, dilated, depthwise, grouped and transposed convolutions, both poolings, group norm."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.relu(nn.GroupNorm(2)(nn.Conv(8, (3, 3), strides=2)(x)))
+        x = nn.max_pool(nn.Conv(8, (3, 3), kernel_dilation=2, feature_group_count=8)(x), (3, 3), (2, 2), "SAME")
+        x = nn.gelu(nn.ConvTranspose(8, (4, 4), strides=(2, 2))(x))
+        x = nn.avg_pool(nn.Conv(4, (3, 3), feature_group_count=2)(x), (2, 2), (2, 2))
+        return nn.Dense(3)(x.reshape(len(x), -1))
+
+
+class Nnx(nnx.Module):
+    """Convolutions over one axis."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Conv(3, 6, kernel_size=(5,), strides=(2,), rngs=rngs)
+        self.norm, self.last = nnx.LayerNorm(6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.last(nnx.relu(self.norm(self.first(x.reshape(len(x), -1, 3)))).mean(1))
+
+
+class Equinox(equinox.Module):
+    """Channels first, one sample at a time."""
+
+    layers: list
+
+    def __init__(self, key: Array):
+        a, b, c = jax.random.split(key, 3)
+        self.layers = [
+            equinox.nn.Conv2d(3, 6, 3, stride=2, key=a),
+            jax.nn.relu,
+            equinox.nn.MaxPool2d(2, 1),
+            equinox.nn.ConvTranspose2d(6, 4, 3, stride=2, key=b),
+            equinox.nn.AvgPool2d(2, 2),
+            jnp.ravel,
+            equinox.nn.Linear(64, 3, key=c),
+        ]
+
+    def __call__(self, x: Array) -> Array:
+        x = x.transpose(2, 0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def networks() -> dict[str, Model]:
+    """One of each library, for images [12, 12, 3] -> [3]."""
+    return {
+        "linen": from_linen(Linen(), jnp.zeros((1, 12, 12, 3))),
+        "nnx": from_nnx(lambda rngs: Nnx(rngs)),
+        "equinox": from_equinox(Equinox),
+    }
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx", "equinox"])
+def test_networks_agree_with_their_unrewritten_form(name: str):
+    with jax.enable_x64(False):
+        model = networks()[name]
+        rng = np.random.default_rng(0)
+        x, y = jnp.asarray(draw(rng, (5, 12, 12, 3))), jnp.asarray(rng.integers(0, 3, 5))
+        params = jax.jit(model.init)(jax.random.key(0))
+
+        def loss(params: Any) -> Array:
+            scores = jax.nn.log_softmax(model.apply(params, x))
+            return -jnp.take_along_axis(scores, y[:, None], 1).mean()
+
+        assert_same(jax.value_and_grad(loss), params)
