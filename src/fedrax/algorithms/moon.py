@@ -76,6 +76,6 @@ def cosine(a: Array, b: Array) -> Array:
 
     def unit(z: Array) -> Array:
         square = jnp.sum(z * z, axis=-1, keepdims=True)
-        return z / jnp.sqrt(jnp.where(square > 0, square, 1))
+        return jnp.where(square > 0, z / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
     return jnp.sum(unit(a) * unit(b), axis=-1)
