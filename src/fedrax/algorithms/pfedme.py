@@ -81,7 +81,7 @@ class PFedMe(Algorithm):
             return tree.scale(self.lam, tree.sub(w, theta)), theta
 
         result = self.local.run(data, message, towards_own, memory=message)
-        # The gradient at w is not used, so that the compiler leaves it out.
+        # Nothing uses the gradient at w: those of theta are what counts.
         info = {**result.info, "gradients": self.inner_steps * result.info["gradients"]}
         return ClientOutput(upload=tree.sub(result.params, message), state=Client(result.memory), info=info)
 
