@@ -5,6 +5,7 @@ The documentation build calls :func:`write`, so that the table is always that of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ def example(name: str, kind: type[Algorithm]) -> Algorithm:
     blocks = LocalSGD(lr=0.01, steps=STEPS, blocks=BLOCKS)
     if name in ("losac", "fedsaga"):
         return kind(local=blocks)  # type: ignore[call-arg]
-    if name == "upcycled":
+    if name in ("upcycled", "fedsgd"):
         return kind()
-    if name == "fedsgd":
-        return kind()
+    if name == "pfedme":  # whose local step is local.lr times lam = 15
+        batches = replace(batches, lr=0.005)
     return kind(local=batches)  # type: ignore[call-arg]
 
 

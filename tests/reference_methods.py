@@ -226,8 +226,101 @@ class MIFA(Method):
 
 
 @dataclass
+class FedDyn(Method):
+    """h and the lambda_i are called c and ci, as SCAFFOLD's corrections are: Upcycled extrapolates either."""
+
+    alpha: float = 0.1
+
+    def start(self):
+        self.c: Vector = np.zeros_like(self.x)
+        self.ci = [np.zeros_like(self.x) for _ in self.clients]
+
+    def round(self, parts):
+        ends = {}
+        for p in parts:
+            own = lambda x, i=p.client: -self.ci[i] + self.alpha * (x - self.x)  # noqa: E731
+            ends[p.client] = self.clients[p.client].descend(self.x, p, term=own).params
+        for i, end in ends.items():
+            self.ci[i] = self.ci[i] - self.alpha * (end - self.x)
+        self.c = self.c - self.alpha / len(self.clients) * sum(end - self.x for end in ends.values())
+        self.x = sum(ends.values()) / len(parts) - self.c / self.alpha
+
+    def server_state(self):
+        return {"dual": self.c}
+
+    def client_state(self, i):
+        return {"dual": self.ci[i]}
+
+
+@dataclass
+class FedNova(Method):
+    """What each step's gradient weighs in the end is found by taking the steps once more with numbers for gradients:
+    the closed forms of the paper are not used.
+    """
+
+    mu: float | None = None
+
+    def weighs(self, steps: int, eta: float, momentum: float) -> float:
+        """|a|_1: sum over k of how far a gradient of 1 in step k alone takes x_i, in units of -eta."""
+        total = 0.0
+        for k in range(steps):
+            moved, velocity = 0.0, 0.0
+            for t in range(steps):
+                velocity = momentum * velocity + (t == k) + (self.mu or 0.0) * moved
+                moved = moved - eta * velocity
+            total += abs(-moved / eta)
+        return total
+
+    def round(self, parts):
+        direction, tau = 0, 0.0
+        for p in parts:
+            client = self.clients[p.client]
+            pull = lambda x: (self.mu or 0.0) * (x - self.x)  # noqa: E731
+            result = client.descend(self.x, p, term=pull)
+            weighs = self.weighs(result.steps, result.eta, client.local.momentum)
+            direction = direction + p.weight * (result.params - self.x) / weighs
+            tau += p.weight * weighs
+        self.x = self.rule.step(self.x, tau * direction, parts[0].round)
+
+
+@dataclass
+class PFedMe(Method):
+    lam: float = 15.0
+    inner_steps: int = 5
+    inner_lr: float = 0.05
+    restart: bool = False
+
+    def start(self):
+        self.theta = [self.x for _ in self.clients]
+
+    def round(self, parts):
+        delta = 0
+        for p in parts:
+            w, theta = self.own_steps(p)
+            self.theta[p.client] = theta
+            delta = delta + p.weight * (w - self.x)
+        self.x = self.rule.step(self.x, delta, parts[0].round)
+
+    def own_steps(self, p: Part) -> tuple[Vector, Vector]:
+        """w and theta_i after the local steps from x."""
+        client, w, theta = self.clients[p.client], self.x, self.x
+        scale = factor(client.local.schedule, p.round)
+        clip = None if client.local.clip is None else client.local.clip * scale
+        for t in range(client.num_steps(p.work)):
+            theta = w if self.restart else theta
+            for _ in range(self.inner_steps):
+                g = client.step_gradient(theta, t, p.blocks) + client.local.weight_decay * theta
+                theta = theta - self.inner_lr * (g + self.lam * (theta - w))
+            w = client.move(w, self.lam * (w - theta), client.local.lr * scale, clip)
+        return w, theta
+
+    def client_state(self, i):
+        return {"personal": self.theta[i]}
+
+
+@dataclass
 class Upcycled(Method):
-    """The inner method, then x <- x + a (x - x-); for SCAFFOLD also c and c_i, where asked for."""
+    """The inner method, then x <- x + a (x - x-); for SCAFFOLD and FedDyn also c and c_i, where asked for."""
 
     inner: Any = None
     a: float = 0.5
@@ -258,7 +351,7 @@ METHODS = {
     m.__name__: m
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
-        *(GradMAW, GradMAS, GradMA),
+        *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe),
     )
 }
 

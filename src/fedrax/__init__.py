@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from fedrax import tree
     from fedrax.algorithms.episode import Episode, NaiveParallelClip
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
+    from fedrax.algorithms.feddyn import FedDyn
+    from fedrax.algorithms.fedmlb import FedMLB
+    from fedrax.algorithms.fednova import FedNova
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
     from fedrax.algorithms.losac import FedSaga, LoSAC
     from fedrax.algorithms.mifa import MIFA
     from fedrax.algorithms.mime import MimeSVRG
+    from fedrax.algorithms.moon import MOON
+    from fedrax.algorithms.pfedme import PFedMe
     from fedrax.algorithms.scaffold import Scaffold
     from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
     from fedrax.contract.client_data import ClientData
@@ -42,10 +47,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "fedrax.algorithms.episode": "Episode NaiveParallelClip",
     "fedrax.algorithms.fedavg": "FedAvg FedProx FedSGD",
+    "fedrax.algorithms.feddyn": "FedDyn",
+    "fedrax.algorithms.fedmlb": "FedMLB",
+    "fedrax.algorithms.fednova": "FedNova",
     "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
     "fedrax.algorithms.losac": "FedSaga LoSAC",
     "fedrax.algorithms.mifa": "MIFA",
     "fedrax.algorithms.mime": "MimeSVRG",
+    "fedrax.algorithms.moon": "MOON",
+    "fedrax.algorithms.pfedme": "PFedMe",
     "fedrax.algorithms.scaffold": "Scaffold",
     "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
     "fedrax.contract.client_data": "ClientData",
@@ -70,8 +80,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
-    "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
-    "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
+    "Episode", "FedAvg", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW",
+    "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip

@@ -45,13 +45,16 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
             fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.6, clip=0.2, prox=L1(0.2)), Adam(0.2, b2=0.9), mu=0.3),
         ),
         (fedrax.Episode(LOCAL, gamma=0.001), fedrax.Episode(LOCAL, gamma=0.002)),
+        (fedrax.FedDyn(LOCAL, alpha=0.3), fedrax.FedDyn(dataclasses.replace(LOCAL, lr=0.2), alpha=0.6)),
+        (fedrax.FedNova(LOCAL, mu=0.3), fedrax.FedNova(dataclasses.replace(LOCAL, lr=0.2), mu=0.6)),
+        (fedrax.PFedMe(LOCAL, lam=3.0), fedrax.PFedMe(LOCAL, lam=4.0, inner_lr=0.03)),
         (GradMA(LOCAL, beta1=0.4, beta2=0.9), GradMA(LOCAL, server_lr=0.8, beta1=0.6, beta2=0.2)),
         (
             fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.9))), 0.3),
             fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.8))), 0.6),
         ),
     ],
-    ids=["FedAvg", "FedProx", "Episode", "GradMA", "Upcycled"],
+    ids=["FedAvg", "FedProx", "Episode", "FedDyn", "FedNova", "PFedMe", "GradMA", "Upcycled"],
 )
 def test_a_float_is_not_compiled_in(first: Any, second: Any):
     """The second run traces the loss as often as a run of the very same algorithm, and ends elsewhere."""
@@ -126,6 +129,13 @@ def bad(**options: Any) -> dict[str, Any]:
         ),
         (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),
+        (fedrax.FedNova(fedrax.LocalSGD(clip=0.1)), "FedNova knows what plain local steps add up to: leave local.clip"),
+        (fedrax.FedNova(fedrax.LocalSGD(weight_decay=0.1)), "leave local.weight_decay out"),
+        (fedrax.FedNova(fedrax.LocalSGD(prox=L1(0.1))), "leave local.prox out"),
+        (fedrax.FedNova(fedrax.LocalSGD(optimizer=fedrax.Optax.of(optax.adam))), "leave local.optimizer out"),
+        (fedrax.FedNova(fedrax.LocalSGD(momentum=0.5), mu=0.1), "leave local.momentum or mu out"),
+        (fedrax.FedNova(fedrax.LocalSGD(lr=0.5), mu=2.0), "FedNova needs local.lr * mu below 1"),
+        (fedrax.PFedMe(fedrax.LocalSGD(momentum=0.5)), "follow w - theta and no gradient: leave local.momentum out"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3)), "LoSAC remembers a gradient for each of M fixed blocks"),
         (fedrax.FedSaga(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "FedSaga has no local momentum"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "LoSAC has no local momentum"),

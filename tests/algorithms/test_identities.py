@@ -53,8 +53,12 @@ def fedavg() -> np.ndarray:
         ("MIFA", {"local": LOCAL}),
         ("MIFA", {"local": LOCAL, "memory": "server"}),
         ("GradMAS", {"local": LOCAL, "memory": 0, "beta1": 0.0}),
+        ("PFedMe", {"local": LOCAL, "lam": 5.0, "inner_steps": 1, "inner_lr": 0.2, "restart": True}),
     ],
-    ids=["FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"],
+    ids=[
+        *("FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"),
+        "PFedMe",  # whose one inner step from w makes lambda (w - theta) the gradient where lambda inner_lr = 1
+    ],
 )
 def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):
     close(run(method, options), fedavg)
@@ -68,6 +72,30 @@ def test_episode_unclipped_is_mimesvrg_on_full_batches():
 def test_upcycling_is_a_longer_server_step(inner: str):
     longer = {"local": LOCAL, "server_optimizer": ("SGD", {"lr": 1.4})}
     close(run("Upcycled", {"inner": (inner, {"local": LOCAL}), "a": 0.4}), run(inner, longer))
+
+
+@pytest.mark.parametrize(
+    ("local", "options", "same"),
+    [
+        ({}, {}, "FedAvg"),
+        ({"momentum": 0.6}, {}, "FedAvg"),
+        ({}, {"mu": 0.8}, "FedProx"),
+        ({}, {"mu": 1e-9}, "FedAvg"),
+        ({}, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}, "FedAvg"),
+    ],
+    ids=["plain", "momentum", "proximal", "hardly proximal", "server rule"],
+)
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_fednova_with_equal_steps_is_plain_averaging(local: dict, options: dict, same: str, weights: str):
+    """T_i = T: what each update is divided by is what the mean is multiplied with."""
+    local = {"lr": 0.1, "steps": 5, "batch_size": 3} | local
+    plain = {name: value for name, value in options.items() if (name, same) != ("mu", "FedAvg")}
+    ours, theirs = (run(m, {"local": local} | o, weights=weights) for m, o in (("FedNova", options), (same, plain)))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-8 if plain != options else 1e-11, atol=1e-13)
+
+
+def test_fednova_is_not_plain_averaging_where_steps_differ():
+    assert np.abs(run("FedNova", {"local": LOCAL}) - run("FedAvg", {"local": LOCAL})).max() > 1e-3
 
 
 def test_fedsgd_is_fedavg_with_one_full_step():
@@ -120,6 +148,7 @@ ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
         ("NaiveParallelClip", {"local": ONE_STEP}),
         ("FedSGD", {"local": ONE_STEP, "server_optimizer": ("SGD", {"lr": 0.3})}),
         ("MIFA", {"local": ONE_STEP}),
+        ("FedNova", {"local": ONE_STEP}),
         ("GradMAW", {"local": ONE_STEP}),
         ("GradMAW", {"local": ONE_STEP, "previous": "local", "scope": "leaf"}),
         ("FedSaga", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
@@ -182,6 +211,24 @@ def test_scaffolds_control_is_the_mean_over_all_clients(method: str, options: di
     mean = np.mean([client["control"] for client in clients], axis=0)
     assert np.abs(mean).max() > 1e-3
     close(server["control"], mean)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("FedDyn", {"local": LOCAL, "alpha": 0.4}),
+        ("FedDyn", {"local": LOCAL | {"clip": 0.1, "momentum": 0.5}, "alpha": 1.5}),
+        ("Upcycled", {"inner": ("FedDyn", {"local": LOCAL, "alpha": 0.4}), "a": 0.4, "extrapolate": "both"}),
+    ],
+    ids=["plain", "momentum", "upcycled"],
+)
+def test_feddyns_h_is_the_mean_over_all_clients(method: str, options: dict, rounds: int):
+    """In its sign: both move by -alpha (x_i - x)."""
+    server, clients = _states(Case(method, options, rounds=rounds, varying=True))
+    mean = np.mean([client["dual"] for client in clients], axis=0)
+    assert np.abs(mean).max() > 1e-3
+    close(server["dual"], mean)
 
 
 def test_extrapolating_the_servers_control_alone_breaks_the_mean():

@@ -1,0 +1,79 @@
+"""FedDyn: federated learning with dynamic regularisation (Acar et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import Positive, hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters x and h, the mean of all clients' lambda_i."""
+
+    params: Tree
+    dual: Tree
+
+
+class Client(NamedTuple):
+    """lambda_i: where the local problem was solved exactly, the gradient of f_i at the client's last x_i."""
+
+    dual: Tree
+
+
+@hyperparameters
+class FedDyn(Algorithm):
+    """Clients minimise f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, whose terms beside f_i local momentum sees.
+
+    Then lambda_i <- lambda_i - alpha (x_i - x), and over the S clients of the cohort, of N,
+    h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1.
+    """
+
+    local: LocalSGD = LocalSGD()
+    alpha: Positive = 0.1
+    """Strength of the pull towards the global parameters; the server moves by h / alpha."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """h is the plain mean of the lambda_i."""
+        return Requirements(uniform_weights=True)
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """h and the lambda_i."""
+        return ("dual",)
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round; h = 0."""
+        return Server(params, tree.zeros_like(params))
+
+    def init_client(self, params: Tree) -> Client:
+        """lambda_i = 0."""
+        return Client(tree.zeros_like(params))
+
+    def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
+        """Local steps on the regularised loss, then the new lambda_i."""
+
+        def regularised(gradient: Tree, x: Tree) -> Tree:
+            step = lambda g, dual, a, b: (g - dual + self.alpha * (a - b)).astype(g.dtype)  # noqa: E731
+            return jax.tree.map(step, gradient, state.dual, x, message)
+
+        result = self.local.run(data, message, term=regularised)
+        delta = tree.sub(result.params, message)
+        dual = tree.add_scaled(state.dual, -self.alpha, delta)
+        return ClientOutput(upload=delta, state=Client(dual), info=result.info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """h <- h - alpha S/N mean Delta_i, x <- x + mean Delta_i - h / alpha."""
+        share = jnp.asarray(cohort.size, float) / cohort.num_clients
+        dual = tree.add_scaled(server.dual, -self.alpha * share, cohort.mean)
+        params = tree.add_scaled(tree.add(server.params, cohort.mean), -1 / self.alpha, dual)
+        return Server(params, dual), {}

@@ -1,0 +1,102 @@
+"""pFedMe: personalised models with Moreau envelopes (Dinh, Tran and Nguyen 2020)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import Count, Positive, hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters and the server optimizer's state."""
+
+    params: Tree
+    optimizer: Tree
+
+
+class Client(NamedTuple):
+    """theta_i, the client's own model, after its last local step."""
+
+    personal: Tree
+
+
+@hyperparameters
+class PFedMe(Algorithm):
+    """On each batch theta ~ argmin f_i(theta; batch) + lambda/2 |theta - w|^2, then w <- w - eta lambda (w - theta).
+
+    w starts at x in every round and x <- x + beta mean (w - x), where beta is ``server_optimizer.lr``. eta is
+    ``local.lr``; weight decay belongs to f_i, clipping and a proximal operator to the step of w. The loss in the
+    events is that at w. Algorithm 1.
+    """
+
+    local: LocalSGD = LocalSGD(lr=0.005)
+    server_optimizer: ServerOptimizer = SGD()
+    lam: Positive = 15.0
+    """lambda: how near a client's own model stays to w."""
+    inner_steps: Count = 5
+    """K, gradient steps of theta on each batch."""
+    inner_lr: Positive = 0.05
+    """The step size of theta."""
+    restart: bool = False
+    """Start theta at w on each batch; otherwise it starts at x in each round and is carried over between batches."""
+
+    def check(self) -> None:
+        """Refuse momentum, and warn of steps that leave nothing of w."""
+        if self.local.momentum is not None:
+            raise FedraxError("pFedMe's local steps follow w - theta and no gradient: leave local.momentum out")
+        if self.local.lr * self.lam >= 1:
+            warnings.warn(
+                "pFedMe with local.lr * lam of 1 replaces w by the client's own model in every step, and with more"
+                " leaps beyond it: local.lr is usually far below 1 / lam",
+                stacklevel=2,
+            )
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params, self.server_optimizer.init(params))
+
+    def init_client(self, params: Tree) -> Client:
+        """A client that has not taken part has the initial model."""
+        return Client(params)
+
+    def personal(self, params: Tree, state: Client) -> Tree:
+        """theta_i."""
+        return state.personal
+
+    def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
+        """w and theta from the global parameters."""
+
+        def towards_own(gradient: Tree, w: Tree, theta: Tree, step: Step) -> tuple[Tree, Tree]:
+            theta = self._personalised(w if self.restart else theta, w, step, data)
+            return tree.scale(self.lam, tree.sub(w, theta)), theta
+
+        result = self.local.run(data, message, towards_own, memory=message)
+        # Nothing uses the gradient at w: those of theta are what counts.
+        info = {**result.info, "gradients": self.inner_steps * result.info["gradients"]}
+        return ClientOutput(upload=tree.sub(result.params, message), state=Client(result.memory), info=info)
+
+    def _personalised(self, theta: Tree, w: Tree, step: Step, data: ClientData) -> Tree:
+        """K steps theta <- theta - inner_lr (grad f_i(theta; batch) + lambda (theta - w))."""
+
+        def descend(_: Any, theta: Tree) -> Tree:
+            gradient = self.local.decayed(step.gradient(theta)[1], theta)
+            return jax.tree.map(
+                lambda t, g, a: (t - self.inner_lr * (g + self.lam * (t - a))).astype(t.dtype), theta, gradient, w
+            )
+
+        return jax.lax.fori_loop(0, self.inner_steps, descend, theta, unroll=data.unroll or None)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """x <- (1 - beta) x + beta mean w."""
+        params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
+        return Server(params, state), {}

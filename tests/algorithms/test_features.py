@@ -1,0 +1,202 @@
+"""MOON and FedMLB on a small network, against their losses written once more in NumPy.
+
+The slopes of the NumPy losses are Im f(x + ih) / h with h = 1e-30, which takes no difference of close numbers: they
+are as exact as float64 is.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax import MOON, FedAvg, Federation, FedMLB, LocalSGD, Result, Script, classification, simulate
+from fedrax.algorithms.moon import cosine
+from fedrax.contract.server_optimizers import SGD
+from fedrax.errors import FedraxError
+from fedrax.models import MLP, Linear
+from fedrax.models.model import Model
+
+SIZES = (4, 3, 5, 3)
+"""Inputs, two hidden layers, classes."""
+LAYERS = ("dense1", "dense2", "output")
+OFFSETS = (0, 6, 10, 18, 23)
+LR, EPOCHS, BATCH = 0.2, 2, 4
+LOCAL = LocalSGD(lr=LR, epochs=EPOCHS, batch_size=BATCH, order="stored")
+COHORTS = [(0, 2, 3), (2, 1, 0)]
+NETWORK = MLP(hidden=SIZES[1:-1], activation="tanh").build(SIZES[:1], SIZES[-1])
+
+
+def samples() -> tuple[np.ndarray, np.ndarray]:
+    """x and y of clients with different inputs; some have a shorter last batch."""
+    rng = np.random.default_rng(5)
+    owner = np.repeat(np.arange(len(OFFSETS) - 1), np.diff(OFFSETS))
+    x = rng.normal(size=(OFFSETS[-1], SIZES[0])) + rng.normal(size=(len(OFFSETS) - 1, SIZES[0]))[owner]
+    return x.astype(np.float32), rng.integers(0, SIZES[-1], OFFSETS[-1])
+
+
+def start() -> list[np.ndarray]:
+    """Weight [in, out] and bias of each layer in turn."""
+    rng = np.random.default_rng(6)
+    shapes = [shape for i, o in pairwise(SIZES) for shape in ((i, o), (o,))]
+    return [rng.normal(size=shape) for shape in shapes]
+
+
+def run(algorithm: Any, model: Model = NETWORK, **settings: Any) -> Result:
+    """Two rounds in float64, from ``start`` unless the model is another."""
+    x, y = samples()
+    federation = Federation.from_arrays(x, y, offsets=np.array(OFFSETS), shuffle=False)
+    script = Script(cohorts=[np.array(cohort) for cohort in COHORTS])
+    params = as_fedrax(start()) if model is NETWORK else None
+    defaults = {"rounds": len(COHORTS), "dtype": "float64", "devices": 1, "script": script, "params": params}
+    return simulate(algorithm, classification(model), federation, **(defaults | settings))
+
+
+def as_fedrax(arrays: list[np.ndarray]) -> dict[str, Any]:
+    """The zoo keeps the weight of the last layer as [out, in]."""
+    pairs = zip(arrays[::2], arrays[1::2], strict=True)
+    named = {name: {"weight": w, "bias": b} for name, (w, b) in zip(LAYERS, pairs, strict=True)}
+    return named | {"output": {"weight": named["output"]["weight"].T, "bias": named["output"]["bias"]}}
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), ours, theirs)
+
+
+def distance(a: Any, b: Any) -> float:
+    """The largest difference of two trees."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+
+
+# -- the losses once more, in NumPy, sample by sample ----------------------------------------------------------------
+
+
+def hidden(p: list, row: np.ndarray) -> list[np.ndarray]:
+    """What each hidden layer gives."""
+    first = np.tanh(row @ p[0] + p[1])
+    return [first, np.tanh(first @ p[2] + p[3])]
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits)
+    return powers / powers.sum()
+
+
+def moon_loss(own: list, shared: list, last: list, row: np.ndarray, label: int) -> Any:
+    """Cross entropy + mu times -log(e^{s+ / tau} / (e^{s+ / tau} + e^{s- / tau})), mu = 1.5 and tau = 0.4."""
+    z, good, bad = (hidden(p, row)[1] for p in (own, shared, last))
+    near, far = (np.exp(z @ v / np.sqrt((z @ z) * (v @ v)) / 0.4) for v in (good, bad))
+    return -np.log(probabilities(z @ own[4] + own[5])[label]) - 1.5 * np.log(near / (near + far))
+
+
+def mlb_loss(own: list, shared: list, last: list, row: np.ndarray, label: int) -> Any:
+    """Three layers have two hybrids: the shared network from its second, or its third, layer on.
+
+    lambda1 = 0.7, lambda2 = 1.3, temperature = 2.
+    """
+    first, second = hidden(own, row)
+    main = second @ own[4] + own[5]
+    hybrids = [np.tanh(first @ shared[2] + shared[3]) @ shared[4] + shared[5], second @ shared[4] + shared[5]]
+    total = -np.log(probabilities(main)[label])
+    for hybrid in hybrids:
+        p, q = probabilities(hybrid / 2), probabilities(main / 2)
+        total = total - 0.7 / 2 * np.log(probabilities(hybrid)[label]) + 1.3 / 2 * (p * np.log(p / q)).sum()
+    return total
+
+
+def slopes(loss: Any, p: list[np.ndarray]) -> list[np.ndarray]:
+    """The gradient of ``loss`` at p, entry by entry."""
+    result = [np.zeros_like(a) for a in p]
+    for k, a in enumerate(p):
+        for at in np.ndindex(a.shape):
+            moved = a.astype(complex)
+            moved[at] += 1e-30j
+            result[k][at] = loss([*p[:k], moved, *p[k + 1 :]]).imag / 1e-30
+    return result
+
+
+def local_steps(loss: Any, shared: list, last: list, client: int) -> list[np.ndarray]:
+    """The client's model after its epochs of plain steps."""
+    x, y = samples()
+    own = shared
+    for first in [*range(OFFSETS[client], OFFSETS[client + 1], BATCH)] * EPOCHS:
+        rows = range(first, min(first + BATCH, OFFSETS[client + 1]))
+        each = [slopes(lambda p, r=r: loss(p, shared, last, x[r].astype(float), y[r]), own) for r in rows]
+        own = [a - LR * sum(g) / len(rows) for a, g in zip(own, zip(*each, strict=True), strict=True)]
+    return own
+
+
+def expected(loss: Any) -> tuple[list, list]:
+    """The shared parameters and each client's last local ones after the two rounds."""
+    shared, last = start(), [start() for _ in OFFSETS[1:]]
+    for cohort in COHORTS:
+        ends = [local_steps(loss, shared, last[i], i) for i in cohort]
+        for i, end in zip(cohort, ends, strict=True):
+            last[i] = end
+        shared = [sum(arrays) / len(cohort) for arrays in zip(*ends, strict=True)]
+    return shared, last
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------
+
+
+def test_moon_against_numpy():
+    """Both sides in float64; they differ by the order of their sums alone."""
+    (shared, last), result = expected(moon_loss), run(MOON(LOCAL, mu=1.5, temperature=0.4))
+    close(result.params, as_fedrax(shared))
+    for i, end in enumerate(last):
+        close(result.client_state(i).previous, as_fedrax(end))
+    assert distance(result.params, run(FedAvg(LOCAL)).params) > 1e-3
+
+
+def test_fedmlb_against_numpy():
+    """Both sides in float64; they differ by the order of their sums alone."""
+    (shared, _), result = expected(mlb_loss), run(FedMLB(LOCAL, lambda1=0.7, lambda2=1.3, temperature=2.0))
+    close(result.params, as_fedrax(shared))
+    assert distance(result.params, run(FedAvg(LOCAL)).params) > 1e-3
+
+
+@pytest.mark.parametrize("server", [SGD(), SGD(0.7, momentum=0.6)], ids=["plain", "momentum"])
+@pytest.mark.parametrize("same", [MOON(LOCAL, mu=0.0), FedMLB(LOCAL, lambda1=0.0, lambda2=0.0)], ids=["MOON", "FedMLB"])
+def test_without_their_terms_they_are_fedavg(same: Any, server: SGD):
+    moved = type(same)(**(vars(same) | {"server_optimizer": server}))
+    close(run(moved).params, run(FedAvg(LOCAL, server)).params)
+
+
+def test_in_its_first_round_moon_is_fedavg():
+    """The global model and the previous local one are the initial model: what is near one is near the other."""
+    close(run(MOON(LOCAL, mu=5.0), rounds=1).params, run(FedAvg(LOCAL), rounds=1).params)
+
+
+def test_a_network_of_one_block_has_no_hybrids():
+    linear = Linear().build(SIZES[:1], SIZES[-1])
+    close(run(FedMLB(LOCAL), linear).params, run(FedAvg(LOCAL), linear).params)
+
+
+@pytest.mark.parametrize("local", [{"momentum": 0.5, "weight_decay": 0.1}, {"batch_size": "full"}], ids=str)
+@pytest.mark.parametrize("kind", [MOON, FedMLB])
+def test_terms_reach_every_kind_of_local_step(kind: Any, local: dict):
+    """The terms are part of the loss, on whatever samples its gradient is taken, and of what the momentum sees."""
+    steps = LocalSGD(lr=0.1, steps=3, order="stored", **local)
+    assert distance(run(kind(steps)).params, run(FedAvg(steps)).params) > 1e-4
+
+
+def test_dead_features_have_no_slope():
+    """A row of zeros, as units with ReLU may give, has cosine 0 with everything and gives no infinite gradient."""
+    rows, others = jnp.array([[0.0, 0.0], [3.0, 4.0]]), jnp.ones((2, 2))
+    np.testing.assert_allclose(cosine(rows, others), [0, 7 / (5 * np.sqrt(2))], rtol=1e-6)
+    gradient = jax.grad(lambda z: cosine(z, others).sum())(rows)
+    assert np.isfinite(gradient).all()
+    assert not gradient[0].any()
+    assert not jax.grad(lambda z: cosine(others, z).sum())(rows)[0].any()
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [(MOON, "features"), (FedMLB, "blocks")])
+def test_models_that_cannot_are_refused(kind: Any, lacks: str):
+    with pytest.raises(FedraxError, match=f"{kind.__name__} needs a model .*{lacks}"):
+        run(kind(LOCAL), Model(NETWORK.init, NETWORK.apply))

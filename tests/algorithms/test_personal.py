@@ -1,0 +1,84 @@
+"""pFedMe's personal models: kept, different from the global one, and better on clients that contradict each other."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fedrax import FedAvg, Federation, LocalSGD, PFedMe, Result, Script, classification, simulate
+from fedrax.contract.hyperparameters import check
+from fedrax.models import Logistic
+
+CLIENTS, CLASSES = 6, 3
+LOCAL = LocalSGD(lr=0.02, epochs=2, batch_size=10)
+
+
+def federation() -> Federation:
+    """Half of the clients call every class by the name of the next one."""
+    rng = np.random.default_rng(4)
+    x, weight = rng.normal(size=(600, 8)).astype(np.float32), rng.normal(size=(8, CLASSES))
+    owner = np.arange(len(x)) % CLIENTS
+    y = ((x @ weight).argmax(1) + owner % 2) % CLASSES
+    train, test = slice(0, 360), slice(360, None)
+    return Federation.from_arrays(
+        x[train], y[train], owner[train], test=(x[test], y[test]), test_client_ids=owner[test], num_classes=CLASSES
+    )
+
+
+FEDERATION = federation()
+
+
+def run(algorithm: PFedMe | FedAvg, **settings: Any) -> Result:
+    """Half of the clients in a round."""
+    task = classification(Logistic().build((8,), CLASSES))
+    return simulate(algorithm, task, FEDERATION, **({"rounds": 20, "cohort_size": 3, "eval_every": 20} | settings))
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_personal_models_beat_the_global_one_on_contradicting_clients(restart: bool):
+    """No single model is right on both halves: half of the labels, or a little more, is all that it can have. With
+    lambda = 0.1 the own models are free to go where 60 samples lead them, all of which serve in a step.
+    """
+    local = LocalSGD(lr=0.5, steps=4, batch_size="full")
+    result = run(PFedMe(local, lam=0.1, inner_lr=0.3, inner_steps=20, restart=restart))
+    last = result.events[-1]
+    assert last["test_accuracy"] < 0.6
+    assert last["test_personal_accuracy"] > last["test_accuracy"] + 0.2
+    for client in range(CLIENTS):
+        own = result.client_state(client).personal
+        differences = jax.tree.map(lambda a, b: np.abs(a - b).max(), own, result.params)
+        assert max(jax.tree.leaves(differences)) > 0.1
+
+
+def test_a_client_that_never_took_part_has_the_initial_model():
+    result = run(PFedMe(LOCAL), rounds=2, script=Script(cohorts=[[0, 1, 2]] * 2))
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(5)))
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(0)))
+
+
+@pytest.mark.parametrize("inner_steps", [1, 4])
+def test_every_inner_step_is_counted(inner_steps: int):
+    counts = [run(m, rounds=2).events[-1]["gradients"] for m in (PFedMe(LOCAL, inner_steps=inner_steps), FedAvg(LOCAL))]
+    assert counts[0] == inner_steps * counts[1]
+
+
+@pytest.mark.parametrize(("lam", "warned"), [(49.0, False), (50.0, True), (80.0, True)])
+def test_steps_that_leave_nothing_of_w_are_warned_about(lam: float, warned: bool):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(PFedMe(LOCAL, lam=lam))
+    assert [w.category for w in caught] == [UserWarning] * warned
+    assert all("local.lr * lam of 1 replaces w" in str(w.message) for w in caught)
+
+
+def test_a_step_of_one_over_lambda_makes_w_the_personal_model():
+    """eta lambda = 1: after the last step of the only client, x is its theta."""
+    local = LocalSGD(lr=0.5, steps=3, batch_size=10)
+    with pytest.warns(UserWarning, match="replaces w"):
+        result = run(PFedMe(local, lam=2.0, inner_lr=0.1), rounds=1, cohort_size=1, script=Script(cohorts=[[4]]))
+    own = result.client_state(4).personal
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), own, result.params)
