@@ -35,29 +35,28 @@ class Task:
     Everywhere "parameters" are the tree that `init` gives: parameters alone or, where the network keeps running
     statistics, `Variables`. Without a key a function runs in evaluation mode, with one in training mode.
 
-    init:     key -> parameters.
-    loss:     (parameters, batch, key) -> losses [B], one for each sample, in training mode; the key feeds dropout.
-              Statistics that it would move stay as they are.
-    metrics:  name -> function (parameters, batch) -> values [B] in evaluation mode; the simulator averages them.
-    features: (parameters, x [B, ...], key=None) -> penultimate features [B, F], for methods that compare them.
-    loss_and_statistics: (Variables, batch, key) -> (losses [B], the new statistics); None without statistics.
-    outputs:  (parameters, x [B, ...]) -> the model's outputs [B, ...] in evaluation mode.
-    blocks:   functions (parameters, x, key=None) -> x. Applied one after the other to the samples as they are
-              stored, all with one key, they give the outputs: for methods that put networks together.
-    loss_of_outputs: (outputs, y) -> losses [B].
-
-    The last four, and features, are None where a task cannot say.
+    ``features`` and the fields after ``name`` are None where a task cannot say.
     """
 
     init: Callable[[Array], Params]
+    """key -> parameters."""
     loss: Callable[[Params, Batch, Array], Array]
+    """(parameters, batch, key) -> losses [B], one for each sample, in training mode; the key feeds dropout. Statistics
+    that it would move stay as they are."""
     metrics: Mapping[str, Callable[[Params, Batch], Array]] = field(default_factory=dict)
+    """name -> function (parameters, batch) -> values [B] in evaluation mode; the simulator averages them."""
     features: Callable[..., Array] | None = None
+    """(parameters, x [B, ...], key=None) -> penultimate features [B, F], for methods that compare them."""
     name: str = "task"
     loss_and_statistics: Callable[[Variables, Batch, Array], tuple[Array, Any]] | None = None
+    """(Variables, batch, key) -> (losses [B], the new statistics)."""
     outputs: Callable[..., Array] | None = None
+    """(parameters, x [B, ...]) -> the model's outputs [B, ...] in evaluation mode."""
     blocks: tuple[Callable[..., Array], ...] | None = None
+    """Functions (parameters, x, key=None) -> x. Applied one after the other to the samples as they are stored, all with
+    one key, they give the outputs: for methods that put networks together."""
     loss_of_outputs: Callable[..., Array] | None = None
+    """(outputs, y) -> losses [B]."""
 
     def evaluation_loss(self, params: Params, batch: Batch) -> Array:
         """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""

@@ -19,19 +19,17 @@ class Variables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Bring your own as `Model(init, apply)`.
-
-    init:     key -> parameters, or `Variables` where the network keeps running statistics.
-    apply:    (parameters, x [B, ...], key=None) -> outputs [B, ...]. A key means training mode and feeds dropout,
-              none evaluation mode; statistics stay as they are.
-    features: (parameters, x [B, ...], key=None) -> what the last layer reads [B, F].
-    blocks:   functions (parameters, x, key=None) -> x that make up `apply`, one after the other, given one key.
-    train:    (Variables, x [B, ...], key) -> (outputs, new statistics), in training mode; None without statistics.
-    """
+    """Bring your own as `Model(init, apply)`."""
 
     init: Callable[..., Params]
+    """key -> parameters, or `Variables` where the network keeps running statistics."""
     apply: Callable[..., Any]
+    """(parameters, x [B, ...], key=None) -> outputs [B, ...]. A key means training mode and feeds dropout, none
+    evaluation mode; statistics stay as they are."""
     features: Callable[..., Any] | None = None
+    """(parameters, x [B, ...], key=None) -> what the last layer reads [B, F]."""
     name: str = "model"
     blocks: tuple[Callable[..., Any], ...] | None = None
+    """Functions (parameters, x, key=None) -> x that make up `apply`, one after the other, given one key."""
     train: Callable[..., tuple[Any, Any]] | None = None
+    """(Variables, x [B, ...], key) -> (outputs, new statistics), in training mode; None without statistics."""
