@@ -170,7 +170,7 @@ def client_keys(round_key: Array, clients: Array) -> Array:
 
 
 def client_data(
-    program: Program, samples: Tree, here: Rounds, keys: Array, k: Any, carried: Carried | None = None
+    program: Program, samples: Tree, here: Rounds, keys: Array, k: Any, carried: Carried | None = None, phase: int = 0
 ) -> ClientData:
     """The client in place ``k`` as algorithms see it."""
     return ClientData(
@@ -182,6 +182,7 @@ def client_data(
         round=here.round,
         num_clients=program.num_clients,
         cohort_size=here.cohort_size,
+        phase=phase,
         carried=carried,
         unroll=program.unroll,
         precision=program.precision,
@@ -206,7 +207,7 @@ def run_client(
     Inlined; jit remembers the trace, which its callers ask for repeatedly.
     """
     carried = Carried(statistics, kept.optimizer)
-    data = client_data(program, samples, here, keys, k, carried)
+    data = client_data(program, samples, here, keys, k, carried, p)
     phase = algorithm.phases[p]
     output = checked_output(algorithm, phase.client(message, kept.state, data))
     received = phase.receive(output.upload)
