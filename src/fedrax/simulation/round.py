@@ -63,6 +63,14 @@ class Kept(NamedTuple):
     """The algorithm's."""
     optimizer: Tree
     """Of the local steps, where it is carried over rounds."""
+    statistics: Tree = ()
+    """The model's running statistics, where they stay at home."""
+
+    @classmethod
+    def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> Kept:
+        """Of a client that has not taken part."""
+        at_home = statistics if algorithm.statistics_at_home else ()
+        return cls(algorithm.init_client(params), algorithm.init_local(params), at_home)
 
 
 class Finished(NamedTuple):
@@ -74,7 +82,7 @@ class Finished(NamedTuple):
     """The upload as the server sums it."""
     kept: Kept
     statistics: Tree
-    """The model's running statistics."""
+    """The model's running statistics; none where they stay at home."""
 
 
 class Sums(NamedTuple):
@@ -132,7 +140,7 @@ def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, T
         bad = jnp.minimum(bad, gathered.sums.bad)
         gradients = record.get("gradients", 0.0) + gathered.sums.info.get("gradients", 0.0)
         record = {**record, **gathered.sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
-        if p == len(executor.algorithm.phases) - 1:
+        if p == len(executor.algorithm.phases) - 1 and gathered.sums.statistics:
             statistics = jax.tree.map(_as_before, gathered.sums.statistics, statistics)
     return server, statistics, record, bad
 
@@ -206,12 +214,15 @@ def run_client(
 
     Inlined; jit remembers the trace, which its callers ask for repeatedly.
     """
-    carried = Carried(statistics, kept.optimizer)
+    at_home = algorithm.statistics_at_home
+    carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
     data = client_data(program, samples, here, keys, k, carried, p)
     phase = algorithm.phases[p]
     output = checked_output(algorithm, phase.client(message, kept.state, data))
     received = phase.receive(output.upload)
-    return Finished(output._replace(state=()), received, Kept(output.state, carried.optimizer), carried.statistics)
+    moved = carried.statistics
+    after = Kept(output.state, carried.optimizer, moved if at_home else ())
+    return Finished(output._replace(state=()), received, after, () if at_home else moved)
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------
