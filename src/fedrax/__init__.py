@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from fedrax.data import Dataset, Federation
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
+    from fedrax.wrappers.personalise import Personalised
+    from fedrax.wrappers.quantise import Quantised
+    from fedrax.wrappers.topk import TopK
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
 _HOMES = {
@@ -61,6 +64,9 @@ _HOMES = {
     "fedrax.data": "Dataset Federation",
     "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
+    "fedrax.wrappers.personalise": "Personalised",
+    "fedrax.wrappers.quantise": "Quantised",
+    "fedrax.wrappers.topk": "TopK",
     "fedrax.wrappers.upcycle": "Upcycled upcycle",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -71,7 +77,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW", "LoSAC",
-    "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Upcycled", "upcycle",
+    "MIFA", "MimeSVRG", "NaiveParallelClip", "Scaffold", "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
