@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from fedrax.data import Dataset, Federation
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
+    from fedrax.wrappers.personalise import Personalised
+    from fedrax.wrappers.quantise import Quantised
+    from fedrax.wrappers.topk import TopK
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
 _HOMES = {
@@ -71,6 +74,9 @@ _HOMES = {
     "fedrax.data": "Dataset Federation",
     "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
+    "fedrax.wrappers.personalise": "Personalised",
+    "fedrax.wrappers.quantise": "Quantised",
+    "fedrax.wrappers.topk": "TopK",
     "fedrax.wrappers.upcycle": "Upcycled upcycle",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -81,7 +87,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW",
-    "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold", "Upcycled", "upcycle",
+    "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold",
+    "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip

@@ -170,6 +170,11 @@ class Algorithm:
         made = {name: function(getattr(state, name), *(getattr(other, name) for other in others)) for name in names}
         return state._replace(**made)
 
+    @property
+    def statistics_at_home(self) -> bool:
+        """Whether each client keeps running statistics of its own, where else their mean goes round (FedBN)."""
+        return False
+
     def init_local(self, params: Tree) -> Tree:
         """What the local steps carry from round to round on a client that has not taken part, beside its state."""
         local = self.local_steps

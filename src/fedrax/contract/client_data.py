@@ -123,6 +123,7 @@ class ClientData:
         round: Array,
         num_clients: int,
         cohort_size: Array,
+        phase: int = 0,
         carried: Carried | None = None,
         unroll: bool = False,
         precision: Format = "highest",
@@ -136,27 +137,29 @@ class ClientData:
         self._loss_rules: tuple[LossRule, ...] = ()
         self._gradient_rule: GradientRule | None = None
         self.direction_rules: tuple[DirectionRule, ...] = ()
-        self._depth = 0
+        self._depth, self._phase = 0, phase
         self._fresh = False
         self._key, self.words = key, jax.random.key_data(key)
 
     @classmethod
-    def alone(cls, task: Any, x: Any, y: Any, key: Array, *, round: int, num_clients: int, cohort_size: int) -> Self:
+    def alone(
+        cls, task: Any, x: Any, y: Any, key: Array, *, round: int, num_clients: int, cohort_size: int, phase: int = 0
+    ) -> Self:
         """For a process that has its own client's samples and no others. x: [n, ...]; y: [n, ...]."""
         samples = Batch(jnp.asarray(x), jnp.asarray(y))
         rows, zero = len(samples.y), jnp.int32(0)
         place = Place(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
         facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.float32(cohort_size)}
-        return cls(task, Layout(rows, rows, rows), samples, place, key, **facts)
+        return cls(task, Layout(rows, rows, rows), samples, place, key, phase=phase, **facts)
 
     # -- random numbers ----------------------------------------------------------------------------------------
 
     def stream(self, name: str) -> Array:
-        """The client's random key for the purpose ``name`` in this round.
+        """The client's random key for the purpose ``name`` in this phase of this round.
 
         Streams share nothing with batches, dropout or each other, nor do those of wrappers around one another.
         """
-        return stream_key(self._key, name, self._depth)
+        return stream_key(self._key, name, self._depth, self._phase)
 
     def step_key(self, index: Array | int) -> Array:
         """The key of local step ``index``: for dropout."""

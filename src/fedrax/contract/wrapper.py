@@ -118,6 +118,11 @@ class Wrapper(Algorithm):
         return self.inner.init_local(params)
 
     @property
+    def statistics_at_home(self) -> bool:
+        """As ``inner``."""
+        return self.inner.statistics_at_home
+
+    @property
     def requirements(self) -> Requirements:
         """As ``inner``; a wrapper with its own combines the two by ``|``."""
         return self.inner.requirements

@@ -100,7 +100,7 @@ class StepByStep(Executor):
             )
             sent, who = done.output, f"{self.where}, client {int(client)}"
             named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}
-            require_finite(named | {"total": sent.total, "statistics": done.statistics}, who)
+            require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.kept.statistics)}, who)
             if sums is None:
                 sums = no_sums(self.program, self.algorithm, p, initial if p == 0 else self._row(k), done)
             weight = self.here.places.weight[k]

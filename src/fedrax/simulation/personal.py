@@ -77,7 +77,8 @@ class PersonalEvaluator:
         for clients in self._groups:
             kept = rows_of(store, homes, self.initial, clients)
             sizes = np.diff(self._offsets)[clients]
-            found = self._compiled(algorithm, params, statistics, kept.state, clients, self._offsets[clients], sizes)
+            mine = (kept.state, kept.statistics)
+            found = self._compiled(algorithm, params, statistics, mine, clients, self._offsets[clients], sizes)
             sums.append(jax.tree.map(np.asarray, found))
         together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
         return self._metrics(together)
@@ -133,7 +134,7 @@ class PersonalEvaluator:
         algorithm: Algorithm,
         params: Tree,
         statistics: Tree,
-        states: Tree,
+        kept: tuple[Tree, Tree],
         clients: Array,
         starts: Array,
         sizes: Array,
@@ -143,15 +144,15 @@ class PersonalEvaluator:
         """Sums over each client's samples, {kind: {metric: [clients]}}."""
 
         def one(at: tuple) -> dict[str, dict[str, Array]]:
-            state, client, start, size = at
-            models = {}
+            (state, at_home), client, start, size = at
+            own, models = at_home or statistics, {}
             if "personal" in self.kinds:
                 models["personal"] = algorithm.personal(params, state)
             if "finetuned" in self.kinds:
-                models["finetuned"] = self._finetuned(algorithm, params, statistics, client, train)
-            return {kind: self._sums(model, statistics, samples, start, size) for kind, model in models.items()}
+                models["finetuned"] = self._finetuned(algorithm, params, own, client, train)
+            return {kind: self._sums(model, own, samples, start, size) for kind, model in models.items()}
 
-        return jax.lax.map(one, (states, clients, starts, sizes))
+        return jax.lax.map(one, (kept, clients, starts, sizes))
 
     def _sums(self, model: Tree, statistics: Tree, samples: Batch, start: Array, size: Array) -> dict[str, Array]:
         if statistics and not isinstance(model, Variables):

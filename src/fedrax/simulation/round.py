@@ -63,6 +63,14 @@ class Kept(NamedTuple):
     """The algorithm's."""
     optimizer: Tree
     """Of the local steps, where it is carried over rounds."""
+    statistics: Tree = ()
+    """The model's running statistics, where they stay at home."""
+
+    @classmethod
+    def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> Kept:
+        """Of a client that has not taken part."""
+        at_home = statistics if algorithm.statistics_at_home else ()
+        return cls(algorithm.init_client(params), algorithm.init_local(params), at_home)
 
 
 class Finished(NamedTuple):
@@ -74,7 +82,7 @@ class Finished(NamedTuple):
     """The upload as the server sums it."""
     kept: Kept
     statistics: Tree
-    """The model's running statistics."""
+    """The model's running statistics; none where they stay at home."""
 
 
 class Sums(NamedTuple):
@@ -132,7 +140,7 @@ def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, T
         bad = jnp.minimum(bad, gathered.sums.bad)
         gradients = record.get("gradients", 0.0) + gathered.sums.info.get("gradients", 0.0)
         record = {**record, **gathered.sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
-        if p == len(executor.algorithm.phases) - 1:
+        if p == len(executor.algorithm.phases) - 1 and gathered.sums.statistics:
             statistics = jax.tree.map(_as_before, gathered.sums.statistics, statistics)
     return server, statistics, record, bad
 
@@ -170,7 +178,7 @@ def client_keys(round_key: Array, clients: Array) -> Array:
 
 
 def client_data(
-    program: Program, samples: Tree, here: Rounds, keys: Array, k: Any, carried: Carried | None = None
+    program: Program, samples: Tree, here: Rounds, keys: Array, k: Any, carried: Carried | None = None, phase: int = 0
 ) -> ClientData:
     """The client in place ``k`` as algorithms see it."""
     return ClientData(
@@ -182,6 +190,7 @@ def client_data(
         round=here.round,
         num_clients=program.num_clients,
         cohort_size=here.cohort_size,
+        phase=phase,
         carried=carried,
         unroll=program.unroll,
         precision=program.precision,
@@ -205,12 +214,15 @@ def run_client(
 
     Inlined; jit remembers the trace, which its callers ask for repeatedly.
     """
-    carried = Carried(statistics, kept.optimizer)
-    data = client_data(program, samples, here, keys, k, carried)
+    at_home = algorithm.statistics_at_home
+    carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
+    data = client_data(program, samples, here, keys, k, carried, p)
     phase = algorithm.phases[p]
     output = checked_output(algorithm, phase.client(message, kept.state, data))
     received = phase.receive(output.upload)
-    return Finished(output._replace(state=()), received, Kept(output.state, carried.optimizer), carried.statistics)
+    moved = carried.statistics
+    after = Kept(output.state, carried.optimizer, moved if at_home else ())
+    return Finished(output._replace(state=()), received, after, () if at_home else moved)
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------

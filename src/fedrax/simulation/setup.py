@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def prepare(
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
     with explained(algorithm):
-        initial = jax.jit(lambda x: Kept(algorithm.init_client(x), algorithm.init_local(x)))(start)
+        initial = jax.jit(partial(Kept.at_first, algorithm))(start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     name, stateful = type(algorithm).__name__, bool(jax.tree.leaves(initial))
     algorithm.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)

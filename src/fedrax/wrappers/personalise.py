@@ -1,0 +1,120 @@
+"""Parts of the model that stay on the clients: partial personalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.contract.algorithm import Algorithm, ClientOutput
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.wrapper import Wrapped, Wrapper
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Stays:
+    """In the place of an array that stays at home."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@hyperparameters
+class Personalised(Wrapper):
+    """Parameters whose names match ``at_home`` stay on each client: they do not travel, and nobody averages them.
+
+    A client starts its local steps from the global parameters with its own in their places, and keeps what the steps
+    make of these; the global model holds their starting values. Names are paths such as ``output/weight``
+    (``fedrax.tree.leaf_names``), patterns those of a shell. With the last layers at home this is FedPer (Arivazhagan et
+    al. 2019), with the first ones LG-FedAvg (Liang et al. 2020), with normalisation and its statistics FedBN (Li et al.
+    2021). All layers move at once (FedSim in Pillutla et al. 2022).
+
+    For methods of one phase that send parameters down and an update of them up, alone or as a field ``params``, and
+    correct for no drift. The clients' own models are evaluated as personal ones.
+    """
+
+    inner: Algorithm = FedAvg()
+    at_home: tuple[str, ...] = ()
+    """Patterns of the names of parameters that stay."""
+    statistics: bool = False
+    """Whether the model's running statistics (batch norm) stay too."""
+
+    def check(self) -> None:
+        """Refuse methods whose states or phases know the parameters that stay."""
+        if len(self.inner.phases) > 1 or self.inner.corrections:
+            raise FedraxError("Personalised goes around methods of one phase that do not correct for drift")
+
+    @property
+    def statistics_at_home(self) -> bool:
+        """As the field says."""
+        return self.statistics or self.inner.statistics_at_home
+
+    def _names(self, params: Tree) -> set[str]:
+        names = tree.leaf_names(params)
+        matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in self.at_home}
+        for pattern in (pattern for pattern in matches if not matches[pattern]):
+            raise FedraxError(f"no parameter is called {pattern!r}, which should stay at home: {', '.join(names)}")
+        found = {name for matching in matches.values() for name in matching}
+        if len(found) == len(names):
+            raise FedraxError("all parameters stay at home: nothing is left to learn together")
+        return found
+
+    def init_client_own(self, params: Tree) -> dict[str, Tree]:
+        """The parameters at home, by name."""
+        return {name: _named(params)[name] for name in sorted(self._names(params))}
+
+    def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
+        """Without what stays."""
+        return _changed(broadcast(state), lambda params: _without(params, self._names(params)))
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: dict, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """Local steps of the client's own model; its update goes up without what stays."""
+        output = client(_changed(message, partial(_filled, own=own)), state, data)
+        ends = {} if data.carried.params is None else _named(data.carried.params)
+        if list(_named(getattr(output.upload, "params", output.upload))) != list(ends):
+            raise FedraxError("Personalised needs local steps and an upload (or a field params of it) like the model")
+        upload = _changed(output.upload, partial(_without, names=own))
+        return output._replace(upload=upload), {name: ends[name] for name in own}
+
+    def around_receive(self, receive: Callable, upload: Tree) -> Tree:
+        """What ``inner`` receives: no update of what stays."""
+        return receive(_changed(upload, partial(_filled, own={})))
+
+    def personal(self, params: Tree, state: Wrapped) -> Tree:
+        """The global parameters with the client's own."""
+        inner = self.inner.personal(params, state.inner)
+        return _filled(_without(params if inner is None else inner, state.own), state.own)
+
+
+def _changed(message: Any, change: Callable[[Tree], Tree]) -> Any:
+    return message._replace(params=change(message.params)) if hasattr(message, "params") else change(message)
+
+
+def _named(params: Tree) -> dict[str, Tree]:
+    return dict(zip(tree.leaf_names(params), jax.tree.leaves(params), strict=True))
+
+
+def _without(params: Tree, names: Collection[str]) -> Tree:
+    parts = [Stays(a.shape, a.dtype.name) if name in names else a for name, a in _named(params).items()]
+    return jax.tree.structure(params).unflatten(parts)
+
+
+def _filled(params: Tree, own: dict[str, Tree]) -> Tree:
+    """``own`` where something stays at home, zero where ``own`` says nothing."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=lambda part: isinstance(part, Stays))
+    names = tree.leaf_names(structure.unflatten([0] * len(leaves)))
+    fill = lambda name, a: own.get(name, jnp.zeros(a.shape, a.dtype)) if isinstance(a, Stays) else a  # noqa: E731
+    return structure.unflatten(map(fill, names, leaves))

@@ -1,0 +1,196 @@
+"""Parameters and statistics that stay at home, against plain loops over rounds, clients and steps."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from fedrax import (
+    FedAvg,
+    FedraxError,
+    FedSGD,
+    LocalSGD,
+    Optax,
+    Personalised,
+    Scaffold,
+    Script,
+    Task,
+    Variables,
+    classification,
+    sweep,
+    tree,
+)
+from fedrax.contract.task import Batch
+from fedrax.models import MLP, from_linen
+from tests.simulation.problems import FEDERATION, assert_identical, run
+
+ROUNDS, COHORTS, STEPS, ROWS = 3, [[1, 3], [3, 5], [1, 3]], 2, 3
+LOCAL = LocalSGD(lr=0.1, steps=STEPS, batch_size=ROWS)
+DRAWN = np.random.default_rng(0).permuted(np.broadcast_to(np.arange(5), (ROUNDS, 2, STEPS, 5)), axis=-1)[..., :ROWS]
+SCRIPT = Script(cohorts=COHORTS, batches=DRAWN)
+OPTIONS: dict[str, Any] = {"script": SCRIPT, "rounds": ROUNDS, "eval_every": 1, "devices": 1}
+
+
+class Network(nn.Module):
+    """Two layers with batch norm between."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """Logits."""
+        x = nn.BatchNorm(momentum=0.8, use_running_average=not train, name="norm")(nn.Dense(5, name="hidden")(x))
+        return nn.Dense(3, name="output")(jax.nn.relu(x))
+
+
+NORM = classification(from_linen(Network(), FEDERATION.train[0][:1]))
+LAYERS = classification(MLP(hidden=(6,)).build((4,), 3))
+
+
+def home_of(params: Any, patterns: tuple[str, ...]) -> Any:
+    """True where a parameter stays at home."""
+    leaves = [any(fnmatchcase(name, p) for p in patterns) for name in tree.leaf_names(params)]
+    return jax.tree.structure(params).unflatten(leaves)
+
+
+def by_hand(task: Task, start: Any, patterns: tuple[str, ...], at_home: bool) -> tuple[Any, Any, dict, dict]:
+    """(global parameters, mean statistics, clients' parameters, clients' statistics)."""
+    params, mean = start if isinstance(start, Variables) else (start, ())
+    home, own, statistics = home_of(params, patterns), {}, {}
+
+    def step(params: Any, moving: Any, batch: Batch) -> tuple[Any, Any]:
+        def loss(params: Any) -> Any:
+            if not moving:
+                return task.loss(params, batch, jax.random.key(0)).mean(), ()
+            losses, moved = task.loss_and_statistics(Variables(params, moving), batch, jax.random.key(0))
+            return losses.mean(), moved
+
+        gradient, moved = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - LOCAL.lr * g, params, gradient), moved
+
+    step = jax.jit(step)
+    for r, cohort in enumerate(COHORTS):
+        ends, moved = [], []
+        for k, client in enumerate(cohort):
+            x = jax.tree.map(lambda mine, g, h: mine if h else g, own.get(client, params), params, home)
+            moving = statistics.get(client, start[1]) if at_home else mean
+            for rows in SCRIPT.batches[r, k]:
+                rows = FEDERATION.offsets[client] + rows
+                x, moving = step(x, moving, Batch(*(np.asarray(a)[rows] for a in FEDERATION.train)))
+            own[client], statistics[client] = x, moving
+            ends.append(x)
+            moved.append(moving)
+        params = jax.tree.map(lambda p, h, *e: p if h else sum(e) / len(e), params, home, *ends)
+        if not at_home:
+            mean = jax.tree.map(lambda *m: sum(m) / len(m), *moved)
+    return params, mean, own, statistics
+
+
+def assert_near(a: Any, b: Any) -> None:
+    """Up to rounding."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), a, b)
+
+
+CASES = {
+    "FedBN": (NORM, ("norm/*",), True),
+    "shared statistics": (NORM, ("norm/*",), False),
+    "statistics alone": (NORM, (), True),
+    "FedPer": (LAYERS, ("output/*",), False),
+    "LG-FedAvg": (LAYERS, ("*0/weight", "*0/bias"), False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rounds_are_those_of_a_plain_loop(case: str):
+    task, patterns, at_home = CASES[case]
+    if case == "LG-FedAvg":
+        patterns = (tree.leaf_names(task.init(jax.random.key(0)))[0].split("/")[0] + "/*",)
+    start = task.init(jax.random.key(4))
+    method = Personalised(FedAvg(local=LOCAL), at_home=patterns, statistics=at_home)
+    result = run(method, task=task, params=start, **OPTIONS)
+    params, mean, own, statistics = by_hand(task, start, patterns, at_home)
+    assert_near(result.params, params)
+    assert_near(result.statistics, mean)
+    names, home = tree.leaf_names(params), jax.tree.leaves(home_of(params, patterns))
+    for client in (1, 3, 5):
+        leaves = dict(zip(names, jax.tree.leaves(own[client]), strict=True))
+        assert_near(result.client_state(client).own, {n: leaves[n] for n, h in zip(names, home, strict=True) if h})
+        if at_home:
+            row = result.homes[client]
+            assert_near(jax.tree.map(lambda a, row=row: a[row], result.store.statistics), statistics[client])
+    travels = sum(leaf.nbytes for leaf, h in zip(jax.tree.leaves(params), home, strict=True) if not h)
+    travels += 0 if at_home else tree.num_bytes(mean)
+    assert [event["bytes_up"] for event in result.events] == [2 * travels * r for r in (1, 2, 3)]
+    assert [event["bytes_down"] for event in result.events] == [2 * travels * r for r in (1, 2, 3)]
+    losses = []  # of each client's own model on its own samples; test data belong to nobody
+    for client in range(FEDERATION.num_clients):
+        x = jax.tree.map(
+            lambda mine, g, h: mine if h else g, own.get(client, params), params, home_of(params, patterns)
+        )
+        moving = statistics.get(client, start[1]) if at_home else mean
+        rows = slice(*FEDERATION.offsets[client : client + 2])
+        model = Variables(x, moving) if isinstance(start, Variables) else x
+        losses.extend(task.evaluation_loss(model, Batch(*(np.asarray(a)[rows] for a in FEDERATION.train))))
+    np.testing.assert_allclose(result.events[-1]["train_personal_loss"], np.mean(losses), rtol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
+def test_plans_agree(plan: str):
+    method = Personalised(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
+    one, other = (run(method, task=NORM, **OPTIONS, plan=p) for p in ("scan", plan))
+    assert_near(other.params, one.params)
+    for client in (1, 3, 5):
+        assert_near(other.client_state(client), one.client_state(client))
+        mine, theirs = (jax.tree.map(lambda a, r=r: a[r.homes[client]], r.store.statistics) for r in (one, other))  # noqa: B023
+        assert_near(mine, theirs)
+    for name in ("train_personal_loss", "train_personal_accuracy"):
+        np.testing.assert_allclose(other.events[-1][name], one.events[-1][name], rtol=1e-4)
+
+
+def test_resume_and_sweeps_find_what_stayed_at_home(tmp_path):
+    methods = [
+        Personalised(FedAvg(local=LocalSGD(lr=lr, steps=2, batch_size=3)), at_home=("norm/*",), statistics=True)
+        for lr in (0.1, 0.2)
+    ]
+    options = {"cohort_size": 3, "eval_every": 2, "devices": 1, "checkpoint_every": 1}
+    whole = run(methods[0], task=NORM, **options)
+    run(methods[0], task=NORM, **options | {"rounds": 2}, directory=tmp_path)
+    assert_identical(run(methods[0], task=NORM, **options, directory=tmp_path, resume=True), whole)
+    together = sweep(methods, NORM, FEDERATION, rounds=4, cohort_size=3, eval_every=2, mode="together")
+    np.testing.assert_allclose(
+        together[0][0].events[-1]["train_personal_loss"], whole.events[-1]["train_personal_loss"], rtol=1e-4
+    )
+    assert_near(together[0][0].params, whole.params)
+
+
+def test_with_nothing_at_home_it_is_the_method_inside():
+    method = FedAvg(local=LOCAL)
+    one, other = (run(m, task=LAYERS, **OPTIONS) for m in (method, Personalised(method)))
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    assert one.events[-1]["bytes_up"] == other.events[-1]["bytes_up"]
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Personalised(at_home=("outptu/*",)), "no parameter is called 'outptu/\\*', .* output/bias"),
+        (Personalised(at_home=("*",)), "nothing is left to learn together"),
+        (Personalised(Scaffold()), "that do not correct for drift"),
+        (Personalised(FedSGD(), at_home=("output/*",)), "needs local steps"),
+    ],
+    ids=["typo", "all", "Scaffold", "FedSGD"],
+)
+def test_misuse_ends_in_a_sentence(method: Personalised, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        run(method, task=LAYERS, rounds=1)
+
+
+def test_a_local_optimizer_may_be_carried_besides():
+    import optax
+
+    local = LocalSGD(lr=0.05, steps=2, batch_size=3, optimizer=Optax.of(optax.adam), carry=True)
+    result = run(Personalised(FedAvg(local=local), at_home=("output/*",)), task=LAYERS, **OPTIONS)
+    assert result.events[-1]["train_personal_loss"] < result.events[0]["train_personal_loss"]
