@@ -1,0 +1,63 @@
+"""Every choice of every method, and wrappers around wrappers, on the plans that differ most."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.fields import fields_of
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.wrapper import Wrapper
+from fedrax.experiments.methods import algorithms
+from tests.contract.test_every_algorithm import SIZES, assert_close, example, run
+
+LOCAL = fedrax.LocalSGD(lr=0.02, steps=2, batch_size=3, momentum=0.5, weight_decay=0.1)
+
+
+def other_choices() -> Iterator[tuple[str, Algorithm]]:
+    """Each method with each value of a choice or switch that is not its default."""
+    for name, kind in algorithms().items():
+        base = example(kind)
+        for field in fields_of(kind).values():
+            default = getattr(base, field.name)
+            known = [choice for kind_ in field.kinds for choice in kind_.choices]
+            switch = [not default] if isinstance(default, bool) else []
+            for value in [choice for choice in known if choice != default] + switch:
+                yield f"{name}-{field.name}={value}", dataclasses.replace(base, **{field.name: value})
+
+
+def wrapped_twice() -> Iterator[tuple[str, Algorithm]]:
+    """Every wrapper around every wrapper, around a method that remembers something on both sides."""
+    wrappers = {name: kind for name, kind in algorithms().items() if issubclass(kind, Wrapper)}
+    for (outer, around), (inner, kind) in itertools.product(wrappers.items(), repeat=2):
+        method = around(inner=kind(inner=fedrax.Scaffold(local=LOCAL)))  # type: ignore[call-arg]
+        yield f"{outer}({inner}(scaffold))", method
+
+
+CASES = dict([*other_choices(), *wrapped_twice()])
+
+
+def is_sound(algorithm: Algorithm) -> bool:
+    """Whether the choice stands by itself; some need another field with it and say so."""
+    try:
+        check(algorithm)
+    except fedrax.FedraxError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if is_sound(case)])
+def test_plans_agree(name: str):
+    base = run(CASES[name], rounds=2)
+    assert all(np.isfinite(event["train_loss"]) for event in base.events if "train_loss" in event)
+    for plan in ({"plan": "vmap", "chunk": 2}, {"plan": "debug"}):
+        other = run(CASES[name], rounds=2, **plan)
+        assert_close(other.server, base.server)
+        for client in range(len(SIZES)):
+            assert_close(other.client_state(client), base.client_state(client))
