@@ -93,6 +93,8 @@ class Carried:
     def __init__(self, statistics: Tree = (), optimizer: Tree = ()):
         """statistics: a model's running statistics. optimizer: the state of a local optimizer that outlives rounds."""
         self.statistics, self.optimizer = statistics, optimizer
+        self.params: Tree | None = None
+        """Where the last local steps ended, None before there were any: for wrappers."""
 
 
 LossRule = Callable[[Callable], Callable]
@@ -201,6 +203,12 @@ class ClientData:
         """What the task's functions take: the parameters, with the running statistics where the model has some."""
         return Variables(params, self.carried.statistics) if self.carried.statistics else params
 
+    @property
+    def given_rows(self) -> Array | None:
+        """int32 [T, B], the rows of each batch where a script gives them; of a fresh batch [1, B]."""
+        fresh = self.place.fresh
+        return self.place.batches if not self._fresh else None if fresh is None else fresh[None]
+
     # -- samples -----------------------------------------------------------------------------------------------
 
     @scope(GATHER)
@@ -211,9 +219,8 @@ class ClientData:
         of an epoch is shorter where B does not divide the size. ``replacement`` draws each sample anew. Rows that
         do not count hold some sample of this client.
         """
-        given = self.place.fresh if self._fresh else self.place.batches
-        if given is not None:
-            rows = given if self._fresh else given[step]
+        if self.given_rows is not None:
+            rows = self.given_rows[0 if self._fresh else step]
             return self._gather(jnp.maximum(rows, 0)), rows >= 0
         size = min(batch_size, self.layout.largest)
         lanes = jnp.arange(size, dtype=jnp.int32)

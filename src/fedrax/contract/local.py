@@ -156,7 +156,7 @@ class LocalSGD:
 
     def samples(self, data: ClientData, steps: Array | int) -> Array:
         """Samples that ``steps`` local steps take gradients of (their mean over draws of uneven blocks)."""
-        given = data.place.batches
+        given = data.given_rows
         if given is not None:
             used = jnp.arange(len(given)) < steps
             return jnp.sum(jnp.where(used[:, None], given >= 0, False)).astype(float)
@@ -246,6 +246,7 @@ class LocalSGD:
         else:
             carry = jax.lax.fori_loop(0, steps, body, carry)
         x, memory, _, total, loss, carried.statistics, rule = carry
+        carried.params = x
         carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)
         return LocalResult(
