@@ -20,6 +20,15 @@ from tests.contract.test_every_algorithm import SIZES, assert_close, example, ru
 LOCAL = fedrax.LocalSGD(lr=0.02, steps=2, batch_size=3, momentum=0.5, weight_decay=0.1)
 
 
+def is_sound(algorithm: Algorithm) -> bool:
+    """Whether the choice stands by itself; some need another field with it and say so."""
+    try:
+        check(algorithm)
+    except fedrax.FedraxError:
+        return False
+    return True
+
+
 def other_choices() -> Iterator[tuple[str, Algorithm]]:
     """Each method with each value of a choice or switch that is not its default."""
     for name, kind in algorithms().items():
@@ -33,23 +42,17 @@ def other_choices() -> Iterator[tuple[str, Algorithm]]:
 
 
 def wrapped_twice() -> Iterator[tuple[str, Algorithm]]:
-    """Every wrapper around every wrapper, around a method that remembers something on both sides."""
+    """Every wrapper around every wrapper, around a method that remembers something on both sides where it may."""
     wrappers = {name: kind for name, kind in algorithms().items() if issubclass(kind, Wrapper)}
     for (outer, around), (inner, kind) in itertools.product(wrappers.items(), repeat=2):
-        method = around(inner=kind(inner=fedrax.Scaffold(local=LOCAL)))  # type: ignore[call-arg]
-        yield f"{outer}({inner}(scaffold))", method
+        for method in (fedrax.Scaffold(local=LOCAL), fedrax.FedAvg(local=LOCAL)):
+            made = around(inner=kind(inner=method))  # type: ignore[call-arg]
+            if is_sound(made):
+                yield f"{outer}({inner}({type(method).__name__.lower()}))", made
+                break
 
 
 CASES = dict([*other_choices(), *wrapped_twice()])
-
-
-def is_sound(algorithm: Algorithm) -> bool:
-    """Whether the choice stands by itself; some need another field with it and say so."""
-    try:
-        check(algorithm)
-    except fedrax.FedraxError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if is_sound(case)])
