@@ -32,8 +32,7 @@ KINDS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], list[np.ndarray]
     "all on a line": lambda a, b, c: [a, -a, 0.125 * a],
     "a zero column": lambda a, b, c: [a, 0 * a, b],
     "zero columns": lambda a, b, c: [0 * a, 0 * a, 0 * a],
-    "one of two zero": lambda a, b, c: [0 * a, a],
-    "two, equal": lambda a, b, c: [a, a],
+    "two equal and a zero column": lambda a, b, c: [a, a, 0 * a],
     "four, two pairs equal": lambda a, b, c: [a, b, a, b],
     "four, three equal": lambda a, b, c: [a, a, b, a],
 }
@@ -98,15 +97,9 @@ def _in_a_loop(columns: jax.Array, p: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, len(p), body, jnp.zeros_like(p))
 
 
-@jax.jit
-def _in_a_scan(columns: jax.Array, p: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda carry, one: (carry, moved(*one)), 0, (columns, p))[1]
-
-
 PROGRAMS = {
     "alone": lambda columns, p: np.stack([_alone(*one) for one in zip(columns, p, strict=True)]),
     "in a loop": _in_a_loop,
-    "in a scan": _in_a_scan,
 }
 
 

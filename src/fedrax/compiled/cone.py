@@ -83,7 +83,7 @@ def _try_all(gram: Array, inner: Array) -> _Solution:
     """
     m = len(inner)
     sets = [chosen for size in range(m + 1) for chosen in combinations(range(m), size)]
-    taken = jnp.array([[k in chosen for k in range(m)] for chosen in sets])
+    taken = jnp.array([[k in chosen for k in range(m)] for chosen in sets], bool)
     z, sine = jax.vmap(_equalities, (None, None, 0))(gram, -inner, taken)
     slack = inner + jnp.sum(z[:, :, None] * gram, axis=1)
     broken = -jnp.min(jnp.where(taken, z, slack), axis=1, initial=0)
