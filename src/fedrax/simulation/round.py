@@ -248,7 +248,9 @@ def _total_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return summed_dtype(dtype)
     unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    return jnp.promote_types(dtype, jnp.uint32 if unsigned else jnp.int32)
+    wide = jnp.dtype(jnp.uint32 if unsigned else jnp.int32)
+    short = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8  # which JAX promotes to nothing
+    return wide if short else jnp.promote_types(dtype, wide)
 
 
 def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real: Array, clients: Array) -> Sums:
