@@ -188,4 +188,5 @@ def is_algorithm(value: Any) -> bool:
 
 def summed_dtype(dtype: Any) -> Any:
     """The type in which numbers of ``dtype`` are averaged: float32 at least."""
-    return jax.numpy.promote_types(dtype, jax.numpy.float32)
+    floating = jax.numpy.issubdtype(dtype, jax.numpy.floating)  # JAX promotes no integers of four bits
+    return jax.numpy.promote_types(dtype, jax.numpy.float32) if floating else jax.numpy.dtype("float32")

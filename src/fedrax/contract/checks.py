@@ -18,6 +18,45 @@ from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
+def check_method(algorithm: Any) -> None:
+    """Refuse properties that hold something else than the contract's."""
+    from fedrax.contract.algorithm import Phase
+    from fedrax.contract.local import LocalSGD
+    from fedrax.contract.requirements import Requirements
+
+    name, phases = type(algorithm).__name__, algorithm.phases
+    if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
+        raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
+    if not isinstance(algorithm.requirements, Requirements):
+        raise FedraxError(f"{name}.requirements is {_kind(algorithm.requirements)}: write Requirements(...)")
+    if not isinstance(algorithm.local_steps, LocalSGD | None):
+        raise FedraxError(f"{name}.local_steps is {_kind(algorithm.local_steps)}: a LocalSGD or None is needed")
+
+
+def checked_client(algorithm: Any, state: Tree) -> Tree:
+    """A client's state from ``init_client``, if it is made of arrays."""
+    return _arrays(f"{type(algorithm).__name__}.init_client", "state", state)
+
+
+def checked_personal(algorithm: Any, model: Tree | None, params: Tree) -> Tree | None:
+    """The parameters of a client's own model, if they fit the model."""
+    from fedrax.contract.task import Variables
+
+    if model is not None:
+        trained = model.params if isinstance(model, Variables) else model
+        name = f"{type(algorithm).__name__}.personal"
+        _same(f"what {name} returns", _arrays(name, "model", trained), params, "the model has it")
+    return model
+
+
+def checked_received(algorithm: Any, received: Tree) -> Tree:
+    """What ``receive`` makes of an upload, if it can be summed."""
+    name = f"{type(algorithm).__name__}.receive"
+    if received is None:
+        raise FedraxError(f"{name} returns nothing: return what is averaged of the upload")
+    return _arrays(name, "value", received)
+
+
 def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
     """A server state from ``init``, if its parameters can be read and are those it was made of."""
     name = type(algorithm).__name__
@@ -37,7 +76,7 @@ def checked_message(algorithm: Any, message: Tree) -> Tree:
     """What is sent to clients, if it can travel."""
     if holds_vectors(message):
         raise FedraxError(f"{type(algorithm).__name__} broadcasts Vectors: send what it makes of them")
-    return message
+    return _arrays(f"{type(algorithm).__name__}.broadcast", "message", message)
 
 
 def checked_output(algorithm: Any, output: Any) -> Any:
@@ -49,21 +88,31 @@ def checked_output(algorithm: Any, output: Any) -> Any:
         raise FedraxError(
             f"{name}.client returns {_kind(output)} instead of a ClientOutput: write ClientOutput(upload=...)"
         )
-    if not isinstance(output.info, dict):
-        raise FedraxError(f"{name}.client gives the info {_kind(output.info)}: a dictionary of numbers is needed")
-    for key, value in output.info.items():
-        if jnp.ndim(value):
-            raise FedraxError(f"{name}.client gives the info {key!r} of shape {jnp.shape(value)}: one number is needed")
+    if output.upload is None:
+        raise FedraxError(f"{name}.client uploads nothing: write ClientOutput(upload=()) where that is meant")
+    info = _numbers(f"{name}.client", output.info)
     if any(is_table(part) for part in jax.tree.leaves((output.upload, output.each, output.total), is_leaf=is_table)):
         raise FedraxError(f"{name} uploads a Table: send its rows")
-    return ClientOutput(*(_arrays(name, field, part) for field, part in output._asdict().items()))
+    output = output._replace(info=info)
+    return ClientOutput(*(_arrays(f"{name}.client", field, part) for field, part in output._asdict().items()))
 
 
-def _arrays(name: str, field: str, values: Tree) -> Tree:
+def _arrays(where: str, what: str, values: Tree) -> Tree:
     try:
-        return jax.tree.map(jnp.asarray, values)
-    except TypeError as error:
-        raise FedraxError(f"{name}.client returns a {field} that holds something else than arrays: {error}") from error
+        return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), values)
+    except (TypeError, ValueError) as error:
+        raise FedraxError(f"{where} returns in its {what} something else than arrays: {error}") from error
+
+
+def _numbers(where: str, info: Any) -> dict:
+    if not isinstance(info, dict):
+        raise FedraxError(f"{where} gives the info {_kind(info)}: a dictionary of numbers is needed")
+    info = {name: _arrays(where, "info", value) for name, value in info.items()}
+    for name, value in info.items():
+        if not hasattr(value, "dtype") or jnp.ndim(value):
+            shape = f"of shape {jnp.shape(value)}" if hasattr(value, "dtype") else _kind(value)
+            raise FedraxError(f"{where} gives the info {name!r} {shape}: one number is needed")
+    return info
 
 
 def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
@@ -73,7 +122,7 @@ def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
     if not pair or not isinstance(returned[1], dict):
         found = _kind(returned)
         raise FedraxError(f"{name}.server returns {found} instead of a state and its info: write (state, {{}})")
-    return returned
+    return _arrays(f"{name}.server", "state", returned[0]), _numbers(f"{name}.server", returned[1])
 
 
 def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
@@ -81,18 +130,28 @@ def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
     name = type(algorithm).__name__
     if not jax.tree.leaves(before) and jax.tree.leaves(after):
         raise FedraxError(f"{name}.client returns a state, but no client has one: define init_client(params)")
-    _same(f"the state that {name}.client returns", after, before, "init_client makes it")
+    what = f"the state that {name}.client returns"
+    _same(what, after, before, "init_client makes it")
+    _same_types(what, after, before, "init_client makes it")
 
 
 def checked_round(algorithm: Any, before: Any, after: Any) -> None:
     """Refuse a server state after a round that is unlike the one before it, in shapes or types."""
-    _same(f"the state that {type(algorithm).__name__}.server returns", after, before, "before the round it was")
+    what = f"the state that {type(algorithm).__name__}.server returns"
+    _same(what, after, before, "before the round it was")
+    _same_types(what, after, before, "before the round it was")
+
+
+def _same_types(what: str, have: Tree, need: Tree, verb: str) -> None:
+    """Refuse ``have`` if a number of it is of another type than in ``need``: it would be rounded, or compile anew."""
     types = lambda t: dict(zip(tree.leaf_names(t), [x.dtype for x in jax.tree.leaves(t)], strict=True))  # noqa: E731
-    old, new = types(before), types(after)
+    old, new = types(need), types(have)
     for leaf in old:
         if old[leaf] != new[leaf]:
-            what = f"the state that {type(algorithm).__name__}.server returns has {leaf} of type {new[leaf]}"
-            raise FedraxError(f"{what}, before the round it was {old[leaf]}: write .astype(...), or use fedrax.tree")
+            raise FedraxError(
+                f"{what} has {leaf or 'its array'} of type {new[leaf]}, but {verb} {old[leaf]}:"
+                " write .astype(...), or use fedrax.tree"
+            )
 
 
 def _same(what: str, have: Tree, need: Tree, verb: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import check_method
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task, classification
 from fedrax.data import Federation
@@ -42,6 +43,7 @@ def check_algorithm(method: type[Algorithm] | Algorithm, **fields: Any) -> None:
     if not isinstance(algorithm, Algorithm):
         raise FedraxError(f"{algorithm!r} is no algorithm: derive its class from fedrax.Algorithm")
     check(algorithm)
+    check_method(algorithm)
     base = _run(algorithm)  # what is wrong already here is said in a sentence of its own
     rules: tuple[Callable[[Algorithm, Result], str | None], ...] = (
         _learns,

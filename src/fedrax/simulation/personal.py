@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import checked_personal
 from fedrax.contract.client_data import Carried, Place
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.task import Batch, Task, Variables
@@ -61,7 +62,8 @@ class PersonalEvaluator:
         initial: Kept,
     ) -> PersonalEvaluator | None:
         """The evaluator that a run needs, None if it needs none."""
-        own = jax.eval_shape(algorithm.personal, start, initial.state) is not None
+        personal = lambda x, state: checked_personal(algorithm, algorithm.personal(x, state), x)  # noqa: E731
+        own = jax.eval_shape(personal, start, initial.state) is not None
         kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
         if "finetuned" in kinds and (engine.samples is None or program.own_samples):
             raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")

@@ -18,7 +18,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.compiled.products import Format
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
-from fedrax.contract.checks import checked_output, checked_server, checked_state
+from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
 from fedrax.tree import Tree
 
@@ -70,7 +70,8 @@ class Kept(NamedTuple):
     def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> Kept:
         """Of a client that has not taken part."""
         at_home = statistics if algorithm.statistics_at_home else ()
-        return cls(algorithm.init_client(params), algorithm.init_local(params), at_home)
+        state = checked_client(algorithm, algorithm.init_client(params))
+        return cls(state, algorithm.init_local(params), at_home)
 
 
 class Finished(NamedTuple):
@@ -219,7 +220,7 @@ def run_client(
     data = client_data(program, samples, here, keys, k, carried, p)
     phase = algorithm.phases[p]
     output = checked_output(algorithm, phase.client(message, kept.state, data))
-    received = phase.receive(output.upload)
+    received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
     after = Kept(output.state, carried.optimizer, moved if at_home else ())
     return Finished(output._replace(state=()), received, after, () if at_home else moved)
@@ -247,7 +248,9 @@ def _total_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return summed_dtype(dtype)
     unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    return jnp.promote_types(dtype, jnp.uint32 if unsigned else jnp.int32)
+    wide = jnp.dtype(jnp.uint32 if unsigned else jnp.int32)
+    short = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8  # which JAX promotes to nothing
+    return wide if short else jnp.promote_types(dtype, wide)
 
 
 def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real: Array, clients: Array) -> Sums:

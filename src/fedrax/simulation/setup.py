@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.checks import explained
+from fedrax.contract.checks import check_method, explained
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
@@ -96,6 +96,7 @@ def prepare(
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
     check(algorithm)
     check(settings, "run")
+    check_method(algorithm)
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
     with explained(algorithm):

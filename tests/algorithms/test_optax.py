@@ -1,0 +1,82 @@
+"""Optimizers of optax on clients and on the server, against plain loops of optax's own calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from fedrax import FedAvg, LocalSGD, Optax, Script, sweep
+from fedrax.contract.task import Batch
+from tests.simulation.problems import FEDERATION, TASK, assert_close, assert_identical, run
+
+ROUNDS, STEPS, ROWS, COHORTS = 3, 2, 3, [[1, 3], [3, 5], [1, 3]]
+BATCHES = np.random.default_rng(2).integers(0, 5, (ROUNDS, 2, STEPS, ROWS))
+OPTIONS: dict[str, Any] = {"script": Script(cohorts=COHORTS, batches=BATCHES), "rounds": ROUNDS, "devices": 1}
+
+
+def local(carry: bool, lr: float = 0.05) -> FedAvg:
+    """FedAvg with AdamW on the clients."""
+    rule = Optax.of(optax.adamw, weight_decay=0.01)
+    return FedAvg(local=LocalSGD(lr=lr, steps=STEPS, batch_size=ROWS, optimizer=rule, carry=carry))
+
+
+def by_hand(carry: bool) -> Any:
+    """The parameters in the end, in float64."""
+    rule, kept = optax.adamw(0.05, weight_decay=0.01), {}
+    params = jax.tree.map(lambda a: np.zeros(a.shape), TASK.init(jax.random.key(0)))
+    gradient = jax.jit(jax.grad(lambda p, x, y: TASK.loss(p, Batch(x, y), jax.random.key(0)).mean()))
+    for r, cohort in enumerate(COHORTS):
+        ends = []
+        for k, client in enumerate(cohort):
+            x, state = params, kept.get(client) if carry and client in kept else rule.init(params)
+            for rows in BATCHES[r, k]:
+                at = FEDERATION.offsets[client] + rows
+                updates, state = rule.update(gradient(x, *(np.asarray(a)[at] for a in FEDERATION.train)), state, x)
+                x = optax.apply_updates(x, updates)
+            kept[client] = state
+            ends.append(x)
+        params = jax.tree.map(lambda *e: sum(e) / len(e), *ends)
+    return params
+
+
+@pytest.mark.parametrize("carry", [False, True], ids=["reset", "carried"])
+def test_local_adamw_is_the_plain_loop(carry: bool):
+    with jax.enable_x64(True):
+        expected = by_hand(carry)
+    reference = run(local(carry), **OPTIONS, dtype="float64")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), reference.params, expected)
+    for plan in ("vmap", "loop", "debug"):
+        assert_close(run(local(carry), **OPTIONS, dtype="float64", plan=plan), reference, 1e-12)
+
+
+def test_what_is_carried_outlives_an_interruption(tmp_path):
+    options = {"cohort_size": 3, "eval_every": 2, "devices": 1}
+    run(local(True), **options, rounds=2, directory=tmp_path)
+    assert_identical(run(local(True), **options, directory=tmp_path, resume=True), run(local(True), **options))
+
+
+def test_finished_and_traced_optimizers_are_one_server_rule_on_every_plan():
+    work, options = LocalSGD(lr=0.05, steps=2, batch_size=2), {"rounds": 2, "cohort_size": 2, "devices": 1}
+    finished = FedAvg(local=work, server_optimizer=Optax(optax.adamw(1e-2)))
+    traced = FedAvg(local=work, server_optimizer=Optax.of(optax.adamw, learning_rate=1e-2))
+    reference = run(finished, **options)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(reference.params)) > 5e-3
+    for plan in ("scan", "vmap", "loop", "debug"):
+        for method in (finished, traced):
+            assert_close(run(method, **options, plan=plan), reference)
+
+
+def test_a_grid_of_learning_rates_is_one_program():
+    work = LocalSGD(lr=0.05, steps=2, batch_size=2)
+    rules = [Optax.of(optax.adamw, learning_rate=lr) for lr in (0.01, 0.03, 0.1)]
+    methods = [FedAvg(local=work, server_optimizer=rule) for rule in rules]
+    options: Any = {"rounds": 2, "cohort_size": 2, "eval_every": 2}
+    results = sweep(methods, TASK, FEDERATION, **options, mode="together")
+    assert results[0][0].plan.startswith("together: 3 x 1")
+    for method, (result,) in zip(methods, results, strict=True):
+        alone = run(method, **options, devices=1)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result.params, alone.params)

@@ -1,0 +1,102 @@
+"""What breaks the contract's rules ends in one sentence that names the method and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, hyperparameters
+from tests.simulation.problems import make_federation, run
+
+FEDERATION = make_federation(test_rows=0)
+
+
+class State(NamedTuple):
+    """Of a client."""
+
+    a: Any
+
+
+def method(**functions: Any) -> FedAvg:
+    """FedAvg with some of its methods replaced."""
+    return hyperparameters(type("Mine", (FedAvg,), {"__module__": __name__, "__annotations__": {}, **functions}))()
+
+
+def client(output: Callable) -> FedAvg:
+    """FedAvg whose clients return ``output(message, state, data)``."""
+    return method(client=lambda self, message, state, data: output(message, state, data))
+
+
+def stateful(first: Any, output: Callable) -> FedAvg:
+    """The same with a state."""
+    run = lambda self, m, s, d: ClientOutput(upload=m, state=output(s))  # noqa: E731
+    return method(client=run, init_client=lambda self, params: first)
+
+
+def counted(number: Any) -> FedAvg:
+    """FedAvg whose server's info is this."""
+    return method(server=lambda self, server, cohort: (server, number))
+
+
+CASES = {
+    "Mine.client returns a dict instead of a ClientOutput": client(lambda m, s, d: m),
+    "Mine.client uploads nothing": client(lambda m, s, d: ClientOutput(upload=None)),
+    "Mine.client returns in its upload something else than arrays": client(lambda m, s, d: ClientOutput(upload="x")),
+    "Mine.client returns in its total something else": client(lambda m, s, d: ClientOutput(upload=m, total="x")),
+    "Mine.client gives the info nothing": client(lambda m, s, d: ClientOutput(upload=m, info=None)),  # type: ignore[arg-type]
+    r"info 'loss' of shape \(2,\): one": client(lambda m, s, d: ClientOutput(upload=m, info={"loss": jnp.ones(2)})),
+    "hands a traced value to NumPy": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(np.asarray, m))),
+    "asks for the truth of a traced": client(lambda m, s, d: ClientOutput(upload=m if d.size > 3 else s)),
+    "as a Python index or size": client(lambda m, s, d: ClientOutput(upload=[m for _ in range(d.size)])),
+    "but no client has one: define init_client": client(lambda m, s, d: ClientOutput(upload=m, state=m)),
+    r"a is of shape \(\), but init_client": stateful(State(jnp.zeros(3)), lambda s: State(1.0)),
+    "of type float32, but init_client makes it int32": stateful(State(jnp.int32(3)), lambda s: State(s.a + 0.5)),
+    "Mine.init_client returns in its state something": stateful("x", lambda s: s),
+    "Mine.receive returns nothing": method(receive=lambda self, upload: None),
+    "Mine.receive returns in its value something": method(receive=lambda self, upload: "x"),
+    "Mine.broadcast returns in its message something": method(broadcast=lambda self, server: "x"),
+    "Mine.init returns nothing without params": method(init=lambda self, params, num_clients: None),
+    "Mine.server returns a Server instead of a state and its info": method(server=lambda self, s, c: s),
+    "Mine.server gives the info nothing|a state and its info": counted(None),
+    "Mine.server returns in its info something": counted({"x": "much"}),
+    r"Mine.server gives the info 'x' of shape \(3,\)": counted({"x": jnp.ones(3)}),
+    "before the round it was of shape": method(server=lambda self, server, cohort: (None, {})),
+    "Mine.phases must be a tuple of one Phase": method(phases=property(lambda self: ())),
+    "Mine.phases must be a tuple": method(phases=property(lambda s: Phase(s.broadcast, s.client, s.server))),
+    "Mine.requirements is nothing": method(requirements=property(lambda self: None)),
+    "Mine.local_steps is a float": method(local_steps=property(lambda self: 3.0)),
+    "what Mine.personal returns: output/bias is not": method(personal=lambda self, params, state: {"a": jnp.ones(1)}),
+    "Mine.personal returns in its model something": method(personal=lambda self, params, state: "x"),
+    "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("sentence", CASES)
+@pytest.mark.parametrize(
+    "use", [lambda m: run(m, FEDERATION, rounds=1, devices=1), check_algorithm], ids=["simulate", "check"]
+)
+def test_misuse_ends_in_a_sentence(sentence: str, use: Callable):
+    with pytest.raises(FedraxError, match=sentence) as caught:
+        use(CASES[sentence])
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_number_of_pythons_is_a_number():
+    events = run(counted({"x": 1.5}), FEDERATION, rounds=2, devices=1).events
+    assert [event["x"] for event in events] == [1.5, 1.5]
+
+
+def test_a_class_without_the_decorator_is_refused():
+    class Bare(FedAvg):
+        """No decorator."""
+
+        extra: float = 1.0
+
+    for use in (lambda m: run(m, FEDERATION, rounds=1), check_algorithm):
+        with pytest.raises(FedraxError, match="Bare lacks the decorator @hyperparameters"):
+            use(Bare(local=LocalSGD()))

@@ -1,0 +1,167 @@
+"""Settings, requirements and one client's data mean the same wherever a round is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fedrax
+from fedrax import FedAvg, LocalSGD, Requirements, Scaffold, Script, Upcycled, Variables, classification, sweep
+from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.task import Batch
+from fedrax.models import from_linen
+from fedrax.simulation.setup import prepare
+from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_close, assert_identical, run
+
+# -- sweeps --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_together_honour_what_runs_in_turn_do():
+    """Training data, each client apart, and fine-tuned models are evaluated in both."""
+    methods = [Scaffold(local=LocalSGD(lr=lr, steps=2, batch_size=2)) for lr in (0.05, 0.1)]
+    options: Any = {"rounds": 2, "cohort_size": 3, "eval_every": 2}
+    options |= {"eval_train": True, "per_client": True, "finetune": 1, "stragglers": 0.4, "weights": "uniform"}
+    together, in_turn = (sweep(methods, TASK, FEDERATION, **options, mode=mode) for mode in ("together", "in turn"))
+    for (one,), (other,) in zip(together, in_turn, strict=True):
+        mine, theirs = one.events[-1], other.events[-1]
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"seconds"}:
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, err_msg=name)
+    assert any("train_finetuned" in name for name in together[0][0].events[-1])
+    assert any(name.startswith("train_loss") for name in together[0][0].events[-1])
+
+
+# -- requirements --------------------------------------------------------------------------------------------------
+
+
+def test_requirements_are_what_either_needs():
+    none, every = Requirements(), Requirements(True, True, 3, True, True, True, True)
+    assert none | every == every | none == every
+    for name in ("uniform_weights", "fixed_cohort", "features", "blocks", "per_sample_losses", "no_statistics"):
+        one = Requirements(**{name: True})
+        assert one | none == none | one == one | one == one
+        assert getattr(Requirements(largest_cohort=2) | one, name)
+    assert (Requirements(largest_cohort=5) | Requirements(largest_cohort=2)).largest_cohort == 2
+    assert (Requirements(largest_cohort=5) | none).largest_cohort == 5
+
+
+def test_a_wrapper_needs_what_the_method_inside_needs():
+    with pytest.raises(fedrax.FedraxError, match="uniform aggregation weights only"):
+        run(Upcycled(fedrax.Quantised(Scaffold(local=LOCAL))), weights="samples", rounds=1)
+
+
+# -- devices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda method: method, Upcycled, lambda m: Upcycled(fedrax.TopK(m))])
+def test_clients_of_wrapped_methods_are_spread_by_their_steps(wrap: Any):
+    """Fixed steps cost the same for all clients, epochs as many as samples."""
+    settings = fedrax.Settings(rounds=1, cohort_size=6, devices=2)
+    for local, by_samples in ((LOCAL, False), (LocalSGD(epochs=1), True)):
+        planner = prepare(wrap(FedAvg(local=local)), TASK, FEDERATION, settings).planner
+        counts = planner.block(0, 1, 1).count[0]
+        assert planner.by_samples is by_samples
+        assert by_samples or abs(int(counts[0]) - int(counts[1])) == 0
+
+
+# -- one client alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["shuffle", "stored", "replacement"])
+def test_a_client_alone_does_what_it_does_in_the_simulation(order: Any):
+    client, seed, rounds = 3, 4, 2
+    method = FedAvg(local=LocalSGD(lr=0.05, epochs=2, batch_size=5, order=order))
+    result = run(method, script=Script(cohorts=[[client]] * rounds), rounds=rounds, seed=seed, trajectory=True)
+    params = prepare(method, TASK, FEDERATION, fedrax.Settings(seed=seed, cohort_size=1)).params
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    rows = slice(FEDERATION.offsets[client], FEDERATION.offsets[client + 1])
+    x, y = (a[rows] for a in FEDERATION.train)
+    with jax.default_matmul_precision("highest"):
+        for r in range(rounds):
+            round_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), r)
+            key = jax.random.fold_in(round_key, client)
+            data = ClientData.alone(TASK, x, y, key, round=r, num_clients=len(SIZES), cohort_size=1)
+            loss, gradient = data.full_gradient(params)
+            expected = jax.value_and_grad(lambda p: TASK.loss(p, Batch(x, y), jax.random.key(0)).mean())(params)
+            jax.tree.map(near, (loss, gradient), expected)
+            output = method.client(params, (), data)
+            params = fedrax.tree.add(params, method.receive(output.upload))
+            jax.tree.map(near, params, result.trajectory[r])
+            assert float(output.info["gradients"]) == 2 * SIZES[client] if order != "replacement" else True
+
+
+# -- running statistics --------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Batch norm between two layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """Logits."""
+        x = nn.BatchNorm(momentum=0.8, use_running_average=not train)(nn.Dense(4)(x))
+        return nn.Dense(3)(jax.nn.softplus(x))
+
+
+NORM = classification(from_linen(Network(), FEDERATION.train[0][:1]))
+WHOLE = FedAvg(local=LocalSGD(lr=0.05, epochs=1, batch_size=4))
+OPTIONS: Any = {"task": NORM, "cohort_size": 3, "rounds": 2, "eval_every": 2, "devices": 1}
+
+
+@pytest.fixture(scope="module")
+def normed() -> fedrax.Result:
+    """What other ways of running it are compared with."""
+    return run(WHOLE, **OPTIONS)
+
+
+@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
+def test_statistics_agree_on_every_plan(normed: fedrax.Result, plan: str):
+    other = run(WHOLE, **OPTIONS, plan=plan)
+    assert_close(other, normed, 1e-4)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(close, other.statistics, normed.statistics)
+    np.testing.assert_allclose(other.events[-1]["test_loss"], normed.events[-1]["test_loss"], rtol=1e-4)
+
+
+def test_statistics_survive_an_interruption_and_join_sweeps(normed: fedrax.Result, tmp_path: Any):
+    run(WHOLE, **OPTIONS | {"rounds": 1}, directory=tmp_path)
+    resumed = run(WHOLE, **OPTIONS, directory=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, resumed.statistics, normed.statistics)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, normed.params)
+    options = {name: value for name, value in OPTIONS.items() if name != "task"}
+    ((together,),) = sweep([WHOLE], NORM, FEDERATION, **options, mode="together")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), together.statistics, normed.statistics)
+    np.testing.assert_allclose(together.events[-1]["test_loss"], normed.events[-1]["test_loss"], rtol=1e-4)
+    assert_identical(run(WHOLE, **OPTIONS), normed)
+
+
+def test_statistics_of_one_client_are_those_of_its_steps():
+    """Fed by the module's own calls; ClientData.alone with Carried gives the same."""
+    start = NORM.init(jax.random.key(2))
+    batches = np.array([[0, 2, 4], [1, 3, 5]])
+    script = Script(cohorts=[[3]], batches=batches[None, None])
+    local = LocalSGD(lr=0.1, steps=2, batch_size=3)
+    result = run(FedAvg(local=local), task=NORM, script=script, rounds=1, params=start, devices=1)
+    x, y = (np.asarray(a)[FEDERATION.offsets[3] : FEDERATION.offsets[4]] for a in FEDERATION.train)
+    params, statistics = start
+    for rows in batches:
+
+        def loss(params: Any, rows: Any = rows, statistics: Any = statistics) -> Any:
+            found = NORM.loss_and_statistics(Variables(params, statistics), Batch(x[rows], y[rows]), jax.random.key(0))
+            return found[0].mean(), found[1]
+
+        gradient, statistics = jax.grad(loss, has_aux=True)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(near, result.params, params)
+    jax.tree.map(near, result.statistics, statistics)
+    alone = ClientData.alone(NORM, x, y, jax.random.key(0), round=0, num_clients=8, cohort_size=1)
+    alone = alone.with_carried(Carried(start.statistics))
+    alone.place = alone.place._replace(batches=jax.numpy.asarray(batches))
+    jax.tree.map(near, local.run(alone, start.params).params, params)
+    jax.tree.map(near, alone.carried.statistics, statistics)
+    jax.tree.map(near, alone.carried.params, params)

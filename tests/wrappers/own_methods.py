@@ -1,0 +1,201 @@
+"""Methods that the contract was not written for: each proves that it can be said, none is part of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import FedAvg, Positive, Wrapper, hyperparameters, tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import NonNegative
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
+from fedrax.tree import Tree
+
+
+def normal_like(key: Array, like: Tree) -> Tree:
+    """Independent standard normal numbers in the shapes of a tree, drawn in float32."""
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [jax.random.normal(k, a.shape, jnp.float32).astype(a.dtype) for k, a in zip(keys, leaves, strict=True)]
+    return structure.unflatten(drawn)
+
+
+@hyperparameters
+class Private(Wrapper):
+    """Uploads of length ``clip`` at most, over all leaves together, with N(0, sigma^2) on each number."""
+
+    inner: Algorithm = FedAvg()
+    clip: Positive = 1.0
+    sigma: NonNegative = 0.0
+
+    @property
+    def requirements(self) -> Requirements:
+        """Statistics would go up without noise."""
+        return self.inner.requirements | Requirements(no_statistics=True)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """Clip, then add the noise."""
+        output = client(message, state, data)
+        length = tree.norm(output.upload)
+        shrink = jnp.where(length > self.clip, self.clip / jnp.where(length > 0, length, 1), 1)
+        noise = normal_like(data.stream("noise"), output.upload)
+        return output._replace(upload=tree.add_scaled(tree.scale(shrink, output.upload), self.sigma, noise)), own
+
+
+@hyperparameters
+class Ridge(Wrapper):
+    """``strength`` / 2 |x|^2 on every sample's local loss."""
+
+    inner: Algorithm = FedAvg()
+    strength: NonNegative = 0.1
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """Another loss."""
+
+        def with_ridge(losses: Callable) -> Callable:
+            return lambda params, batch, key: losses(params, batch, key) + self.strength / 2 * tree.dot(params, params)
+
+        return client(message, state, data.with_loss(with_ridge)), own
+
+
+@hyperparameters
+class PerSample(Wrapper):
+    """DP-SGD's gradients: each sample's clipped to length ``clip``, the sum with N(0, (sigma clip)^2)."""
+
+    inner: Algorithm = FedAvg()
+    clip: Positive = 1.0
+    sigma: NonNegative = 0.0
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """Other gradients."""
+        stream = data.stream("samples")
+
+        def clipped(losses: Callable, params: Tree, batch: Tree, weights: Array | None, key: Array) -> tuple:
+            def one(sample: Tree) -> tuple[Array, Tree]:
+                alone = jax.tree.map(lambda a: a[None], sample)
+                loss, gradient = jax.value_and_grad(lambda p: losses(p, alone, key)[0])(params)
+                length = tree.norm(gradient)
+                return loss, tree.scale(jnp.minimum(1, self.clip / jnp.maximum(length, 1e-12)), gradient)
+
+            loss, gradients = jax.vmap(one)(batch)
+            counts = jnp.ones(len(loss)) if weights is None else weights.astype(float)
+            summed = jax.tree.map(lambda g: jnp.tensordot(counts.astype(g.dtype), g, 1), gradients)
+            drawn = jax.random.fold_in(stream, jax.random.key_data(key)[-1])
+            noisy = tree.add_scaled(summed, self.sigma * self.clip, normal_like(drawn, summed))
+            return jnp.sum(counts * loss).astype(loss.dtype), noisy
+
+        return client(message, state, data.with_gradients(clipped)), own
+
+
+@hyperparameters
+class Signs(Wrapper):
+    """Local steps along the signs of their directions."""
+
+    inner: Algorithm = FedAvg()
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """Other directions."""
+        return client(message, state, data.with_directions(lambda d, x, step: jax.tree.map(jnp.sign, d))), own
+
+
+@hyperparameters
+class Counted(Wrapper):
+    """Keeps the rounds that the server and each client have seen."""
+
+    inner: Algorithm = FedAvg()
+
+    def init_own(self, params: Tree, num_clients: int) -> Tree:
+        """None yet."""
+        return jnp.int32(0)
+
+    def init_client_own(self, params: Tree) -> Tree:
+        """None yet."""
+        return jnp.int32(0)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """One more."""
+        return client(message, state, data), own + last
+
+    def around_server(
+        self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
+    ) -> tuple[Any, Tree, Info]:
+        """One more."""
+        state, info = server(state, cohort)
+        return state, own + last, info
+
+
+class Server(NamedTuple):
+    """Global parameters."""
+
+    params: Tree
+
+
+@hyperparameters
+class Shaken(FedAvg):
+    """FedAvg whose server adds noise to the mean."""
+
+    sigma: NonNegative = 0.1
+
+    def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
+        """The mean with noise of the server's own stream."""
+        noise = normal_like(cohort.stream("noise"), cohort.mean)
+        return super().server(server, cohort._replace(mean=tree.add_scaled(cohort.mean, self.sigma, noise)))
+
+
+@hyperparameters
+class Masked(Algorithm):
+    """Secure aggregation in small: fixed-point updates under pairwise masks that cancel in the sum. All take part."""
+
+    local: LocalSGD = LocalSGD()
+    masks: bool = True
+    bits: int = 20
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """The parameters."""
+        return Server(params)
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """The update in fixed point, plus the masks shared with later clients, less those with earlier ones."""
+        result = self.local.run(data, message)
+        fixed = jax.tree.map(
+            lambda a, b: jnp.round((a - b) * 2**self.bits).astype(jnp.int32).astype(jnp.uint32), result.params, message
+        )
+        total = self._masked(fixed, data) if self.masks else fixed
+        return ClientOutput(upload=(), total=total, info=result.info)
+
+    def _masked(self, fixed: Tree, data: ClientData) -> Tree:
+        me, shared = data.place.client, jax.random.fold_in(jax.random.key(0), data.round)
+
+        def add(other: Array, total: Tree) -> Tree:
+            pair = jax.random.fold_in(jax.random.fold_in(shared, jnp.minimum(me, other)), jnp.maximum(me, other))
+            sign = jnp.where(other == me, 0, jnp.where(other > me, 1, -1)).astype(jnp.uint32)
+            keys = jax.random.split(pair, len(jax.tree.leaves(total)))
+            drawn = [
+                leaf + sign * jax.random.bits(key, leaf.shape, jnp.uint32)
+                for key, leaf in zip(keys, jax.tree.leaves(total), strict=True)
+            ]
+            return jax.tree.structure(total).unflatten(drawn)
+
+        return jax.lax.fori_loop(0, data.num_clients, add, fixed)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """The mean of the updates, of which the server saw the sum alone."""
+        scale = 2**self.bits * cohort.size
+        mean = jax.tree.map(lambda t, x: t.astype(jnp.int32).astype(x.dtype) / scale, cohort.total, server.params)
+        return Server(tree.add_scaled(server.params, 1, mean)), {}

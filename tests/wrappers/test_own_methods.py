@@ -1,0 +1,178 @@
+"""Methods the contract was not written for, in every order around one another and on every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache, partial, reduce
+from itertools import pairwise, permutations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax import FedAvg, LocalSGD, LoSAC, Quantised, Scaffold, Script, Upcycled, tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.task import Batch
+from fedrax.simulation import Result
+from tests.simulation.problems import LOCAL, TASK, assert_close, make_federation, run
+from tests.wrappers.own_methods import Counted, Masked, PerSample, Private, Ridge, Shaken, Signs
+
+PLANS = ["vmap", "loop", "debug"]
+FEDERATION = make_federation(test_rows=0)
+FEDAVG = FedAvg(local=LOCAL)
+OFF = {"clip": 1e30, "sigma": 0.0}
+
+
+def short(method: Algorithm, **options: Any) -> Result:
+    """Two rounds of two clients on one device."""
+    defaults = {"rounds": 2, "cohort_size": 2, "devices": 1, "plan": "scan"}
+    return run(method, FEDERATION, **(defaults | options))
+
+
+@cache
+def compiled(method: Algorithm) -> Result:
+    """What the other plans are compared with."""
+    return short(method)
+
+
+def moved(result: Result) -> np.ndarray:
+    """The parameters as one vector."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)])
+
+
+# -- noise ---------------------------------------------------------------------------------------------------------
+
+NOISY = partial(Private, clip=0.05, sigma=0.01)
+ORDERS = list(permutations([NOISY, Upcycled, Quantised]))
+
+
+def name_of(order: tuple) -> str:
+    """From the outside in."""
+    return "-".join("Private" if wrap is NOISY else wrap.__name__ for wrap in order)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=name_of)
+def test_every_order_runs_on_every_plan(order: tuple):
+    method = reduce(lambda inner, wrap: wrap(inner), reversed(order), FEDAVG)
+    for plan in PLANS:
+        assert_close(short(method, plan=plan, rounds=1), short(method, rounds=1))
+
+
+def test_the_order_of_noise_and_quantisation_shows_in_the_bytes():
+    """Noise inside is quantised with the update; the levels cannot be made noisy."""
+    inside, plain = (compiled(m).events[-1]["bytes_up"] for m in (Quantised(NOISY(FEDAVG)), Quantised(FEDAVG)))
+    assert inside == plain
+
+
+@pytest.mark.parametrize("method", [FEDAVG, Scaffold(local=LOCAL)], ids=["FedAvg", "Scaffold"])
+@pytest.mark.parametrize("wrap", [partial(Private, **OFF), Counted], ids=["Private", "Counted"])
+def test_a_wrapper_that_changes_nothing_changes_no_bit(method: Algorithm, wrap: Any):
+    one, other = (short(m, trajectory=True, rounds=3) for m in (method, wrap(method)))
+    for mine, theirs in zip(one.trajectory, other.trajectory, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+def test_nested_noise_is_drawn_anew():
+    still, options = partial(Private, clip=1e30), {"script": Script(cohorts=[[2]]), "rounds": 1}
+    base = moved(short(FEDAVG, **options))
+    outer = moved(short(still(FEDAVG, sigma=1.0), **options)) - base
+    both = moved(short(still(still(FEDAVG, sigma=1.0), sigma=1.0), **options)) - base
+    inner = moved(short(still(still(FEDAVG, sigma=1.0), sigma=0.0), **options)) - base
+    np.testing.assert_allclose(both, outer + inner, atol=1e-5)
+    assert np.abs(outer - inner).min() > 1e-3 and abs(np.corrcoef(outer, inner)[0, 1]) < 0.6
+
+
+def test_noise_has_its_length_and_updates_are_clipped():
+    script = Script(cohorts=[[2]] * 60)
+    clipped = short(Private(FEDAVG, clip=1e-3, sigma=0.0), script=script, rounds=3, trajectory=True).trajectory
+    steps = [float(tree.norm(tree.sub(b, a))) for a, b in pairwise(clipped)]
+    np.testing.assert_allclose(steps, 1e-3, rtol=1e-4)
+    noisy = short(Private(FEDAVG, clip=1e-6, sigma=0.5), script=script, rounds=60, trajectory=True).trajectory
+    drawn = np.concatenate([np.ravel(leaf) for a, b in pairwise(noisy) for leaf in jax.tree.leaves(tree.sub(b, a))])
+    assert abs(drawn.std() / 0.5 - 1) < 0.1 and abs(drawn.mean()) < 4 * 0.5 / np.sqrt(len(drawn))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_servers_noise_is_that_of_every_plan(plan: str):
+    method = Shaken(local=LOCAL)
+    assert_close(short(method, plan=plan), compiled(method))
+    assert np.abs(moved(compiled(method)) - moved(compiled(FEDAVG))).max() > 0.01
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["scan", *PLANS])
+def test_masks_cancel_exactly_when_everyone_takes_part(plan: str):
+    everyone = {"cohort_size": FEDERATION.num_clients, "rounds": 1, "plan": plan}
+    masked, open_ = (short(Masked(local=LOCAL, masks=masks), **everyone) for masks in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, masked.params, open_.params)
+    np.testing.assert_allclose(moved(masked), moved(short(FEDAVG, **everyone)), atol=1e-5)
+
+
+def test_without_one_client_the_sum_says_nothing():
+    missing = {"script": Script(cohorts=[[0, 1, 2, 3, 4, 5, 6]]), "rounds": 1}
+    assert np.abs(moved(short(Masked(local=LOCAL), **missing))).max() > 1.0
+
+
+# -- losses, gradients, directions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local", [LOCAL, LocalSGD(lr=0.05, steps=2, blocks=2), LocalSGD(lr=0.05, batch_size="full")])
+def test_another_loss_and_other_gradients_on_all_kinds_of_steps(local: LocalSGD):
+    """A ridge is weight decay; the sum of clipped gradients of single samples is the gradient where nothing is long."""
+    if local.blocks is None:  # of unlike blocks each counts by its samples, a decay counts the same
+        decayed = short(FedAvg(local=dataclasses.replace(local, weight_decay=0.3)))
+        np.testing.assert_allclose(moved(short(Ridge(FedAvg(local=local), 0.3))), moved(decayed), rtol=1e-4, atol=1e-6)
+    single = short(PerSample(FedAvg(local=local), clip=1e30))
+    np.testing.assert_allclose(moved(single), moved(short(FedAvg(local=local))), rtol=1e-4, atol=1e-6)
+
+
+def test_clipped_gradients_of_single_samples_by_hand():
+    batches, clip = np.array([0, 2, 3]).reshape(1, 1, 1, 3), 0.4
+    local = LocalSGD(lr=0.5, steps=1, batch_size=3)
+    result = short(PerSample(FedAvg(local=local), clip=clip), script=Script(cohorts=[[1]], batches=batches), rounds=1)
+    x, y = (np.asarray(a)[FEDERATION.offsets[1] + batches.ravel()] for a in FEDERATION.train)
+    start, total = TASK.init(jax.random.key(0)), 0.0
+    for i in range(3):
+        one = Batch(x[i : i + 1], y[i : i + 1])
+        gradient = jax.grad(lambda p, one=one: TASK.loss(p, one, jax.random.key(0))[0])(start)
+        flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradient)])
+        total = total + flat * min(1, clip / np.linalg.norm(flat))
+    np.testing.assert_allclose(moved(result), -0.5 * total / 3, rtol=1e-5)  # it starts at zero
+
+
+def test_directions_may_be_replaced():
+    steps = moved(short(Signs(FEDAVG), script=Script(cohorts=[[1]]), rounds=1)) / LOCAL.lr
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-4)
+    assert np.abs(np.round(steps)).max() == LOCAL.steps
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_at_once(plan: str):
+    method = Ridge(PerSample(Signs(Counted(Scaffold(local=LOCAL))), clip=0.5, sigma=0.1))
+    assert_close(short(method, plan=plan, rounds=1), short(method, rounds=1))
+
+
+# -- states of wrappers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "inner", [Scaffold(local=LOCAL), LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))], ids=["Scaffold", "LoSAC"]
+)
+@pytest.mark.parametrize("extrapolate", ["none", "both"])
+def test_upcycling_goes_around_and_inside_wrappers_with_states(inner: Algorithm, extrapolate: Any):
+    upcycled = partial(Upcycled, a=0.3, extrapolate=extrapolate)
+    plain = short(upcycled(inner))
+    around, inside = short(upcycled(Counted(Counted(inner)))), short(Counted(upcycled(Counted(inner))))
+    for other in (around, inside):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), other.params, plain.params)
+    assert around.server.own == 2 and around.server.inner.own == 2
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), around.server.inner.inner, plain.server)
+    for client in range(FEDERATION.num_clients):
+        state = inside.client_state(client)
+        assert int(state.own) == int(state.inner.own) <= 2
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), state.inner.inner, plain.client_state(client))
+    assert jnp.sum(jnp.stack([inside.client_state(c).own for c in range(8)])) == 4
