@@ -92,8 +92,9 @@ def blas_gflops() -> float:
 
 def xla_gflops(threads: int) -> float:
     """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
-    from fedrax.profiling import limits
     from fedrax.simulation.backend import make_mesh
+
+    from fedrax.profiling import limits
 
     return limits.product_gflops(make_mesh(threads), budget=2.0)
 

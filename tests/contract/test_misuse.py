@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, hyperparameters
+import fedrax
+from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, cli, hyperparameters, tree
 from tests.simulation.problems import make_federation, run
 
 FEDERATION = make_federation(test_rows=0)
@@ -100,3 +102,38 @@ def test_a_class_without_the_decorator_is_refused():
     for use in (lambda m: run(m, FEDERATION, rounds=1), check_algorithm):
         with pytest.raises(FedraxError, match="Bare lacks the decorator @hyperparameters"):
             use(Bare(local=LocalSGD()))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK])
+def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
+    check_algorithm(kind)
+
+
+WRONG = """
+from fedrax import FedAvg, hyperparameters
+
+@hyperparameters
+class Forgetful(FedAvg):
+    def server(self, server, cohort):
+        return super().server(server, cohort)[0]
+"""
+
+
+def test_the_command_line_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.py").write_text(WRONG)
+    out = tmp_path / "out"
+    assert cli.main(["run", f"{tmp_path}/mine.py:Forgetful", "--out", str(out), "--model", "logistic"]) == 2
+    assert "Forgetful.server returns a Server instead of a state and its info" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_impure_methods_are_found_out():
+    """It counts its calls, which compiled programs make once; and it sums up what depends on the clients' order."""
+    calls = []
+
+    def server(self, server, cohort):
+        calls.append(1)
+        return FedAvg.server(self, server, cohort._replace(mean=tree.scale(1.0 * len(calls), cohort.mean)))
+
+    with pytest.raises(FedraxError, match="must be pure functions of their arguments"):
+        check_algorithm(method(server=server))

@@ -23,9 +23,9 @@ from fedrax.tree import Tree
 
 def _resample(local: LocalSGD, message: Tree, data: ClientData) -> tuple[Tree, Info]:
     """The gradient at x on one fresh batch, and its info."""
-    step = Step(local, data.fresh(), 0)
-    loss, gradient = step.gradient(message)
-    return gradient, {"loss": loss, "gradients": local.samples(data, 1)}
+    fresh = data.fresh()
+    loss, gradient = Step(local, fresh, 0).gradient(message)
+    return gradient, {"loss": loss, "gradients": local.samples(fresh, 1)}
 
 
 @hyperparameters
