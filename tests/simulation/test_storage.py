@@ -101,16 +101,16 @@ def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
     seen, whole = [], Engine.run
 
     def spy(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
-        samples = [np.asarray(shard.data) for shard in self.samples.x.addressable_shards]
+        samples, at = [np.asarray(shard.data) for shard in self.samples.x.addressable_shards], xs.places
         for r in range(rounds):
             for d, count in enumerate(xs.count[r]):
-                for client, offset, size in zip(xs.client[r, d], xs.offset[r, d], xs.size[r, d], strict=True):
+                for client, offset, size in zip(at.client[r, d], at.offset[r, d], at.size[r, d], strict=True):
                     if count > 0:
                         first = FEDERATION.offsets[client]
                         mine = FEDERATION.train.x[first : first + size]
                         np.testing.assert_array_equal(samples[d][offset : offset + size], mine)
                     count -= 1
-        seen.append((rounds, [int(np.any(part != 0, axis=1).sum()) for part in samples], xs.slot.max()))
+        seen.append((rounds, [int(np.any(part != 0, axis=1).sum()) for part in samples], at.slot.max()))
         return whole(self, algorithm, carry, key, xs, rounds)
 
     monkeypatch.setattr(Engine, "run", spy)

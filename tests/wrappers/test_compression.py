@@ -185,7 +185,7 @@ COMPRESSED = {
 def test_plans_agree(name: str):
     options = {"rounds": 2, "cohort_size": 2, "devices": 1}
     reference = run(COMPRESSED[name], **options)
-    for plan in ("vmap", "loop", "debug"):
+    for plan in ("vmap", "loop") if name.startswith("both") else ("vmap", "debug"):
         assert_close(run(COMPRESSED[name], plan=plan, **options), reference)
 
 
