@@ -66,7 +66,11 @@ class Quantised(Wrapper):
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: the numbers that the levels stand for."""
 
-        def value(part: Any) -> Array:
-            return part.levels.astype(part.scale.dtype) * part.scale if isinstance(part, Quantities) else part
+        def value(part: Any) -> Any:
+            if not isinstance(part, Quantities):
+                return part
+            if isinstance(part.scale, Quantities):  # of a Quantised inside, whose scale is quantised here
+                return part._replace(scale=value(part.scale))
+            return part.levels.astype(part.scale.dtype) * part.scale
 
         return receive(jax.tree.map(value, upload, is_leaf=lambda part: isinstance(part, Quantities)))
