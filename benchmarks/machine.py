@@ -92,7 +92,7 @@ def blas_gflops() -> float:
 
 def xla_gflops(threads: int) -> float:
     """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
-    from fedrax.simulation.backend import make_mesh
+    from fedrax.simulation.plans import make_mesh
 
     from fedrax.profiling import limits
 
