@@ -89,6 +89,15 @@ class LocalResult(NamedTuple):
     """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient."""
 
 
+def _repeated(body: Callable, times: Array | int, carry: tuple, unroll: bool) -> tuple:
+    """``body(index, carry)`` over and over: in a loop, or laid out one after another where asked for and possible."""
+    if not (unroll and isinstance(times, int)):
+        return jax.lax.fori_loop(0, times, body, carry)
+    for index in range(times):
+        carry = body(index, carry)
+    return carry
+
+
 @hyperparameters
 class LocalSGD:
     """Local stochastic gradient descent and its options. Give ``steps`` or ``epochs``, not both."""
@@ -240,12 +249,7 @@ class LocalSGD:
             carried.statistics,
             self._start_of_optimizer(params, carried),
         )
-        if data.unroll and isinstance(steps, int):
-            for index in range(steps):
-                carry = body(index, carry)
-        else:
-            carry = jax.lax.fori_loop(0, steps, body, carry)
-        x, memory, _, total, loss, carried.statistics, rule = carry
+        x, memory, _, total, loss, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
         carried.params = x
         carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)

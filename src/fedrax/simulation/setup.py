@@ -102,35 +102,18 @@ def prepare(
     with explained(algorithm):
         initial = jax.jit(partial(Kept.at_first, algorithm))(start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
-    name, stateful = type(algorithm).__name__, bool(jax.tree.leaves(initial))
-    algorithm.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)
-    algorithm.requirements.check_task(name, task, bool(statistics))
+    algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
+    algorithm.requirements.check_task(_name(algorithm), task, bool(statistics))
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, chunk = choose_plan(settings, mesh, start, sampler.largest)
-    if jax.process_count() > 1 and directory is not None and stateful:
+    planner = _planner(algorithm, federation, sampler, script, initial, mesh.devices.size, chunk)
+    if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
-    local = algorithm.local_steps
-    planner = Planner(
-        sampler,
-        federation.offsets,
-        devices=mesh.devices.size,
-        stateful=stateful,
-        by_samples=federation.sizes.min() != federation.sizes.max() and (local is None or local.steps is None),
-        chunk=max(chunk, 1),
-        row_bytes=tree.num_bytes(initial),
-        given=given_work(script, sampler, local),
-    )
     samples = Batch(*federation.train)
-    store_bytes = planner.capacity * tree.num_bytes(initial) if stateful else 0
+    store_bytes = planner.capacity * tree.num_bytes(initial) if planner.stateful else 0
     streamed, spilled = choose(settings, mesh, samples, store_bytes)
-    program = Program(
-        task,
-        Layout.of(federation.sizes),
-        federation.num_clients,
-        chunk,
-        precision=settings.precision,
-        own_samples=streamed,
-    )
+    fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
+    program = Program(*fixed, precision=settings.precision, own_samples=streamed)
     engine = ENGINES[plan](program, mesh, None if streamed else samples)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     down, up = message_bytes(program, algorithm, start, statistics, initial, samples, place)
@@ -153,7 +136,7 @@ def prepare(
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=RunInfo(
-            algorithm=name,
+            algorithm=_name(algorithm),
             plan=describe(mesh, plan, chunk, streamed, spilled),
             rounds=settings.rounds,
             first_round=0,
@@ -165,6 +148,32 @@ def prepare(
             directory=directory if first else None,
         ),
         identity=_identity(algorithm, settings, federation, params, start),
+    )
+
+
+def _name(algorithm: Algorithm) -> str:
+    return type(algorithm).__name__
+
+
+def _planner(
+    algorithm: Algorithm,
+    federation: Federation,
+    sampler: Sampler,
+    script: Script | None,
+    initial: Kept,
+    devices: int,
+    chunk: int,
+) -> Planner:
+    local, sizes = algorithm.local_steps, federation.sizes
+    return Planner(
+        sampler,
+        federation.offsets,
+        devices=devices,
+        stateful=bool(jax.tree.leaves(initial)),
+        by_samples=sizes.min() != sizes.max() and (local is None or local.steps is None),
+        chunk=max(chunk, 1),
+        row_bytes=tree.num_bytes(initial),
+        given=given_work(script, sampler, local),
     )
 
 
