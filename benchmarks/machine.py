@@ -92,9 +92,8 @@ def blas_gflops() -> float:
 
 def xla_gflops(threads: int) -> float:
     """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
-    from fedrax.simulation.plans import make_mesh
-
     from fedrax.profiling import limits
+    from fedrax.simulation.plans import make_mesh
 
     return limits.product_gflops(make_mesh(threads), budget=2.0)
 

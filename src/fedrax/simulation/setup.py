@@ -117,12 +117,15 @@ def prepare(
     engine = ENGINES[plan](program, mesh, None if streamed else samples)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     down, up = message_bytes(program, algorithm, start, statistics, initial, samples, place)
-    first = jax.process_index() == 0  # which writes
+    if jax.process_index() > 0:
+        directory = None  # the first process writes
+    words = describe(mesh, plan, chunk, streamed, spilled)
+    info = _info(algorithm, settings, sampler, words, (down, up), start, directory)
     return Setup(
         algorithm=algorithm,
         task=task,
         settings=settings,
-        directory=directory if first else None,
+        directory=directory,
         key=jax.random.fold_in(key, 1),
         params=start,
         statistics=statistics,
@@ -135,24 +138,36 @@ def prepare(
         engine=engine,
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
-        info=RunInfo(
-            algorithm=_name(algorithm),
-            plan=describe(mesh, plan, chunk, streamed, spilled),
-            rounds=settings.rounds,
-            first_round=0,
-            cohort_size=sampler.largest,
-            num_clients=federation.num_clients,
-            bytes_down=down,
-            bytes_up=up,
-            parameters=sum(x.size for x in jax.tree.leaves(start)),
-            directory=directory if first else None,
-        ),
+        info=info,
         identity=_identity(algorithm, settings, federation, params, start),
     )
 
 
 def _name(algorithm: Algorithm) -> str:
     return type(algorithm).__name__
+
+
+def _info(
+    algorithm: Algorithm,
+    settings: Settings,
+    sampler: Sampler,
+    plan: str,
+    sent: tuple[int, int],
+    start: Tree,
+    directory: Path | None,
+) -> RunInfo:
+    return RunInfo(
+        algorithm=_name(algorithm),
+        plan=plan,
+        rounds=settings.rounds,
+        first_round=0,
+        cohort_size=sampler.largest,
+        num_clients=sampler.num_clients,
+        bytes_down=sent[0],
+        bytes_up=sent[1],
+        parameters=sum(x.size for x in jax.tree.leaves(start)),
+        directory=directory,
+    )
 
 
 def _planner(
