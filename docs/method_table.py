@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedrax import tree
+from fedrax import FedAvg, Wrapper, tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.task import classification
@@ -40,7 +40,9 @@ def example(name: str, kind: type[Algorithm]) -> Algorithm:
     blocks = LocalSGD(lr=0.01, steps=STEPS, blocks=BLOCKS)
     if name in ("losac", "fedsaga"):
         return kind(local=blocks)  # type: ignore[call-arg]
-    if name in ("upcycled", "fedsgd"):
+    if issubclass(kind, Wrapper):  # around FedAvg with the common local work
+        return kind(inner=FedAvg(local=batches))
+    if name == "fedsgd":
         return kind()
     if name == "pfedme":  # whose local step is local.lr times lam = 15
         batches = replace(batches, lr=0.005)
