@@ -21,7 +21,7 @@ from fedrax.simulation.settings import Availability, FixedList, Script, Settings
 
 _COHORT, _STRAGGLER = 1, 2
 _SMALL_STORE = 64 << 20
-"""Bytes of what all clients keep for which every client is given a row."""
+"""Bytes of all devices' stores up to which each has a row for every client."""
 
 
 def generator(seed: int, stream: int, round: int) -> np.random.Generator:
@@ -221,13 +221,14 @@ class Planner:
     def _room(self, row_bytes: int) -> int:
         """Rows a device has for what clients keep: as many for every seed, so that a new one compiles nothing anew.
 
-        All clients where that takes little memory; else as many as can take part, rounded up to a power of two, so
-        that a few more rounds change nothing either. Devices that share them have an eighth to spare, since they
-        are not filled evenly.
+        All clients on every device where that takes little memory; else as many as can take part, rounded up to a
+        power of two, so that a few more rounds change nothing either. Devices that share them have an eighth to
+        spare, since they are not filled evenly.
         """
         clients, some = self.sampler.num_clients, self.sampler.settings.rounds * self.sampler.largest
-        if clients * row_bytes > _SMALL_STORE:
-            clients = min(clients, 1 << (some - 1).bit_length())
+        if clients * row_bytes * self.devices <= _SMALL_STORE:
+            return clients
+        clients = min(clients, 1 << (some - 1).bit_length())
         return clients if self.devices == 1 else -(-clients * 9 // (8 * self.devices))
 
     @property
