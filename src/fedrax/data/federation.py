@@ -138,7 +138,6 @@ class Federation:
         if train.y.dtype.kind == "i" and num_classes is None:
             num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
-
         rows, test_rows = None, None
         if client_ids is not None:
             clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))

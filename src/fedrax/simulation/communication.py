@@ -42,9 +42,8 @@ class Counting(Executor):
         done = run_client(self.program, p, self.algorithm, *inputs)
         self.received.append(message)
         self.sent.append((done.output.upload, done.output.each, done.output.total))
-        if (
-            p == 0 and not self.algorithm.statistics_at_home
-        ):  # running statistics go down with the first message and up with the last upload
+        # running statistics go down with the first message and up with the last upload
+        if p == 0 and not self.algorithm.statistics_at_home:
             self.received.append(statistics)
             self.sent.append(statistics)
         sums = no_sums(self.program, self.algorithm, p, self.initial, done)

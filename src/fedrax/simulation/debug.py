@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -56,17 +54,10 @@ class DebugEngine(Engine):
 
     def round(self, algorithm: Algorithm, carry: Carry, key: Array, here: Rounds) -> tuple[Carry, dict]:
         """One round on one device. NonFiniteError names what went wrong."""
-        with step_by_step():
+        with jax.disable_jit():
             executor = StepByStep(self.program, algorithm, here, key, carry.store, jax.tree.map(_first, self.samples))
             server, statistics, record, _ = run_round(executor, carry.server, carry.statistics)
         return Carry(server, statistics, executor.stored()), {**record, "sound": True, "bad": self.program.num_clients}
-
-
-@contextmanager
-def step_by_step() -> Iterator[None]:
-    """No compilation inside."""
-    with jax.disable_jit():
-        yield
 
 
 class StepByStep(Executor):

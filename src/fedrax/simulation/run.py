@@ -100,7 +100,9 @@ class Run:
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         setup, result = self.setup, None
-        carry, self.events = restore(setup, self.storage) if resume and setup.directory else (self._fresh(), [])
+        carry, self.events = (
+            restore(setup, self.storage) if resume and setup.directory else (fresh(setup, self.storage), [])
+        )
         if setup.directory is not None:
             for name in ("failure",) if resume else ("checkpoint", "failure"):
                 checkpoint.discard(setup.directory / name)  # of an earlier run, whose events go too
@@ -119,9 +121,6 @@ class Run:
                 self.log.close()
             for sink in self.sinks:
                 sink.finish(result)
-
-    def _fresh(self) -> Carry:
-        return fresh(self.setup, self.storage)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
