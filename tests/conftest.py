@@ -1,4 +1,4 @@
-"""Two CPU devices for every test, set before anything touches JAX, and room for what they compile."""
+"""Two CPU devices for every test, set before anything touches JAX, and room for what they compile quickly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.compiler import compile_quickly
+
 jax.config.update("jax_num_cpu_devices", 2)
+compile_quickly()
 
 MAPS = Path("/proc/self/maps")
 MANY = 20_000
@@ -19,3 +22,13 @@ def room_for_programs() -> Iterator[None]:
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def full_compilation() -> Iterator[None]:
+    """Programs as users run them, for the rest of a module that asks for it."""
+    jax.clear_caches()
+    compile_quickly(False)
+    yield
+    compile_quickly()
+    jax.clear_caches()

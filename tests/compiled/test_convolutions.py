@@ -25,12 +25,10 @@ EACH_TYPE = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
 @pytest.fixture(autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Programs that run once are compiled without optimizations; double precision is at hand."""
+def double_precision() -> Iterator[None]:
+    """At hand."""
     with jax.enable_x64(True):
-        jax.config.update("jax_disable_most_optimizations", True)
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def draw(rng: np.random.Generator, shape: Any, dtype: Any = np.float32) -> np.ndarray:
