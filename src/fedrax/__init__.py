@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
-    from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
+    from fedrax.simulation import Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.personalise import Personalised
     from fedrax.wrappers.quantise import Quantised
@@ -72,7 +72,7 @@ _HOMES = {
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
-    "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
+    "fedrax.simulation": "Result Script Settings Sink join_processes simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.personalise": "Personalised",
     "fedrax.wrappers.quantise": "Quantised",
@@ -90,7 +90,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
-    "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",
+    "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fedrax
+from fedrax.simulation import checkpoint
+
 CHILD = """
 import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 import jax
+import fedrax
 process, processes, devices, port = map(int, sys.argv[1:5])
 jax.config.update("jax_num_cpu_devices", devices)
 if processes > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    fedrax.join_processes(f"127.0.0.1:{port}", processes, process)
 import numpy as np
-import fedrax
 from fedrax.data import Federation, load
 from fedrax.data.partition import Shards
 from fedrax.models import Logistic
@@ -54,7 +57,7 @@ def output(child: subprocess.Popen, path: Path) -> list:
     return json.loads(path.read_text().splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,3 +77,53 @@ def test_two_processes_of_two_devices_equal_one_of_four(port: int, tmp_path: Pat
         assert mine[2].keys() == reference[2].keys()
         for key, value in reference[2].items():
             assert mine[2][key] == pytest.approx(value, rel=1e-5)
+
+
+UNEVEN = """
+import os, signal, sys, time
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+import jax
+import fedrax
+port, process, what, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+jax.config.update("jax_num_cpu_devices", 1)
+fedrax.join_processes(f"127.0.0.1:{port}", 2, process)
+from tests.simulation.problems import FEDERATION, LOCAL, TASK
+
+class Second:
+    def start(self, info): pass
+    def finish(self, result): pass
+    def event(self, event):
+        if process == 1 and event["round"] == 4:
+            time.sleep(50) if what == "sleeps" else os.kill(os.getpid(), signal.SIGKILL)
+
+settings = {"rounds": 8, "cohort_size": 4, "eval_every": 2, "checkpoint_every": 2}
+try:
+    fedrax.simulate(fedrax.FedAvg(local=LOCAL), TASK, FEDERATION, directory=directory, sinks=[Second()], **settings)
+except fedrax.FedraxError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+@pytest.mark.parametrize("what", ["sleeps", "is killed"])
+def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
+    """It is waited for, in silence; or the run ends in a sentence, with its checkpoint kept."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNEVEN, str(port), str(process), what, str(tmp_path)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    (_, said), _ = [child.communicate(timeout=1800) for child in children]
+    first, second = (child.returncode for child in children)
+    written = {int(event["round"]) for event in fedrax.simulation.read_events(tmp_path)}
+    if what == "sleeps":
+        assert (first, second) == (0, 0) and max(written) == 8
+        assert not [line for line in said.splitlines() if "Gloo" not in line]
+    else:
+        assert second == -signal.SIGKILL and first == 1 and max(written) < 8
+        assert "error: another process of this run has ended" in said and "Traceback" not in said
+        assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] in (4, 6)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.monitoring
+from jax._src import distributed
 
 _FOR_EVER = "2000000000"
 """Seconds; 63 years."""
@@ -54,6 +55,30 @@ def use_all_cores() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     give_back_memory_of_compilations()
+
+
+def join_processes(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+    """Make this process one of several, on one host or many, whose devices run a simulation together.
+
+    Every process calls it first of all and then runs the same program. coordinator: ``host:port`` of process 0, which
+    the others can reach. processes: how many there are. process: which one this is, from 0. All three may be left out
+    where Slurm, Kubernetes or Open MPI tell JAX. It is ``jax.distributed.initialize`` with collectives that wait as long
+    as it takes.
+    """
+    use_all_cores()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, processes, process)
+
+
+def abandon_processes() -> None:
+    """Forget the others, one of which is gone: at its end JAX would wait for all of them, and abort the process.
+
+    JAX has no public way to leave without them: its ends of the connections stay open until the process is gone.
+    """
+    state = distributed.global_state
+    for end in (state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))
+    state.client = state.service = None
 
 
 @cache

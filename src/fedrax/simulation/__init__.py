@@ -1,6 +1,6 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
-from fedrax.compiled.cores import use_all_cores
+from fedrax.compiled.cores import join_processes, use_all_cores
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.process import Interrupted
@@ -22,6 +22,7 @@ __all__ = [
     "Sink",
     "Uniform",
     "WeightedBySamples",
+    "join_processes",
     "read_events",
     "simulate",
     "sweep",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from fedrax.compiled.cores import use_all_cores
+from fedrax.compiled.cores import abandon_processes, use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
@@ -55,7 +56,7 @@ def simulate(
     settings: see :class:`Settings`; ``changes`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
     params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
     directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default.
-    With ``jax.distributed`` every process calls simulate alike, and the first one writes.
+    Of several processes (:func:`fedrax.join_processes`) each calls simulate alike, and the first one writes.
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
@@ -111,7 +112,7 @@ class Run:
         for sink in self.sinks:
             sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
         try:
-            with interrupt_flag() as interrupted:
+            with interrupt_flag() as interrupted, self._others_may_end():
                 carry, stopped = self._rounds(carry, interrupted)
             result = self._result(carry, stopped)
             return result
@@ -220,6 +221,21 @@ class Run:
         )
 
     # -- failure -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _others_may_end(self) -> Iterator[None]:
+        """Where several processes run together, the end of one ends the others in a sentence."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self.setup.alone:
+                raise
+            abandon_processes()
+            cause = str(error).splitlines()[0]
+            message = f"another process of this run has ended or cannot be reached ({cause}): start all of them again"
+            if self.setup.directory is not None:
+                message += f" with resume=True; {self.setup.directory} keeps what was last written"
+            raise FedraxError(message) from error
 
     def _fail(self, carry: Carry, portion: Portion, records: dict) -> NoReturn:
         """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
