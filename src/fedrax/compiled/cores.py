@@ -62,8 +62,8 @@ def join_processes(coordinator: str | None = None, processes: int | None = None,
 
     Every process calls it first of all and then runs the same program. coordinator: ``host:port`` of process 0, which
     the others can reach. processes: how many there are. process: which one this is, from 0. All three may be left out
-    where Slurm, Kubernetes or Open MPI tell JAX. It is ``jax.distributed.initialize`` with collectives that wait as long
-    as it takes.
+    where Slurm, Kubernetes or Open MPI tell JAX. It is ``jax.distributed.initialize`` with devices that wait for each
+    other as long as it takes.
     """
     use_all_cores()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
