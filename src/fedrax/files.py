@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from fedrax.errors import FedraxError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 MAX_FILE = 1 << 20
 """Bytes of an experiment file."""
@@ -24,7 +28,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
+        part.unlink(missing_ok=True)  # what a killed process left, or a link that somebody planted
+        with open(part, "xb", opener=_no_links) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -37,6 +42,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def open_to_append(path: Path) -> TextIO:
+    """A text file to append to, which must not be a link; raises OSError."""
+    return open(path, "a", encoding="utf-8", opener=_no_links)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
     write_bytes(path, text.encode())
@@ -46,6 +60,33 @@ def write_bytes(path: Path, content: bytes) -> None:
     """As ``write_text``, for bytes."""
     with replacing(path) as file:
         file.write(content)
+
+
+def read_csv(path: Path) -> pl.DataFrame:
+    """The table in a CSV file with a header of different names; FedraxError if it is not one.
+
+    A path is a file and never a pattern. A compressed file is refused: it may grow to any size.
+    """
+    import polars as pl
+
+    if not path.is_file():
+        raise FedraxError(f"there is no file {path}.")
+    try:
+        with open(path, "rb") as file:
+            if file.read(4).startswith(_COMPRESSED):
+                raise FedraxError(f"{path} is compressed: unpack it first.")
+            file.seek(0)
+            header = next(csv.reader([file.readline(MAX_FILE).decode("utf-8-sig")]), [])
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice is not None:
+            raise FedraxError(f"{path} has two columns {twice!r}.")
+        return pl.read_csv(path, infer_schema_length=None, glob=False)
+    except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
+        raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
+
+
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+"""How gzip, zstandard and zlib begin: what polars would unpack by itself."""
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -109,6 +109,8 @@ CASES = {
     "cohort": Case("run --run.cohort-size 101", "cannot sample 101 clients"),
     "devices": Case("run --run.devices 99", "99 devices"),
     "steps and epochs": Case("run --algorithm.local.steps 2 --algorithm.local.epochs 1", "not both"),
+    "more blocks than samples": Case("run --algorithm losac --algorithm.local.blocks 2000", "too many blocks"),
+    "blocks beyond numbers": Case("run --algorithm losac --algorithm.local.blocks 1073741824", "too many blocks"),
     "blocks missing": Case("run --algorithm losac --algorithm.local.blocks None", "set local.blocks"),
     "weights": Case("run --algorithm scaffold --run.weights samples", "uniform"),
     "clients": Case("run --partition.clients 5000", "too few"),

@@ -1,6 +1,8 @@
 """Readers of images in tables, of CSV files and of OpenML, against files made by hand, good and broken."""
 
+import gzip
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -152,13 +154,33 @@ def test_csv_with_a_test_file_and_a_regression(tmp_path):
         ("a,label\nNaN,0\n2,1\n", {}, "not finite"),
         ("", {}, "cannot be read as a CSV"),
         ("a,label\n", {}, "not numeric"),
+        ("a,label,label\n1,0,0\n2,1,1\n", {}, "two columns 'label'"),
+        (gzip.compress(b"a,label\n" + b"1,0\n" * 10_000), {}, "is compressed"),
+        (b"a,l\xff\xfe\n1,0\n", {}, "cannot be read as a CSV"),
     ],
 )
 def test_broken_csv(tmp_path, text, options, words):
     path = tmp_path / "table.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FedraxError, match=words):
         load("csv", path=path, **options)
+
+
+def test_a_path_is_a_file_and_not_a_pattern(tmp_path):
+    for name in ("d1.csv", "d2.csv"):
+        (tmp_path / name).write_text("a,label\n1,0\n2,1\n")
+    with pytest.raises(FedraxError, match="there is no file"):
+        load("csv", path=tmp_path / "d*.csv")
+    (tmp_path / "d*.csv").write_text("a,label\n" + "1,0\n2,1\n" * 5)
+    assert len(load("csv", path=tmp_path / "d*.csv").train.y) == 8
+
+
+@pytest.mark.parametrize("special", ["/dev/zero", "fifo"])
+def test_csv_that_is_no_file(special, tmp_path):
+    if special == "fifo":
+        os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(FedraxError, match="there is no file"):
+        load("csv", path=tmp_path / special)
 
 
 def test_csv_that_is_not_there(tmp_path):

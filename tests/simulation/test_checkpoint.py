@@ -149,24 +149,6 @@ except FedraxError as error:
     assert_identical(resumed, whole)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"algorithm": fedrax.FedAvg(local=LOCAL)},
-        {"algorithm": fedrax.Scaffold(local=LOCAL, option="I")},
-        {"seed": 1},
-        {"cohort_size": 2},
-        {"params": {"output": {"weight": np.ones((3, 4)), "bias": np.ones(3)}}},
-    ],
-)
-def test_another_experiment_does_not_resume(other: dict, tmp_path: Path):
-    run(SCAFFOLD, rounds=2, directory=tmp_path)
-    before = bytes_of(tmp_path)
-    with pytest.raises(FedraxError, match="belongs to another experiment"):
-        run(**({"algorithm": SCAFFOLD, "rounds": 2, "directory": tmp_path, "resume": True} | other))
-    assert bytes_of(tmp_path) == before
-
-
 @pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
 def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Client state finds its new place where there are other devices or more clients to come."""
@@ -190,20 +172,3 @@ def test_fewer_rounds_than_are_done(tmp_path: Path):
 def test_no_directory_to_resume():
     with pytest.raises(FedraxError, match="no directory"):
         run(resume=True)
-
-
-def test_a_new_run_does_not_inherit_the_old_checkpoint(tmp_path: Path):
-    """A run begun anew and cut short before its first checkpoint starts from scratch."""
-    run(SCAFFOLD, rounds=4, directory=tmp_path)
-
-    class Cut:
-        def start(self, info: object) -> None:
-            raise RuntimeError("cut")
-
-        def finish(self, result: object) -> None:
-            """Nothing to do."""
-
-    with pytest.raises(RuntimeError, match="cut"):
-        run(SCAFFOLD, rounds=4, directory=tmp_path, sinks=[Cut()])  # type: ignore[list-item]
-    resumed = run(SCAFFOLD, rounds=4, directory=tmp_path, resume=True)
-    assert_identical(resumed, run(SCAFFOLD, rounds=4))

@@ -94,11 +94,11 @@ def test_a_server_that_overflows(plan: str, size: int, tmp_path: Path):
     assert len(read_events(tmp_path)) == 2
 
 
-def test_a_new_run_in_the_directory_takes_the_failure_away(tmp_path: Path):
+def test_a_resumed_run_takes_the_failure_away(tmp_path: Path):
     script = fedrax.Script(cohorts=COHORTS)
     with pytest.raises(NonFiniteError):
         run(federation=sick_federation(), script=script, rounds=5, directory=tmp_path)
-    run(federation=sick_federation(), script=script, rounds=3, directory=tmp_path)
+    run(federation=sick_federation(), script=script, rounds=3, directory=tmp_path, resume=True)
     assert not (tmp_path / "failure").exists()
     assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] == 3
 

@@ -120,7 +120,7 @@ def _choose(table: Table, chosen: Chosen, name: str) -> None:
     if name.lower() == "none":
         table[last] = "none"
         return
-    cls, old = chosen.choice.find(name, Path.cwd()), table.get(last, {})
+    cls, old = chosen.choice.find(name, Path.cwd(), "typed"), table.get(last, {})
     known = {field.name for field in dataclasses.fields(cls)}
     keeps = isinstance(old, Mapping) and (chosen.choice.keep or cls is type(chosen.value))
     kept = {key: value for key, value in old.items() if key in known and key != "name"} if keeps else {}

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,9 +65,9 @@ def main(args: list[str]) -> int:
     _, task, federation = experiment.build(planned[0][0], options.data_dir)
     try:
         run_all(planned, task, federation, out, options)
-    except (Interrupted, KeyboardInterrupt):
+    except KeyboardInterrupt as stop:
         print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+        return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
     report(spec, comparison.methods_in(spec, out), out, options, args)
     return 0
 
@@ -80,7 +81,9 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     )
     options = parsed.options
     spec = comparison.read(files) if files else Comparison("comparison", (), (0, 1, 2), None)
-    added = [Experiment(name=name, algorithm=ALGORITHM.find(name, Path.cwd())()) for name in options.algorithms]
+    added = [
+        Experiment(name=name, algorithm=ALGORITHM.find(name, Path.cwd(), "typed")()) for name in options.algorithms
+    ]
     changes = {part: getattr(parsed.experiment, part) for part in SHARED}
     methods = tuple(dataclasses.replace(method, **changes) for method in (*spec.methods, *added))
     given = {"seeds": options.seeds or spec.seeds, "target": options.target or spec.target}
@@ -127,7 +130,7 @@ def run_all(
             seen: list[Any] = [ExperimentFile(spec, directory)]
             if bar is not None:
                 seen.append(sinks.ProgressSink(title, bar))
-            resume = run is not None and bool(run.events)
+            resume = run is not None
             try:
                 simulate(
                     spec.algorithm,

@@ -11,7 +11,7 @@ import tyro
 from fedrax.cli.arguments import parse
 from fedrax.cli.run_command import Reporting, run
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment
+from fedrax.experiments import experiment, own_code
 from fedrax.simulation import use_all_cores
 
 DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
@@ -26,6 +26,8 @@ class ResumeOptions:
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="DIR")]
     """Run directory."""
     options: Annotated[Reporting, tyro.conf.arg(name="")]
+    trust: bool = False
+    """Run the Python code that the directory's experiment names, although you did not make it on this machine."""
 
 
 def main(args: list[str]) -> int:
@@ -34,6 +36,7 @@ def main(args: list[str]) -> int:
     file = parsed.directory / "experiment.toml"
     if not file.is_file():
         raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml.")
-    spec = experiment.read(file)
+    trusted = parsed.trust or own_code.is_sealed(parsed.directory)
+    spec = experiment.read(file, "typed" if trusted else "none")
     use_all_cores()
     return run(spec, experiment.build(spec, parsed.options.data_dir), parsed.directory, parsed.options, resume=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment
+from fedrax.experiments import experiment, own_code
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
 from fedrax.report import sinks
@@ -70,6 +70,8 @@ class ExperimentFile:
     def start(self, run: RunInfo) -> None:
         """Write the file."""
         experiment.write(self._spec, self._path)
+        if experiment.uses_own_code(self._spec):
+            own_code.seal(self._path.parent)
 
     def event(self, event: Event) -> None:
         """Nothing to add."""
@@ -84,11 +86,9 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, r
         seen = make_sinks(spec, directory, options)
         algorithm, task, federation = problem
         result = simulate(algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen)
-    except Interrupted:
-        if not (directory / "checkpoint").exists():
-            raise
+    except Interrupted as stop:
         print(f"fedrax: interrupted; go on with: fedrax resume {directory}", file=sys.stderr)
-        return 130
+        return 128 + stop.signal
     report(spec, result, directory, options)
     return 0
 

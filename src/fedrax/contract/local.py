@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedrax import tree
@@ -145,6 +146,15 @@ class LocalSGD:
         if self.carry and self.optimizer is None:
             raise FedraxError(
                 "there is no local optimizer whose state could be carried over rounds: set local.optimizer"
+            )
+
+    def check_sizes(self, sizes: np.ndarray) -> None:
+        """Refuse more blocks than any client has samples; ``sizes`` [N]."""
+        largest = int(sizes.max())
+        if self.blocks is not None and (self.blocks > largest or self.blocks * largest > np.iinfo(np.int32).max):
+            raise FedraxError(
+                f"local.blocks = {self.blocks} cuts clients' data into too many blocks: the largest client has"
+                f" {largest} samples"
             )
 
     def step_size(self, round: Array) -> Array | float:

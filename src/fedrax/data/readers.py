@@ -15,6 +15,7 @@ from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_r
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.synthetic import load_synthetic
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import read_csv
 
 if TYPE_CHECKING:
     import polars as pl
@@ -294,14 +295,7 @@ def _from_npz(
 
 def _read_csv(path: Path, label: str, client: str | None) -> "pl.DataFrame":
     """The table, with its columns checked: no missing values, label and client there, features numeric."""
-    import polars as pl
-
-    if not path.is_file():
-        raise FedraxError(f"there is no file {path}.")
-    try:
-        table = pl.read_csv(path, infer_schema_length=None)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
+    table = read_csv(path)
     for column in [label, *([client] if client else [])]:
         if column not in table.columns:
             raise unknown(f"column of {path}", column, table.columns)

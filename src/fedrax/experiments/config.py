@@ -8,12 +8,8 @@ may be an object of several classes is a table whose key ``name`` chooses the cl
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
@@ -25,6 +21,7 @@ from fedrax.contract.fields import Field, fields_of, hints_of, inferred
 from fedrax.contract.hyperparameters import refuse_undecorated
 from fedrax.errors import FedraxError, unknown
 from fedrax.experiments.methods import algorithms
+from fedrax.experiments.own_code import Trust, import_named
 
 Table = dict[str, Any]
 
@@ -42,11 +39,11 @@ class Choice:
     keep: bool = False
     """Whether another name, given on the command line, keeps those of the file's keys that it knows too."""
 
-    def find(self, name: str, folder: Path) -> type:
+    def find(self, name: str, folder: Path, trust: Trust = "beside") -> type:
         """The class called ``name``; case, "-" and "_" do not matter. The user's own lie relative to ``folder``."""
         classes = self.classes()
         if self.adapt is not None and ":" in name:
-            where, found = import_named(name, folder)
+            where, found = import_named(name, folder, trust)
             cls = self.adapt(found)
             _OWN[cls] = where
             return cls
@@ -126,12 +123,14 @@ def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
 class Reader:
     """Makes objects of tables. ``source`` opens every message; paths in the file are relative to ``folder``.
 
-    ``missing`` stands for values that a table must hold and does not; without it they are refused.
+    ``missing`` stands for values that a table must hold and does not; without it they are refused. ``trust`` says which
+    code the table may name.
     """
 
     source: str
     folder: Path
     missing: Any = None
+    trust: Trust = "beside"
 
     def error(self, path: str, message: str) -> FedraxError:
         """The error about the table or key at ``path``."""
@@ -166,7 +165,7 @@ class Reader:
             if not isinstance(table["name"], str):
                 raise self.error(f"{path}.name", f"must be a string, not {table['name']!r}.")
             try:
-                cls = choice.find(table["name"], self.folder)
+                cls = choice.find(table["name"], self.folder, self.trust)
             except FedraxError as error:
                 raise self.error(f"[{path}]", str(error)) from error
         elif dataclasses.is_dataclass(base):
@@ -232,41 +231,6 @@ def plain(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or JAX
         return value.item()
     raise FedraxError(f"{value!r} cannot be written to a file.")
-
-
-def import_named(name: str, folder: Path) -> tuple[str, Any]:
-    """What ``path/to/file.py:attribute`` or ``module:attribute`` names, and that name with the path made absolute.
-
-    The path is relative to ``folder``. Importing runs the user's code.
-    """
-    source, _, attribute = name.rpartition(":")
-    try:
-        if source.endswith(".py"):
-            path = (folder / Path(source).expanduser()).resolve()
-            source, module = str(path), _import_file(path)
-        else:
-            module = importlib.import_module(source)
-    except FedraxError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise FedraxError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
-    if not hasattr(module, attribute):
-        public = [known for known in vars(module) if not known.startswith("_")]
-        raise unknown(f"name in {source}:", attribute, public)
-    return f"{source}:{attribute}", getattr(module, attribute)
-
-
-@cache
-def _import_file(path: Path) -> types.ModuleType:
-    if not path.is_file():
-        raise FedraxError(f"there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"fedrax_own_{abs(hash(path))}", path)
-    if spec is None or spec.loader is None:
-        raise FedraxError(f"{path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache

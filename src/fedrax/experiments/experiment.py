@@ -19,7 +19,8 @@
     rounds = 50
 
 ``fedrax list`` shows the names. Data, model, partition and algorithm can be the user's own: ``name =
-"file.py:thing"`` (relative to the TOML file) or ``"module:thing"``, where thing is a subclass of Algorithm, a
+"file.py:thing"`` (beside the TOML file or below) or ``"module:thing"`` (of a package with an entry point of the group
+``fedrax``), where thing is a subclass of Algorithm, a
 function that returns a Dataset, a class with the method ``assign`` of a partition, or a function (of
 ``input_shape`` and ``num_outputs``, if it likes) that returns a Model or a Task. Their further parameters are keys
 of the table.
@@ -45,6 +46,7 @@ from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
+from fedrax.experiments.own_code import Trust
 from fedrax.files import read_table, write_text
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
@@ -125,11 +127,11 @@ class Experiment:
         self.algorithm.requirements.check_run(name, run.weights, run.cohort_size, varying_cohort=False)
 
 
-def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> Experiment:
+def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Experiment:
     """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
     if "compare" in table:
         raise FedraxError(f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it.")
-    experiment = Reader(source, folder).fields(Experiment, table, "", Experiment())
+    experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
     try:
         experiment.check()
     except FedraxError as error:
@@ -137,10 +139,18 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
     return experiment
 
 
-def read(path: str | Path) -> Experiment:
-    """The experiment of a TOML file, checked."""
+def read(path: str | Path, trust: Trust = "beside") -> Experiment:
+    """The experiment of a TOML file, checked; ``trust`` says which code it may name."""
     path = Path(path)
-    return from_table(read_table(path), str(path), path.parent)
+    return from_table(read_table(path), str(path), path.parent, trust)
+
+
+def uses_own_code(part: Any) -> bool:
+    """Whether an experiment, or anything that it is made of, is the user's own."""
+    if not dataclasses.is_dataclass(part):
+        return False
+    inner = (getattr(part, field.name) for field in dataclasses.fields(part))
+    return config.own_name(type(part)) is not None or any(map(uses_own_code, inner))
 
 
 def to_table(experiment: Experiment) -> Table:

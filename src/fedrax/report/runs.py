@@ -13,7 +13,8 @@ import polars as pl
 
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
-from fedrax.simulation.checkpoint import load_meta
+from fedrax.simulation import checkpoint
+from fedrax.simulation.directory import FAILURE
 from fedrax.simulation.events import Event, read_events
 from fedrax.simulation.result import to_target
 
@@ -74,7 +75,8 @@ def read_run(directory: Path) -> Run:
     if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
         raise FedraxError(f"{directory / 'experiment.toml'} is not the complete experiment of a run.")
     events = read_events(directory) if (directory / "events.jsonl").exists() else []
-    failure = load_meta(directory / "failure").get("error") if (directory / "failure").is_dir() else None
+    failed = directory / FAILURE  # empty where a full disk left no room for the state
+    failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
     return Run(directory, table, events, None if failure is None else str(failure))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from fedrax.contract.client_data import Place
 from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
+from fedrax.files import read_csv
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import Availability, FixedList, Script, Settings, WeightedBySamples
 
@@ -104,13 +105,11 @@ def check_list(clients: tuple[int, ...], num_clients: int) -> np.ndarray:
 
 def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:
     """The available clients of each round of a trace file."""
-    import polars as pl
-
     path = participation.trace
-    try:
-        table = pl.read_csv(path, infer_schema_length=None).select("round", "client")
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"the availability trace {path} is not a CSV with columns round, client: {error}") from error
+    table = read_csv(path)
+    if not {"round", "client"} <= set(table.columns):
+        raise FedraxError(f"the availability trace {path} is not a CSV with columns round, client")
+    table = table.select("round", "client")
     if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
         raise FedraxError(f"the availability trace {path} must hold whole numbers only")
     rounds, clients = np.unique(table.to_numpy(), axis=0).T

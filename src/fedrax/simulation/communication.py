@@ -1,10 +1,13 @@
-"""The bytes a method sends, counted from the shapes of its own messages and uploads."""
+"""One round of one client, traced: the bytes that travel, and the program itself, by which a run is known again."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
@@ -52,22 +55,35 @@ class Counting(Executor):
         return Gathered(sums, jax.tree.map(lambda a: a[None], done.output.each), places.client, places.weight)
 
 
-def message_bytes(
+class TracedRound(NamedTuple):
+    """A round of one client, not yet compiled."""
+
+    bytes_down: int
+    """To the client, from the shapes of the algorithm's messages."""
+    bytes_up: int
+    """From the client, from the shapes of its uploads."""
+    program: ClosedJaxpr
+    """What the algorithm and the task compute."""
+
+
+def trace_round(
     program: Program, algorithm: Algorithm, params: Tree, statistics: Tree, kept: Kept, samples: Tree, place: Place
-) -> tuple[int, int]:
-    """Bytes (down, up) of one client in one round, from the shapes of the algorithm's messages and uploads.
+) -> TracedRound:
+    """A round of one client by its shapes.
 
     The first time that the algorithm is traced: what breaks the contract's rules is refused here, in a sentence.
     place: of any client, its fields of shape [1, ...].
     """
 
-    def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[list[Tree], list[Tree]]:
+    def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.ones(()), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples)
         server = checked_init(algorithm, params, algorithm.init(params, program.num_clients))
-        checked_round(algorithm, server, run_round(executor, server, statistics)[0])
-        return executor.received, executor.sent
+        after = run_round(executor, server, statistics)[0]
+        checked_round(algorithm, server, after)
+        return executor.received, executor.sent, after
 
     with explained(algorithm):
-        received, sent = jax.eval_shape(one_round, params, statistics, kept, samples)
-    return tree.num_bytes(received), tree.num_bytes(sent)
+        shapes = jax.eval_shape(lambda *trees: trees, params, statistics, kept, samples)
+        made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)
+    return TracedRound(tree.num_bytes(received), tree.num_bytes(sent), made)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.files import replacing
+from fedrax.files import open_to_append, replacing
 
 Event = dict[str, Any]
 FILE = "events.jsonl"
@@ -67,7 +67,7 @@ class EventFile:
         with replacing(self.path) as file:
             file.write("".join(line(event) for event in keep).encode())
         try:
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+            self._file = open_to_append(self.path)
         except OSError as error:
             raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
 

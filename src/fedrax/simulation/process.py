@@ -18,31 +18,50 @@ from fedrax.files import replacing
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C: the run was checkpointed (where it has a directory) and can be resumed."""
+    """Told to stop: the run was checkpointed (where it has a directory) and can be resumed."""
+
+    def __init__(self, number: int = signal.SIGINT):
+        super().__init__()
+        self.signal = number
+        """Which signal said so."""
+
+
+class Stop:
+    """Whether the process was told to stop, and by which signal."""
+
+    signal: int | None = None
+
+    def is_set(self) -> bool:
+        """Whether it was."""
+        return self.signal is not None
+
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Ctrl-C; ``kill``, a cluster's time limit, a container's end; a terminal that closes."""
 
 
 @contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one interrupts at once.
+def interrupt_flag() -> Iterator[Stop]:
+    """What the first signal to stop sets; a second one of its kind has its usual effect at once.
 
-    Ctrl-C stays ignored where the process ignores it, as one in the background of a shell script does.
+    A signal that the process ignores stays ignored: Ctrl-C in the background of a shell script, a hang-up under nohup.
     """
-    flag = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-    ignored = before is None or before is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
+    flag, before = Stop(), {number: signal.getsignal(number) for number in _SIGNALS}
+    heard = {number: old for number, old in before.items() if old is not None and old is not signal.SIG_IGN}
+    if threading.current_thread() is not threading.main_thread():
+        heard = {}
 
     def handler(number: int, frame: Any) -> None:
-        flag.set()
-        signal.signal(signal.SIGINT, before)
+        flag.signal = number
+        signal.signal(number, heard[number])
 
-    signal.signal(signal.SIGINT, handler)
+    for number in heard:
+        signal.signal(number, handler)
     try:
         yield flag
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, old in heard.items():
+            signal.signal(number, old)
 
 
 def write_environment(directory: Path) -> None:

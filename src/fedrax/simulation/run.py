@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,9 +20,10 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
+from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import Carry
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
-from fedrax.simulation.process import Interrupted, interrupt_flag, write_environment
+from fedrax.simulation.process import Interrupted, Stop, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
 from fedrax.simulation.saving import fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
@@ -55,25 +55,27 @@ def simulate(
 
     settings: see :class:`Settings`; ``changes`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
     params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
-    directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default.
+    directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default. One that
+    holds a run, or that another run is writing to, is refused.
     Of several processes (:func:`fedrax.join_processes`) each calls simulate alike, and the first one writes.
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
-    after Ctrl-C.
+    after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
     use_all_cores()
     with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
         path = None if directory is None else Path(directory)
-        setup = prepare(algorithm, task, federation, settings, params, script, path)
         if resume and path is None:
             raise FedraxError("there is no directory to resume a run from")
         if resume and trajectory:
             raise FedraxError("a resumed run does not know the parameters of its first rounds: leave trajectory out")
-        return Run(setup, storage_of(setup), sinks, keep_clients, [] if trajectory else None).finish(resume)
+        setup = prepare(algorithm, task, federation, settings, params, script, path)
+        with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
+            return Run(setup, storage_of(setup), sinks, keep_clients, place, [] if trajectory else None).finish(resume)
 
 
 def storage_of(setup: Setup) -> Storage:
@@ -94,6 +96,7 @@ class Run:
     storage: Storage
     sinks: Sequence[Sink]
     keep_clients: bool
+    place: RunDirectory | None
     trajectory: list[Tree] | None
     events: list[Event] = field(default_factory=list)
     log: EventFile | None = None
@@ -104,14 +107,13 @@ class Run:
         carry, self.events = (
             restore(setup, self.storage) if resume and setup.directory else (fresh(setup, self.storage), [])
         )
-        if setup.directory is not None:
-            for name in ("failure",) if resume else ("checkpoint", "failure"):
-                checkpoint.discard(setup.directory / name)  # of an earlier run, whose events go too
-            self.log = EventFile(setup.directory, self.events)
-            write_environment(setup.directory)
-        for sink in self.sinks:
+        for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
             sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
         try:
+            if setup.directory is not None:
+                checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
+                self.log = EventFile(setup.directory, self.events)
+                write_environment(setup.directory)
             with interrupt_flag() as interrupted, self._others_may_end():
                 carry, stopped = self._rounds(carry, interrupted)
             result = self._result(carry, stopped)
@@ -125,7 +127,7 @@ class Run:
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def _rounds(self, carry: Carry, interrupted: threading.Event) -> tuple[Carry, str]:
+    def _rounds(self, carry: Carry, interrupted: Stop) -> tuple[Carry, str]:
         total, events = self.setup.settings.rounds, self.events
         # Several processes must agree on blocks, and so may not look at the clock.
         pace = LONGEST_BLOCK if not self.setup.alone else 1
@@ -139,8 +141,8 @@ class Run:
             over = stopped == "target" or len(events) == total
             if over or interrupted.is_set() or self._checkpoint_due(due):
                 due = self._checkpoint(carry, over)
-            if interrupted.is_set() and not over:
-                raise Interrupted
+            if interrupted.signal is not None and not over:
+                raise Interrupted(interrupted.signal)
         return carry, stopped
 
     def _block(self, carry: Carry, pace: int, began: float) -> tuple[Carry, int, str]:
@@ -180,10 +182,12 @@ class Run:
 
     def _checkpoint(self, carry: Carry, over: bool) -> float:
         """Write a checkpoint; the time when the next one is due."""
+        if self.place is not None:
+            self.place.check_present()
         if self.log is not None:
             self.log.sync()
         began = time.monotonic()
-        save(self.setup, self.storage, "checkpoint", carry, len(self.events), self.keep_clients or not over)
+        save(self.setup, self.storage, CHECKPOINT, carry, len(self.events), self.keep_clients or not over)
         took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
         return time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
 
@@ -251,8 +255,8 @@ class Run:
         """Keep the state and raise NonFiniteError."""
         directory = self.setup.directory
         if directory is not None:
-            save(self.setup, self.storage, "failure", carry, len(self.events), self.keep_clients, error=message)
-            message += f"; {what} is in {directory / 'failure'}"
+            save(self.setup, self.storage, FAILURE, carry, len(self.events), self.keep_clients, error=message)
+            message += f"; {what} is in {directory / FAILURE}"
         raise NonFiniteError(message)
 
 

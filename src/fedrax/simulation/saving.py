@@ -11,8 +11,10 @@ import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint
+from fedrax.simulation.directory import CHECKPOINT
 from fedrax.simulation.engine import Carry
 from fedrax.simulation.events import Event, read_events
+from fedrax.simulation.identity import difference
 from fedrax.simulation.setup import Setup
 from fedrax.simulation.states import moves, rehoused
 from fedrax.simulation.storage import Storage
@@ -41,12 +43,13 @@ def fresh(setup: Setup, storage: Storage) -> Carry:
 def restore(setup: Setup, storage: Storage) -> tuple[Carry, list[Event]]:
     """State and events at the last checkpoint of the run's directory, or at the start if there is none."""
     assert setup.directory is not None
-    where = setup.directory / "checkpoint"
+    where = setup.directory / CHECKPOINT
     if not checkpoint.exists(where):
         return fresh(setup, storage), []
     meta = checkpoint.load_meta(where)
-    if meta.get("identity") != setup.identity:
-        raise FedraxError(f"the checkpoint in {setup.directory} belongs to another experiment")
+    assert setup.identity is not None
+    if (differs := difference(meta.get("identity"), setup.identity)) is not None:
+        raise FedraxError(f"the checkpoint in {setup.directory} belongs to another experiment: {differs}")
     done, rounds = meta["round"], setup.settings.rounds
     if done > rounds:
         raise FedraxError(f"{setup.directory} is at round {done}, beyond the {rounds} asked for")

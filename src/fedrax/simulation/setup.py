@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -24,11 +21,12 @@ from fedrax.contract.task import Batch, Task, Variables, starting_parameters
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import Planner, Sampler, given_work
-from fedrax.simulation.communication import message_bytes
+from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
 from fedrax.simulation.events import RunInfo
+from fedrax.simulation.identity import identify
 from fedrax.simulation.loop import LoopEngine
 from fedrax.simulation.personal import PersonalEvaluator
 from fedrax.simulation.plans import choose_plan, describe, make_mesh
@@ -66,8 +64,8 @@ class Setup:
     """One for each data set to evaluate on, by the prefix of its metrics."""
     personal: PersonalEvaluator | None
     info: RunInfo
-    identity: str
-    """A digest of what decides the numbers; a checkpoint of another run is refused."""
+    identity: dict[str, str] | None
+    """What decides the numbers, see :func:`fedrax.simulation.identity.identify`; None where nothing is kept."""
 
     @property
     def stateful(self) -> bool:
@@ -97,6 +95,8 @@ def prepare(
     check(algorithm)
     check(settings, "run")
     check_method(algorithm)
+    if algorithm.local_steps is not None:
+        algorithm.local_steps.check_sizes(federation.sizes)
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
     with explained(algorithm):
@@ -116,11 +116,11 @@ def prepare(
     program = Program(*fixed, precision=settings.precision, own_samples=streamed)
     engine = ENGINES[plan](program, mesh, None if streamed else samples)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
-    down, up = message_bytes(program, algorithm, start, statistics, initial, samples, place)
+    traced = trace_round(program, algorithm, start, statistics, initial, samples, place)
     if jax.process_index() > 0:
         directory = None  # the first process writes
     words = describe(mesh, plan, chunk, streamed, spilled)
-    info = _info(algorithm, settings, sampler, words, (down, up), start, directory)
+    info = _info(algorithm, settings, sampler, words, traced, start, directory)
     return Setup(
         algorithm=algorithm,
         task=task,
@@ -139,7 +139,9 @@ def prepare(
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=info,
-        identity=_identity(algorithm, settings, federation, params, start),
+        identity=None
+        if directory is None
+        else identify(algorithm, settings, federation, script, traced.program, start),
     )
 
 
@@ -152,7 +154,7 @@ def _info(
     settings: Settings,
     sampler: Sampler,
     plan: str,
-    sent: tuple[int, int],
+    traced: TracedRound,
     start: Tree,
     directory: Path | None,
 ) -> RunInfo:
@@ -163,8 +165,8 @@ def _info(
         first_round=0,
         cohort_size=sampler.largest,
         num_clients=sampler.num_clients,
-        bytes_down=sent[0],
-        bytes_up=sent[1],
+        bytes_down=traced.bytes_down,
+        bytes_up=traced.bytes_up,
         parameters=sum(x.size for x in jax.tree.leaves(start)),
         directory=directory,
     )
@@ -217,11 +219,3 @@ def make_evaluators(
         kind = StreamedEvaluator if streamed else Evaluator
         found["train"] = kind(task, mesh, samples, federation.offsets)
     return found
-
-
-def _identity(algorithm: Algorithm, settings: Settings, federation: Federation, given: Tree | None, start: Tree) -> str:
-    same = {"rounds": 0, "checkpoint_every": None, "samples": "auto", "states": "auto"}
-    what = hashlib.sha256(repr((algorithm, dataclasses.replace(settings, **same))).encode())
-    for array in (federation.sizes, *([] if given is None else jax.tree.leaves(start))):
-        what.update(np.asarray(array).tobytes())
-    return what.hexdigest()

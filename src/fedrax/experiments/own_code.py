@@ -1,0 +1,121 @@
+"""The user's own code, named in a file or on the command line: found, trusted or refused, imported.
+
+Importing runs code, and files come from anywhere. So a name in a file may only mean a Python file in the file's own
+folder or below, or a package that has registered itself (an entry point of the group ``fedrax``); what is typed on the
+command line may lie anywhere. The experiment of a run's directory, which somebody may have sent, runs no code at all
+unless this user made it (a keyed digest beside it says so) or says to trust it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib
+import importlib.util
+import os
+import secrets
+import sys
+import types
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from fedrax.compiled.cores import cache_directory
+from fedrax.errors import FedraxError, unknown
+from fedrax.files import write_text
+
+Trust = Literal["typed", "beside", "none"]
+"""Code from anywhere; from the folder of the file that names it and from registered packages; none."""
+SEAL = "own-code.seal"
+_allowed: set[str] = set()
+"""What has been trusted in this process: an experiment is read more than once."""
+
+
+def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str, Any]:
+    """What ``path/to/file.py:attribute`` or ``module:attribute`` names, and that name with the path made absolute.
+
+    The path is relative to ``folder``. Importing runs the code; FedraxError for what ``trust`` does not cover.
+    """
+    source, _, attribute = name.rpartition(":")
+    path = (folder / Path(source).expanduser()).resolve() if source.endswith(".py") else None
+    source = source if path is None else str(path)
+    if source not in _allowed:
+        _check_trust(source, path, folder.resolve(), trust)
+        _allowed.add(source)
+    try:
+        module = importlib.import_module(source) if path is None else _import_file(path)
+    except FedraxError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise FedraxError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
+    if not hasattr(module, attribute):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise unknown(f"name in {source}:", attribute, public)
+    return f"{source}:{attribute}", getattr(module, attribute)
+
+
+def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> None:
+    if trust == "typed":
+        return
+    if trust == "none":
+        raise FedraxError(
+            f"it runs code of its own, {source}, and was not made by you on this machine: read that code,"
+            " then add --trust"
+        )
+    if path is None:
+        registered = {point.value.partition(":")[0].partition(".")[0] for point in entry_points(group="fedrax")}
+        if source.partition(".")[0] not in registered:
+            raise FedraxError(
+                f"{source} is not a package that registers an entry point of the group 'fedrax': name a Python file"
+                " beside the experiment, or give the name on the command line"
+            )
+    elif not path.is_relative_to(folder):
+        raise FedraxError(f"{path} lies outside of {folder}: move it there, or give the name on the command line")
+
+
+@cache
+def _import_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise FedraxError(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(f"fedrax_own_{abs(hash(path))}", path)
+    if spec is None or spec.loader is None:
+        raise FedraxError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def seal(directory: Path) -> None:
+    """Say that the experiment in ``directory`` is this user's own."""
+    write_text(directory / SEAL, _digest(directory) + "\n")
+
+
+def is_sealed(directory: Path) -> bool:
+    """Whether ``seal`` said so of the experiment as it is now."""
+    try:
+        kept = (directory / SEAL).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return hmac.compare_digest(kept, _digest(directory))
+
+
+def _digest(directory: Path) -> str:
+    content = str(directory.resolve()).encode() + b"\0" + (directory / "experiment.toml").read_bytes()
+    return hmac.new(_key(), content, hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes:
+    """This user's secret, made once."""
+    path = cache_directory() / "key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+        except FileExistsError:
+            pass
+        return path.read_bytes()
+    except OSError as error:
+        raise FedraxError(f"cannot keep a key in {path}: {error.strerror or error}") from error

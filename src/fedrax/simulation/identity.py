@@ -1,0 +1,86 @@
+"""What decides a run's numbers, by which a checkpoint is known again: a digest of each part."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from fedrax.contract.algorithm import Algorithm
+from fedrax.data import Federation
+from fedrax.simulation.settings import Script, Settings
+from fedrax.tree import Tree
+
+_WHOLE = 1 << 28
+"""Bytes of an array that are read as they are; of a larger one, pieces spread over all of it."""
+_PIECES = 1 << 10
+_FREE: dict[str, Any] = {"rounds": 0, "checkpoint_every": None, "samples": "auto", "states": "auto"}
+"""Settings that a resumed run may change."""
+
+
+def identify(
+    algorithm: Algorithm,
+    settings: Settings,
+    federation: Federation,
+    script: Script | None,
+    program: ClosedJaxpr,
+    start: Tree,
+) -> dict[str, str]:
+    """A digest by what it is of. Equal ones mean equal numbers, on equal devices."""
+    sets = (*federation.train, *federation.test)
+    given = () if script is None else jax.tree.leaves(vars(script))
+    return {
+        "versions": _versions(),
+        "method": _digest([repr(algorithm)]),
+        "settings": _digest([repr(dataclasses.replace(settings, **_FREE)), *given]),
+        "data": _digest([*sets, federation.offsets, *jax.tree.leaves(federation.test_offsets)]),
+        "starting parameters": _digest(jax.tree.leaves(start)),
+        "program": _digest([_text(program), *program.consts]),
+    }
+
+
+def difference(kept: Any, now: dict[str, str]) -> str | None:
+    """What a checkpoint's identity differs in, in words; None if in nothing."""
+    if not isinstance(kept, dict):
+        return "it was written by another version of fedrax"
+    if kept.get("versions") != now["versions"]:
+        return f"it was computed by {kept.get('versions')}, and here is {now['versions']}"
+    differing = [name for name, digest in now.items() if kept.get(name) != digest]
+    return f"its {' and '.join(differing)} differ" if differing else None
+
+
+def _versions() -> str:
+    import fedrax
+
+    return f"fedrax {fedrax.__version__} with jax {jax.__version__}"
+
+
+def _text(program: ClosedJaxpr) -> str:
+    """The program as text, without the places of Python objects in memory."""
+    return re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    made = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, str):
+            made.update(part.encode())
+            continue
+        is_key = isinstance(part, jax.Array) and jnp.issubdtype(part.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(part) if is_key else part)
+        made.update(f"{array.dtype}{array.shape}".encode())
+        if array.nbytes <= _WHOLE:
+            made.update(np.ascontiguousarray(array).data if array.size else b"")
+            continue
+        rows = np.unique(np.linspace(0, len(array) - 1, _PIECES).astype(int))
+        size = max(1, _WHOLE // _PIECES * len(array) // array.nbytes)
+        for row in rows:
+            made.update(np.ascontiguousarray(array[row : row + size]).data)
+    return made.hexdigest()

@@ -1,0 +1,110 @@
+"""Own code runs where its user said so, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import TINY
+
+METHOD = """
+from pathlib import Path
+import fedrax
+from fedrax.contract.hyperparameters import hyperparameters
+
+Path({proof!r}).write_text("ran")
+
+@hyperparameters
+class Mine(fedrax.FedAvg):
+    \"\"\"FedAvg under another name.\"\"\"
+"""
+
+
+@pytest.fixture
+def proof(tmp_path: Path) -> Path:
+    """Is there once the code has run."""
+    return tmp_path / "proof"
+
+
+def write(folder: Path, proof: Path) -> None:
+    """mine.py, and an experiment that names it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mine.py").write_text(METHOD.format(proof=str(proof)))
+    (folder / "x.toml").write_text(TINY.replace('"fedavg"', '"mine.py:Mine"'))
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("model", "shutil:rmtree"),
+        ("data", "runpy:run_path"),
+        ("partition", "os:system"),
+        ("algorithm", "subprocess:Popen"),
+        ("model", "http.server:HTTPServer"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "partition", "profile", "compare"])
+def test_a_file_names_no_function_of_other_packages(part: str, name: str, command: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "x.toml").write_text(f'[{part}]\nname = "{name}"\npath = "{tmp_path}"\n')
+    outcome = fedrax(command, "x.toml")
+    assert outcome.status == 2 and "not a package that registers an entry point" in outcome.err
+    assert (tmp_path / "x.toml").exists()
+
+
+def test_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: Any):
+    write(tmp_path / "elsewhere", proof)
+    (tmp_path / "here").mkdir()
+    for name in ("../elsewhere/mine.py", str(tmp_path / "elsewhere" / "mine.py")):
+        (tmp_path / "here" / "x.toml").write_text(TINY.replace('"fedavg"', f'"{name}:Mine"'))
+        outcome = fedrax("run", "here/x.toml")
+        assert outcome.status == 2 and "lies outside of" in outcome.err and not proof.exists()
+    (tmp_path / "here" / "link.py").symlink_to(tmp_path / "elsewhere" / "mine.py")
+    (tmp_path / "here" / "x.toml").write_text(TINY.replace('"fedavg"', '"link.py:Mine"'))
+    assert fedrax("run", "here/x.toml").status == 2 and not proof.exists()
+    assert fedrax("run", "here/x.toml", "--algorithm", "elsewhere/mine.py:Mine").status == 2  # the file is read first
+    assert fedrax("run", "elsewhere/mine.py:Mine", "--run.rounds", 1, "--quiet").status == 0 and proof.exists()
+
+
+def test_a_run_goes_on_with_its_user_s_code_and_nobody_else_s(
+    tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, proof)
+    assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
+    assert fedrax("resume", "r", "--quiet").status == 0
+    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "somebody else"))
+    sent = lambda *more: subprocess.run(  # noqa: E731 - a process of its own has trusted nothing yet
+        [sys.executable, "-m", "fedrax", "resume", "r", "--quiet", *more], cwd=tmp_path, capture_output=True, text=True
+    )
+    proof.unlink()
+    refused = sent()
+    assert refused.returncode == 2 and "add --trust" in refused.stderr and not proof.exists()
+    assert sent("--trust").returncode == 0 and proof.exists()
+
+
+def test_a_changed_experiment_is_not_its_user_s(tmp_path: Path, proof: Path, fedrax: Any):
+    write(tmp_path, proof)
+    assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
+    file = tmp_path / "r" / "experiment.toml"
+    (tmp_path / "r" / "other.py").write_text(METHOD.format(proof=str(tmp_path / "other")))
+    file.write_text(file.read_text().replace(str(tmp_path / "mine.py"), str(tmp_path / "r" / "other.py")))
+    outcome = fedrax("resume", "r")
+    assert outcome.status == 2 and "add --trust" in outcome.err and not (tmp_path / "other").exists()
+
+
+def test_the_key_is_its_user_s_alone(tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
+    write(tmp_path, proof)
+    assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
+    assert os.stat(tmp_path / "cache" / "key").st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(0)", "raise KeyError('gone')", "import nothing_of_this_name"])
+def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(code)
+    outcome = fedrax("run", "mine.py:Mine")
+    assert outcome.status == 2 and "cannot be imported" in outcome.err

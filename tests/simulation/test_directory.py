@@ -1,0 +1,216 @@
+"""A run's directory: one run at a time, known again by all that decides its numbers, and never followed elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError, Script
+from fedrax.files import write_text
+from fedrax.models import Logistic, Model
+from fedrax.report.runs import read_run
+from fedrax.simulation import Interrupted
+from tests.simulation.problems import (
+    CLASSES,
+    FEATURES,
+    FEDERATION,
+    LOCAL,
+    SCAFFOLD,
+    TASK,
+    assert_identical,
+    bytes_of,
+    run,
+)
+
+
+class At:
+    """A sink that does something in a round."""
+
+    def __init__(self, round: int, act: Any):
+        self.round, self.act = round, act
+
+    def start(self, info: fedrax.simulation.RunInfo) -> None:
+        if self.round == 0:
+            self.act()
+
+    def event(self, event: dict) -> None:
+        if event["round"] == self.round:
+            self.act()
+
+    def finish(self, result: object) -> None:
+        """Nothing to do."""
+
+
+# -- one run at a time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_in_one_directory_are_refused(resume: bool, tmp_path: Path):
+    """The second one touches nothing, and the first one ends as if it had been alone."""
+
+    def second() -> None:
+        before = bytes_of(tmp_path)
+        with pytest.raises(FedraxError, match="another run is writing to"):
+            run(SCAFFOLD, directory=tmp_path, resume=resume)
+        assert bytes_of(tmp_path) == before
+
+    assert_identical(run(SCAFFOLD, directory=tmp_path, sinks=[At(2, second)]), run(SCAFFOLD))
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path):
+    run(SCAFFOLD, directory=tmp_path)
+    before = bytes_of(tmp_path)
+    with pytest.raises(FedraxError, match="holds a run already"):
+        run(SCAFFOLD, directory=tmp_path)
+    assert bytes_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_that_is_removed_ends_the_run_in_a_sentence(replaced: bool, tmp_path: Path):
+    where = tmp_path / "run"
+
+    def remove() -> None:
+        shutil.rmtree(where)
+        if replaced:
+            where.mkdir()
+
+    with pytest.raises(FedraxError, match="was removed during the run"):
+        run(SCAFFOLD, rounds=6, checkpoint_every=1, directory=where, sinks=[At(3, remove)])
+
+
+def test_a_run_that_ends_before_its_first_round_can_be_run_again(tmp_path: Path):
+    def fail() -> None:
+        raise RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut"):
+        run(SCAFFOLD, directory=tmp_path, sinks=[At(0, fail)])
+    assert_identical(run(SCAFFOLD, directory=tmp_path), run(SCAFFOLD))
+
+
+# -- what decides the numbers --------------------------------------------------------------------------------------
+
+
+def federation(**changes: Any) -> fedrax.Federation:
+    """The common one, with other contents of the same sizes."""
+    made = {"x": np.array(FEDERATION.train.x), "y": np.array(FEDERATION.train.y)}
+    test = (np.array(FEDERATION.test.x), np.array(FEDERATION.test.y))
+    made |= {name: change(made[name]) for name, change in changes.items() if name in made}
+    test = (changes["test"](test[0]), test[1]) if "test" in changes else test
+    return fedrax.Federation.from_arrays(
+        made["x"], made["y"], offsets=np.asarray(FEDERATION.offsets), test=test, num_classes=CLASSES
+    )
+
+
+def task(activation: Any) -> fedrax.Task:
+    """A model with a function in it that has no parameters."""
+    model = Logistic().build((FEATURES,), CLASSES)
+    return fedrax.classification(Model(model.init, lambda params, x, key=None: model.apply(params, activation(x), key)))
+
+
+OTHERS = {
+    "one feature": ({"federation": federation(x=lambda x: x + (np.arange(x.size) == 5).reshape(x.shape))}, "data"),
+    "one label": ({"federation": federation(y=lambda y: np.where(np.arange(len(y)) == 7, (y + 1) % 3, y))}, "data"),
+    "test data": ({"federation": federation(test=lambda x: 2 * x)}, "data"),
+    "cohorts": ({"script": Script(cohorts=[[0, 1, 2]] * 4)}, "settings"),
+    "loss": ({"task": fedrax.Task(TASK.init, lambda p, b, k: 2 * TASK.loss(p, b, k), TASK.metrics)}, "program"),
+    "start": ({"params": {"output": {"weight": np.ones((3, 4)), "bias": np.ones(3)}}}, "starting parameters"),
+    "another method": ({"algorithm": fedrax.FedAvg(local=LOCAL)}, "method"),
+    "another option": ({"algorithm": fedrax.Scaffold(local=LOCAL, option="I")}, "method"),
+    "seed": ({"seed": 1}, "settings"),
+    "cohort size": ({"cohort_size": 2}, "settings"),
+    "step size": ({"algorithm": fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.06, steps=3, batch_size=2))}, "method"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_run_of_other_numbers_does_not_resume(name: str, tmp_path: Path):
+    other, differs = OTHERS[name]
+    run(SCAFFOLD, rounds=2, directory=tmp_path)
+    before = bytes_of(tmp_path)
+    with pytest.raises(FedraxError, match=f"belongs to another experiment: its .*{differs}.* differ"):
+        run(**({"algorithm": SCAFFOLD, "rounds": 4, "directory": tmp_path, "resume": True} | other))
+    assert bytes_of(tmp_path) == before
+
+
+def test_another_activation_does_not_resume(tmp_path: Path):
+    run(SCAFFOLD, task=task(jnp.tanh), rounds=2, directory=tmp_path)
+    with pytest.raises(FedraxError, match="its program differ"):
+        run(SCAFFOLD, task=task(jnp.sin), rounds=4, directory=tmp_path, resume=True)
+    resumed = run(SCAFFOLD, task=task(jnp.tanh), rounds=4, directory=tmp_path, resume=True)  # another object, as code
+    assert_identical(resumed, run(SCAFFOLD, task=task(jnp.tanh), rounds=4))
+
+
+def test_another_version_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run(SCAFFOLD, rounds=2, directory=tmp_path)
+    monkeypatch.setattr(fedrax, "__version__", "99.0")
+    with pytest.raises(FedraxError, match=r"computed by fedrax .* and here is fedrax 99\.0"):
+        run(SCAFFOLD, rounds=4, directory=tmp_path, resume=True)
+
+
+# -- links ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [".events.jsonl.part", ".environment.json.part", "checkpoint/.state.npz.part"])
+def test_links_are_not_followed(name: str, tmp_path: Path):
+    victim, where = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    (where / name).parent.mkdir(parents=True)
+    (where / name).symlink_to(victim)
+    assert_identical(run(SCAFFOLD, directory=where), run(SCAFFOLD))
+    assert victim.read_text() == "precious"
+
+
+def test_a_checkpoint_elsewhere_is_refused(tmp_path: Path):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "victim")
+    with pytest.raises(FedraxError, match="is a link"):
+        run(SCAFFOLD, directory=tmp_path / "run")
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_a_failure_that_found_no_room_does_not_hide_the_run(tmp_path: Path):
+    run(SCAFFOLD, directory=tmp_path)
+    (tmp_path / "failure").mkdir()
+    write_text(tmp_path / "experiment.toml", "[algorithm]\nname = 'scaffold'\n[run]\nseed = 0\nrounds = 4\n")
+    assert read_run(tmp_path).failure is None
+
+
+# -- told to stop --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path):
+    before = signal.getsignal(number)
+    tell = At(2, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted) as stopped:
+        run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, sinks=[tell])
+    assert stopped.value.signal == number and signal.getsignal(number) is before
+    assert_identical(
+        run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, resume=True), run(SCAFFOLD, rounds=9, eval_every=1)
+    )
+
+
+def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
+    flags = ["--run.rounds", "1000000", "--run.eval-every", "5", "--model", "logistic", "--quiet", "--out", "run"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fedrax", "run", *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    events, deadline = tmp_path / "run" / "events.jsonl", time.monotonic() + 1800
+    while not (events.exists() and events.read_bytes().count(b"\n") > 5) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=1800)
+    assert child.returncode == 128 + signal.SIGTERM and "go on with: fedrax resume run" in said
+    assert (tmp_path / "run" / "checkpoint" / "state.npz").exists()
