@@ -17,6 +17,10 @@ ENTRY %e (a: f32[4,4]) -> f32[4,4] {
   %a = f32[4,4]{1,0} parameter(0)
   %first = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={0}, metadata={op_name="fedrax.phase0/fedrax.gradient/dot"}
   %second = f32[4,4]{1,0} dot(%a, %first), lhs_contracting_dims={0}
+  %image = f32[1,2,2,4]{3,2,1,0} bitcast(%a)
+  %kernel = f32[1,1,4,1]{3,2,1,0} parameter(1)
+  %conv = f32[1,2,2,1]{3,2,1,0} convolution(%image, %kernel), window={size=1x1}, dim_labels=b01f_01io->b01f
+  %pool = f32[1,2,2,1]{3,2,1,0} negate(%conv)
   %bitcast = f32[4,4]{1,0} bitcast(%second)
   %early = f32[4,4]{1,0} add(%first, %first)
   %meet = f32[4,4]{1,0} all-reduce(%early)
@@ -49,9 +53,10 @@ def test_time_is_charged_from_the_end_of_the_operation_before():
         ([(0, 10, "first"), (12, 50, "other"), (60, 70, "early")], {"first": 20, "other": 40, "early": 10}),
         ([(0, 5, "first"), (46, 60, "early"), (60, 65, "second"), (110, 120, "both")],
          {"first": 46, "early": 14, "second": 50, "both": 10}),
+        ([(0, 10, "conv"), (60, 70, "pool")], {"conv": 60, "pool": 10}),
         ([(0, 10, "other"), (60, 70, "early")], {"other": 10, "early": 60}),
     ],
-    ids=["read at once", "read later", "two", "not in the trace"],
+    ids=["read at once", "read later", "two", "a convolution", "not in the trace"],
 )  # fmt: skip
 def test_a_product_is_charged_with_the_delay_of_what_reads_it(events: list, charged: dict):
     assert total(line(*events)) == charged

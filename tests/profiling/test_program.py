@@ -41,6 +41,20 @@ def test_a_product():
     assert total(text) == (2 * 30 * 40 * 50, 4 * (30 * 40 + 40 * 50 + 30 * 50))
 
 
+def test_operands_of_products_have_the_shapes_that_the_product_sees():
+    text = ProgramText("""HloModule m
+
+ENTRY %e (a: f32[2,3,5]) -> f32[6,7] {
+  %a = f32[2,3,5]{2,1,0} parameter(0)
+  %b = f32[5,7]{1,0} parameter(1)
+  %flat = f32[6,5]{1,0} bitcast(%a)
+  ROOT %dot = f32[6,7]{1,0} dot(%flat, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+""")
+    assert text.cost("dot").flops == 2 * 6 * 5 * 7
+    assert text.describe("dot").shapes == "6×5 · 5×7"
+
+
 def test_a_convolution():
     text = compiled(convolve, jnp.ones((2, 12, 12, 3)), jnp.ones((5, 5, 3, 4)))
     assert total(text)[0] == 2 * (2 * 8 * 8 * 4) * (5 * 5 * 3)
@@ -83,10 +97,9 @@ def test_operations_are_described_by_their_layers():
         with jax.named_scope("net/alone"):
             x = convolve(x, weights[1], groups=20)
         with jax.named_scope("net/cell"):
-            x = jax.lax.scan(
-                lambda h, row: (jnp.tanh(h @ weights[2] + row), None), x[:, 0, 0], x[:, :, 1].swapaxes(0, 1)
-            )
-        return x[0].sum()
+            cell = lambda h, row: (jnp.tanh(h @ weights[2] + row), None)  # noqa: E731
+            state, _ = jax.lax.scan(cell, x[:, 0, 0], x[:, :, 1].swapaxes(0, 1))
+        return state.sum()
 
     def step(weights: list[Array], x: Array) -> list[Array]:
         with phase_scope(0), scope(GRADIENT):

@@ -74,15 +74,17 @@ class Heavy:
 def heaviest(setup: Setup, spent: Iterable[Spent], total: float, machine: Limits) -> list[Heavy]:
     """The operations of at least 2 % of the round's ``total`` milliseconds, ten at most.
 
-    Those of one layer are taken together; where they are too light, those of layers whose names differ by numbers.
+    Those of one layer are taken together; where they are too light, or more than ten, those of layers whose names
+    differ by numbers.
     """
     known = [s for s in spent if s.about.what and s.kind != "exchange"]
-    exact = _grouped(known, lambda layer: layer)
-    heavy = [group for group in exact if sum(s.ms for s in group) >= _LEAST * total]
-    light = [s for group in exact if group not in heavy for s in group]
-    heavy += _grouped(light, lambda layer: re.sub(r"\d+", "*", layer))
-    rows = sorted((_row(setup, group, total, machine) for group in heavy), key=lambda row: -row.ms)
-    return [row for row in rows if row.share >= _LEAST][:_AT_MOST]
+    exact, heavy = _grouped(known, str), lambda group: sum(s.ms for s in group) >= _LEAST * total
+    light = [s for group in exact if not heavy(group) for s in group]
+    groups = list(filter(heavy, [*filter(heavy, exact), *_grouped(light, _without_numbers)]))
+    if len(groups) > _AT_MOST:
+        groups = list(filter(heavy, _grouped(known, _without_numbers)))
+    rows = [_row(setup, group, total, machine) for group in groups]
+    return sorted(rows, key=lambda row: -row.ms)[:_AT_MOST]
 
 
 def _grouped(spent: Iterable[Spent], name: Callable[[str], str]) -> list[list[Spent]]:
@@ -92,10 +94,14 @@ def _grouped(spent: Iterable[Spent], name: Callable[[str], str]) -> list[list[Sp
     return list(groups.values())
 
 
+def _without_numbers(layer: str) -> str:
+    return re.sub(r"\d+", "*", layer)
+
+
 def _row(setup: Setup, group: list[Spent], total: float, machine: Limits) -> Heavy:
     most, ms = max(group, key=lambda s: s.ms), sum(s.ms for s in group)
     about, executions = most.about, sum(s.executions for s in group)
-    layer = about.layer if len({s.about.layer for s in group}) == 1 else re.sub(r"\d+", "*", about.layer)
+    layer = about.layer if len({s.about.layer for s in group}) == 1 else _without_numbers(about.layer)
     flops, size = sum(s.flops for s in group), sum(s.bytes for s in group)
     unit, work, limit = ("GFLOP/s", flops, machine.gflops) if flops else ("GB/s", size, machine.gigabytes)
     achieved, each = work / ms / 1e6, 1e3 * ms / executions
@@ -139,7 +145,8 @@ _OF_WHAT = {
     "pooling": "Pooling looks at every entry of every window; a stride of the convolution does without.",
     "scatter": "The gradient of an embedding is as large as its table, whatever the batch.",
 }
-_FAR, _FAR_BELOW = "Number by number, as windows, transpositions and exponentials are: another form of the layer.", 0.25
+_FAR = "Far slower than memory: number by number, as some windows, transpositions and exponentials are."
+_FAR_BELOW = 0.25
 _NORM = re.compile(r"norm|(?:^|/)[bgl]n(?:[_\d/]|$)", re.IGNORECASE)
 _NORM_ADVICE = (
     "A norm passes over its activations several times, whatever the batch; fewer norms, or an earlier stride, help."
@@ -167,7 +174,7 @@ def _of_operation(setup: Setup, most: Spent, layer: str, each: float, of_limit: 
         return _of_kind(setup, "gather")
     if most.kind == "small" or most.part == NAMES[None]:
         return batch
-    return _FAR if of_limit < _FAR_BELOW and each > _SHORT else None
+    return _FAR if about.direction and of_limit < _FAR_BELOW and each > _SHORT else None
 
 
 def _of_kind(setup: Setup, kind: str) -> str | None:

@@ -32,16 +32,10 @@ def measure(mesh: Mesh, dtype: str = "float32", budget: float = 0.5) -> Limits:
     """
     devices, on_cpu = mesh.devices.size, mesh.devices.flat[0].platform == "cpu"
     size = max(2**29 // devices, 2**25) if on_cpu else 2**30  # bytes on each device
-    columns = 4096 // np.dtype(dtype).itemsize
+    n, columns = 1024 if on_cpu else 8192, 4096 // np.dtype(dtype).itemsize
+    product = _best_seconds(lambda a: a @ a, (n, n), dtype, mesh, budget, donate=())
     streaming = _best_seconds(jnp.negative, (size // 4096, columns), dtype, mesh, budget, donate=(0,))
-    return Limits(product_gflops(mesh, dtype, budget), 2 * devices * size / streaming / 1e9)
-
-
-def product_gflops(mesh: Mesh, dtype: str = "float32", budget: float = 0.5) -> float:
-    """``Limits.gflops`` alone."""
-    n = 1024 if mesh.devices.flat[0].platform == "cpu" else 8192
-    seconds = _best_seconds(lambda a: a @ a, (n, n), dtype, mesh, budget, donate=())
-    return 2 * n**3 * mesh.devices.size / seconds / 1e9
+    return Limits(2 * n**3 * devices / product / 1e9, 2 * devices * size / streaming / 1e9)
 
 
 def _best_seconds(

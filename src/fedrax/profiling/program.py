@@ -18,7 +18,6 @@ _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"while", "call", "conditional", "async-start", "async-update", "async-done"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
@@ -68,6 +67,8 @@ class Instruction:
     computation: str
     root: bool
     calls: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """The operands, through bitcasts."""
 
     @property
     def bytes(self) -> float:
@@ -134,13 +135,14 @@ class ProgramText:
                 self.computations[computation].append(operation)
         self.caller = {name: op for op in self.operations.values() for name in op.calls}
         for op in self.operations.values():
-            op.operands = [self._source(name) for name in op.operands if name in self.operations]
+            op.operands = [name for name in op.operands if name in self.operations]
+            op.sources = [self._source(name) for name in op.operands]
         self.scope, self.cost = cache(self._scope), cache(self._cost)
 
     def _source(self, name: str) -> str:
         """What a chain of bitcasts begins with."""
         op = self.operations[name]
-        return self._source(op.operands[0]) if op.opcode == "bitcast" else name
+        return self._source(op.operands[0]) if op.opcode == "bitcast" and op.operands else name
 
     def is_collective(self, name: str) -> bool:
         """Whether devices meet in it."""
@@ -151,9 +153,9 @@ class ProgramText:
         return [o for called in op.calls for o in self.computations[called]] if op.opcode == "fusion" else []
 
     def products_read(self, name: str) -> set[str]:
-        """The matrix products whose results the operation reads."""
-        operands = self.operations[name].operands if name in self.operations else []
-        return {operand for operand in operands if self.operations[operand].opcode == "dot"}
+        """The matrix products and convolutions whose results the operation reads."""
+        sources = self.operations[name].sources if name in self.operations else []
+        return {source for source in sources if self.cost(source).flops}
 
     # -- parts and layers --------------------------------------------------------------------------------------
 
@@ -225,11 +227,11 @@ class ProgramText:
 
     def _read(self, op: Instruction, inside: list[Instruction]) -> float:
         """Bytes; of an array that is only sliced the slices, of one that is changed in place none."""
-        total, here = 0.0, {o.name for o in inside if o.opcode == "parameter"} or set(op.operands)
+        total, here = 0.0, {o.name for o in inside if o.opcode == "parameter"} or set(op.sources)
         for value in map(self.operations.__getitem__, here):
             used = 0.0
-            for user in (o for o in inside if value.name in o.operands):
-                first = user.operands[0] == value.name
+            for user in (o for o in inside if value.name in o.sources):
+                first = user.sources[0] == value.name
                 used += user.bytes if first and user.opcode in _SLICES else value.bytes
                 used -= value.bytes if first and user.opcode in _UPDATES else 0.0
             total += min(used, value.bytes)
@@ -239,7 +241,7 @@ class ProgramText:
         """Bytes; where a result is an array changed in place those of the change."""
         root = next((op for op in inside if op.root), inside[0])
         total = 0.0
-        for name in root.operands if root.opcode == "tuple" else [self._source(root.name)]:
+        for name in root.sources if root.opcode == "tuple" else [self._source(root.name)]:
             result = self.operations[name]
             change = _UPDATES.get(result.opcode)
             total += (result if change is None else self.operations[result.operands[change]]).bytes

@@ -9,6 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedrax.files import write_bytes
@@ -46,7 +47,7 @@ def bar(share: float) -> str:
 def _table(*headings: str, left: tuple[str, ...]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        made.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+        made.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading != headings[0])
     return made
 
 
@@ -69,7 +70,7 @@ def heaviest_table(profile: Profile, advice: list[str]) -> Table:
         time = f"{row.executions:,.0f}", f"{1e3 * row.ms / row.executions:,.1f}"
         number = f"({advice.index(row.advice) + 1})" if row.advice else ""
         achieved = f"{row.achieved:,.3g} {row.unit}"
-        made.add_row(name(row), row.shapes, f"{row.share:.1%}", *time, achieved, of_limit(row), number)
+        made.add_row(escape(name(row)), row.shapes, f"{row.share:.1%}", *time, achieved, of_limit(row), number)
     return made
 
 
@@ -127,7 +128,7 @@ def draw(profile: Profile) -> Figure:
     for axes in below:
         bars = axes.barh([name(row) for row in heavy], [row.ms for row in heavy], color=PALETTE[0])
         axes.bar_label(bars, [f"{row.share:.0%}, {of_limit(row)}" for row in heavy], padding=3, fontsize="small")
-        axes.set_xlabel("milliseconds a round")
+        axes.set_xlabel("milliseconds a round; its share of the round, what it achieves of the machine's limit")
         axes.tick_params(axis="y", labelsize="small")
         axes.margins(x=0.25)
         axes.invert_yaxis()

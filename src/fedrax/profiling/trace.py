@@ -2,8 +2,8 @@
 
 An operation is charged with the time from the end of the one before it to its own end, so with the work of starting
 it too. Loops and calls, whose events contain those of their bodies, are charged with what is left after their last
-operation. XLA:CPU computes some matrix products beside the device's own thread, and their events end when they are
-handed over: the time before the first operation that reads such a product is charged to the product.
+operation. XLA:CPU computes convolutions and some matrix products beside the device's own thread, and their events end
+when they are handed over: the time before the first operation that reads such a product is charged to the product.
 """
 
 from __future__ import annotations
