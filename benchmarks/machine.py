@@ -95,7 +95,7 @@ def xla_gflops(threads: int) -> float:
     from fedrax.profiling import limits
     from fedrax.simulation.plans import make_mesh
 
-    return limits.product_gflops(make_mesh(threads), budget=2.0)
+    return limits.measure(make_mesh(threads), budget=2.0).gflops
 
 
 def best_seconds(run: Callable[[], object], budget: float = 2.0) -> float:

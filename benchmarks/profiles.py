@@ -80,13 +80,11 @@ def sections(session: Session) -> list[str]:
     achieved = [
         (
             f"{workload} {p['algorithm']}",
-            number(p["gflops"]),
+            number(p["flops_a_round"] / p["ms"] / 1e6),
             number(p["gflops_in_products"]),
             number(p["limits"]["gflops"]),
-            number(p["gigabytes"]),
-            number(p["limits"]["gigabytes"]),
             f"{p['operations']:,.0f}",
-            f"{p['operation_microseconds']:.2f}",
+            f"{1e3 * p['ms'] / p['operations']:.2f}",
             ", ".join(f"{kind} {ms / p['ms']:.0%}" for kind, ms in p["kinds"].items() if ms >= 0.02 * p["ms"]),
             f"{foreign:.2f}",
         )
@@ -97,13 +95,23 @@ def sections(session: Session) -> list[str]:
         "GFLOP/s",
         "in products",
         "limit",
-        "GB/s touched",
-        "memory's limit",
         "operations a round and device",
         "µs each",
         "bounds",
         "foreign CPU",
     )
+    heaviest = [
+        (
+            f"{workload} {p['algorithm']}",
+            " ".join(word for word in (row["layer"], row["what"], row["direction"]) if word),
+            row["shapes"],
+            f"{row['share']:.0%}",
+            f"{row['achieved']:.3g} {row['unit']}",
+            f"{row['of_limit']:.0%}",
+        )
+        for workload, p, _ in runs
+        for row in p["heaviest"][:3]
+    ]
     sentences = "\n".join(f"- {name}: {profile['verdict']['sentence']}" for name, profile in names.items())
     return [
         "# Where a round's time goes",
@@ -113,6 +121,8 @@ def sections(session: Session) -> list[str]:
         "## What is achieved, and what bounds it",
         markdown_table(head, achieved),
         sentences,
+        "## The heaviest operations",
+        markdown_table(("", "operation", "shapes", "share", "achieves", "of limit"), heaviest),
     ]
 
 

@@ -16,9 +16,9 @@ from fedrax.simulation import use_all_cores
 DESCRIPTION = """Where a round's time goes: `fedrax profile [FILE.toml] [flags]`.
 
 Some rounds of the experiment run for a few seconds, with the flags of `fedrax run`. The report parts a round's time
-(gathering batches, gradients, local steps, aggregation, evaluation, the host), compares arithmetic and memory traffic
-with what this machine can do, measured on the spot, and says what bounds the round. Nothing is kept that is not asked
-for. Of a comparison's file the [algorithm] is profiled, or the one of --algorithm."""
+(gathering batches, gradients, local steps, aggregation, evaluation, the host), compares the heaviest operations of the
+model's layers with what this machine can do, measured on the spot, and says what bounds the round and what helps.
+Nothing is kept that is not asked for. Of a comparison's file the [algorithm] is profiled, or the one of --algorithm."""
 
 
 @dataclass

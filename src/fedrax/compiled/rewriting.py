@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 Rule = Callable[[list, dict], Any]
 """(inputs, parameters of the equation) -> its output, or None to leave the equation as it is."""
@@ -45,7 +45,12 @@ def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
     for equation in jaxpr.eqns:
-        outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
+        # the scopes of the function, layers' names among them, for whoever reads the compiled program
+        names = source_info_util.current_name_stack() + equation.source_info.name_stack
+        if equation.primitive.name in rules:
+            names = names.extend(equation.primitive.name)
+        with source_info_util.set_name_stack(names):
+            outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -304,9 +304,7 @@ class ClientData:
                 loss = scale * jnp.where(weights, losses, 0).sum() / weights.sum()
             return loss, recorded[0] if recorded else self.carried.statistics
 
-        (loss, statistics), gradient = with_operands(jax.value_and_grad(objective, has_aux=True), self.precision)(
-            params
-        )
+        (loss, statistics), gradient = self._quick(jax.value_and_grad(objective, has_aux=True))(params)
         return loss, gradient, statistics
 
     @scope(GRADIENT)

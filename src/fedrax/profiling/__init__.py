@@ -1,7 +1,7 @@
-"""Where a round's time goes, what the devices achieve of what they can do, and what bounds the round."""
+"""Where a round's time goes, which operations are far from what the machine can do, and what helps."""
 
+from fedrax.profiling.advice import Heavy, Verdict
 from fedrax.profiling.limits import Limits
 from fedrax.profiling.profile import Part, Profile, profile
-from fedrax.profiling.verdict import Verdict
 
-__all__ = ["Limits", "Part", "Profile", "Verdict", "profile"]
+__all__ = ["Heavy", "Limits", "Part", "Profile", "Verdict", "profile"]

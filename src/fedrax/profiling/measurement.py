@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.profiling import trace
-from fedrax.profiling.hlo import ProgramText
+from fedrax.profiling.program import ProgramText
 from fedrax.profiling.trace import Timeline
 from fedrax.simulation.engine import compiled_block
 from fedrax.simulation.events import events_of
@@ -24,11 +23,11 @@ from fedrax.simulation.round import Rounds
 from fedrax.simulation.run import storage_of
 from fedrax.simulation.saving import fresh
 from fedrax.simulation.setup import Setup
-from fedrax.simulation.storage import Portion, Storage
+from fedrax.simulation.storage import Portion
 
 _ROUNDS_A_CALL = 64
-_SECONDS = 2.0
-"""Of work to time by default."""
+_SECONDS, _AT_MOST = 2.0, 10.0
+"""Of work to time by default: at least so much, and three calls unless they take longer than that."""
 _TRACED_SECONDS = 0.15
 """Of work to trace: half a million operations at most, where they are of the smallest."""
 
@@ -46,14 +45,10 @@ class Traced:
     timelines: list[Timeline]
 
     @property
-    def outside(self) -> float:
-        """Seconds of the call without the trace in which no device is at work, always less than the call took.
-
-        Tracing lengthens what devices do, not this; but where another program held up the traced call for longer
-        than the other one took at all, only the share of the traced call is left to go by.
-        """
-        outside = max(self.seconds - max(timeline.span for timeline in self.timelines) / 1e9, 0.0)
-        return outside if outside < 0.9 * self.untraced else self.untraced * outside / self.seconds
+    def busy(self) -> float:
+        """Seconds of the call without the trace in which devices are at work; tracing lengthens only these."""
+        outside = self.seconds - max(timeline.span for timeline in self.timelines) / 1e9
+        return max(self.untraced - max(outside, 0.0), 0.1 * self.untraced)
 
 
 @dataclass
@@ -62,19 +57,16 @@ class Measurement:
 
     rounds: int
     """In each timed call."""
-    calls: int
+    calls: int = 0
     compile: float = 0.0
-    """Of the program for blocks of rounds, made anew; NaN where nothing is compiled as a whole."""
+    """Of the program for blocks of rounds, made anew; 0 where nothing is compiled as a whole."""
     call: float = 0.0
     """One call of ``rounds`` rounds, without the host's part."""
-    plan: float = 0.0
-    """Drawing the cohorts of a call."""
-    events: float = 0.0
-    """Making the events of a call."""
+    host: float = 0.0
+    """Drawing the cohorts of a call and making its events."""
     evaluate: float = 0.0
     """One evaluation."""
-    evaluate_first: float = 0.0
-    """The first one, compilation included."""
+    evaluate_compile: float = 0.0
     traced: Traced | None = None
     program: ProgramText | None = None
     clients: float = 0.0
@@ -85,46 +77,37 @@ class Measurement:
     """What to know about the measurement, in sentences."""
 
 
-@dataclass
 class Stopwatch:
-    """A simulation that runs the same first rounds over and over, going on from its own state."""
+    """A simulation that runs the same first rounds over and over, going on from its own state.
 
-    setup: Setup
-    rounds: int | None = None
-    """To time, a trace's not counted; by default as many as take two seconds."""
-    keep: Path | None = None
-    """Where to keep the raw trace."""
-    _storage: Storage = field(init=False)
-    _run: Callable[..., Any] = field(init=False)
-    _carry: Any = field(init=False)
+    rounds: to time, a trace's not counted; by default as many as take two seconds. keep: where to keep the raw trace.
+    """
+
+    def __init__(self, setup: Setup, rounds: int | None = None, keep: Path | None = None):
+        self.setup, self.rounds, self.keep = setup, rounds, keep
+        self._run, self._carry, self._storage = setup.engine.run, cast(Any, None), storage_of(setup)
 
     def measure(self) -> Measurement:
         """Everything, in the order a run does it."""
-        sim = self.setup
-        block = min(sim.settings.eval_every, sim.settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL)
-        made = Measurement(rounds=block, calls=0, notes=other_work())
-        self._storage = storage_of(sim)
+        settings = self.setup.settings
+        made = Measurement(min(settings.eval_every, settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL))
+        made.notes += other_work()
         try:
-            self._measure(made, block)
+            self._carry = fresh(self.setup, self._storage)
+            first = self._storage.portion(0, 1)
+            if self.setup.plan in ("scan", "vmap"):
+                self._compile(made, first)
+            self._call(first)  # a first one, to warm up
+            seconds, _ = self._call(first)
+            # calls as long as a run's, which aims at one second
+            made.rounds = max(1, min(made.rounds, int(1 / max(seconds, 1e-6))))
+            self._blocks(made)
+            self._evaluations(made)
+            if made.program is not None:
+                self._trace(made, made.program)
         finally:
             self._storage.close(failed=True)
         return made
-
-    def _measure(self, made: Measurement, block: int) -> None:
-        sim = self.setup
-        self._carry = fresh(sim, self._storage)
-        self._run = sim.engine.run
-        first = self._storage.portion(0, 1)
-        if sim.plan in ("scan", "vmap"):
-            self._compile(made, first)
-        self._call(first)  # a first one, to warm up
-        seconds = self._call(first)[0]
-        # calls as long as a run's, which aims at one second
-        block = made.rounds = max(1, min(block, int(1 / max(seconds, 1e-6))))
-        self._blocks(made)
-        self._evaluations(made)
-        if made.program is not None:
-            self._trace(made, made.program)
 
     def _compile(self, made: Measurement, portion: Portion) -> None:
         sim = self.setup
@@ -164,27 +147,25 @@ class Stopwatch:
 
     def _blocks(self, made: Measurement) -> None:
         """Calls as in a run, over the rounds that the run has."""
-        sim, calls, planning, events, clients, gradients = self.setup, [], [], [], [], []
+        sim, rows = self.setup, []
         places = max(1, sim.settings.rounds // made.rounds)
         wanted = None if self.rounds is None else max(1, round(self.rounds / made.rounds))
-        while (sum(calls) < _SECONDS or len(calls) < 3) if wanted is None else len(calls) < wanted:
+        spent = 0.0
+        while len(rows) < wanted if wanted else spent < _SECONDS or (len(rows) < 3 and spent < _AT_MOST):
             began = time.perf_counter()
-            portion = self._storage.portion(len(calls) % places * made.rounds, made.rounds)
-            planned = time.perf_counter()
+            portion = self._storage.portion(len(rows) % places * made.rounds, made.rounds)
+            planning = time.perf_counter() - began
             seconds, records = self._call(portion)
             called = time.perf_counter()
             events_of(sim.info, records, portion.xs.count, [], 0.0)
+            host = planning + time.perf_counter() - called
             share = made.rounds / portion.rounds  # where samples or states are not on the devices, blocks can be cut
-            events.append(share * (time.perf_counter() - called))
-            planning.append(share * (planned - began))
-            calls.append(share * seconds)
-            clients.append(portion.xs.count[: portion.rounds].sum(1).mean())
-            gradients.append(np.mean(records["gradients"]))
-            if wanted is None and sum(calls) > 30 * _SECONDS:
-                break  # rounds of minutes
-        made.calls = len(calls)
-        made.call, made.plan, made.events = (statistics.median(times) for times in (calls, planning, events))
-        made.clients, made.gradients = float(np.mean(clients)), float(np.mean(gradients))
+            clients = portion.xs.count[: portion.rounds].sum(1).mean()
+            rows.append((share * seconds, share * host, clients, np.mean(records["gradients"])))
+            spent += share * seconds
+        made.calls = len(rows)
+        made.call, made.host = map(float, np.median(rows, axis=0)[:2])
+        made.clients, made.gradients = map(float, np.mean(rows, axis=0)[2:])
 
     def _evaluations(self, made: Measurement) -> None:
         sim, times = self.setup, []
@@ -195,24 +176,23 @@ class Stopwatch:
                 for name, evaluator in sim.evaluators.items():
                     evaluator(sim.variables(params, self._carry.statistics), name, sim.settings.per_client)
             times.append(time.perf_counter() - began)
-        made.evaluate_first, made.evaluate = times[0], statistics.median(times[1:])
+        made.evaluate = float(np.median(times[1:]))
+        made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators else 0.0
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
         """Trace as many rounds as fit the time, or a part of one round's clients."""
         seconds = made.call / made.rounds
-        rounds = max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))
-        portion, share = self._storage.portion(0, rounds), 1.0
-        xs, rounds = portion.xs, portion.rounds
+        portion, share = self._storage.portion(0, max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))), 1.0
         if seconds > _TRACED_SECONDS:
-            whole = xs.count.sum()
-            kept = np.ceil(xs.count * _TRACED_SECONDS / seconds).astype(np.int32)
-            portion, share = portion._replace(xs=xs._replace(count=kept)), float(kept.sum() / whole)
+            kept = np.ceil(portion.xs.count * _TRACED_SECONDS / seconds).astype(np.int32)
+            share = float(kept.sum() / portion.xs.count.sum())
+            portion = portion._replace(xs=portion.xs._replace(count=kept))
         # the shortest of a few: other work on the machine only ever adds time
-        untraced = min(self._call(portion)[0] for _ in range(5))
-        for _ in range(1 if self.keep else 3):
+        untraced = min(self._call(portion)[0] for _ in range(3))
+        for _ in range(1 if self.keep else 2):
             (seconds, _), timelines = trace.record(lambda: self._call(portion), program, self.keep)
             if made.traced is None or seconds < made.traced.seconds:
-                made.traced = Traced(rounds, share, seconds, untraced, timelines)
+                made.traced = Traced(portion.rounds, share, seconds, untraced, timelines)
 
 
 def other_work() -> list[str]:

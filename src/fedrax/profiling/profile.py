@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.profiling import limits
-from fedrax.profiling.attribution import NAMES, REST, SMALL_MICROSECONDS, SUMS, WAIT, DeviceTime, attribute
+from fedrax.profiling.advice import Heavy, Verdict, heaviest, judge
+from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, Spent, attribute
 from fedrax.profiling.limits import Limits
-from fedrax.profiling.measurement import Measurement, Stopwatch, Traced
-from fedrax.profiling.verdict import Verdict, judge
+from fedrax.profiling.measurement import Measurement, Stopwatch
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, prepare
+
+_ORDER = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
 
 
 @dataclass(frozen=True)
@@ -51,32 +54,27 @@ class Profile:
     parts: list[Part]
     """In the order of a round; they sum to ``ms``."""
     kinds: dict[str, float]
-    """The same milliseconds by what bounds them; see :mod:`fedrax.profiling.verdict`."""
+    """The same milliseconds by what bounds them; see :mod:`fedrax.profiling.advice`."""
+    heaviest: list[Heavy]
+    """The heaviest first; none where calls cannot be looked into."""
     compile_seconds: float
     """Of the program for the rounds, without the cache of compiled programs; 0 where there is none."""
     evaluation_compile_seconds: float
     evaluation_ms: float
     """One evaluation."""
     limits: Limits
+    flops_a_round: float
+    """Of matrix products and convolutions, two for each multiplication with its addition."""
+    gflops_in_products: float
+    """10^9 of them a second over the time of the operations that they are in."""
+    operations: float
+    """Executions a round on each device."""
     verdict: Verdict
     notes: list[str]
-    gflops: float = 0.0
-    """Of matrix products (and convolutions) over the devices' time in rounds: 10^9 a second."""
-    gflops_in_products: float = 0.0
-    """The same over the time of these operations alone."""
-    gigabytes: float = 0.0
-    """10^9 bytes a second that operations touch, in caches or memory."""
-    flops_a_round: float = 0.0
-    bytes_a_round: float = 0.0
-    operations: float = 0.0
-    """Executions a round on each device."""
-    operation_microseconds: float = 0.0
-    """The mean time of one, its start included."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        table = dataclasses.asdict(self)
-        return table | {"limits": self.limits._asdict(), "verdict": dataclasses.asdict(self.verdict)}
+        return dataclasses.asdict(self) | {"limits": self.limits._asdict()}
 
 
 def profile(
@@ -103,85 +101,70 @@ def profile(
 
 def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:
     """The profile of measurements."""
-    settings, mesh, notes = setup.settings, setup.engine.mesh, [*measured.notes]
-    call = 1e3 * measured.call / measured.rounds
-    device, overhead, note = _of_devices(setup, measured, call)
-    notes.append(note)
-    host = (measured.plan + measured.events) * 1e3 / measured.rounds + overhead
+    settings, phases = setup.settings, len(setup.algorithm.phases)
+    spent, note = _spent(setup, measured)
     evaluation = 1e3 * measured.evaluate / min(settings.eval_every, settings.rounds)
-    device.parts[(None, "evaluate")] = device.kinds["evaluation"] = evaluation
-    device.parts[(None, "host")] = device.kinds["host"] = host
-    total = sum(device.parts.values())
-    phases = len(setup.algorithm.phases)
-    parts = [
-        Part(name, None if phase is None or phases == 1 else phase + 1, ms, ms / total, device.operations[phase, name])
-        for (phase, name), ms in sorted(device.parts.items(), key=_in_order)
-    ]
-    in_rounds, count = call - overhead, sum(device.operations.values())
-    products = device.kinds["products"]
-    compiling = 0.0 if measured.program is None else measured.compile
-    evaluation_compile = max(measured.evaluate_first - measured.evaluate, 0.0) if setup.evaluators else 0.0
-    achieved = device.cost.flops / products / 1e6 if products else 0.0
+    spent += [Spent(None, "evaluate", "evaluation", evaluation)]
+    total = sum(s.ms for s in spent)
+    ms, kinds, operations = defaultdict(float), defaultdict(float), defaultdict(float)
+    for s in spent:
+        ms[s.phase, s.part] += s.ms
+        operations[s.phase, s.part] += s.executions
+        kinds[s.kind] += s.ms
+    in_order = sorted(ms, key=lambda key: (99 if key[0] is None else key[0], _ORDER.index(key[1])))
+    flops = sum(s.flops for s in spent)
+    achieved = flops / kinds["products"] / 1e6 if flops else 0.0
     return Profile(
         algorithm=setup.info.algorithm,
         plan=setup.info.plan,
-        devices=mesh.devices.size,
+        devices=setup.engine.mesh.devices.size,
         clients=measured.clients,
         gradients=measured.gradients,
         rounds_timed=measured.calls * measured.rounds,
         ms=total,
-        parts=parts,
-        kinds={kind: ms for kind, ms in sorted(device.kinds.items(), key=lambda item: -item[1]) if ms > 0},
-        compile_seconds=compiling,
-        evaluation_compile_seconds=evaluation_compile,
+        parts=[
+            Part(part, None if phase is None or phases == 1 else phase + 1, time, time / total, operations[phase, part])
+            for phase, part in in_order
+            for time in [ms[phase, part]]
+        ],
+        kinds={kind: kinds[kind] for kind in sorted(kinds, key=lambda kind: -kinds[kind]) if kinds[kind] > 0},
+        heaviest=heaviest(setup, spent, total, machine),
+        compile_seconds=measured.compile,
+        evaluation_compile_seconds=measured.evaluate_compile,
         evaluation_ms=1e3 * measured.evaluate,
         limits=machine,
+        flops_a_round=flops,
+        gflops_in_products=achieved,
+        operations=sum(s.executions for s in spent),
         verdict=judge(
             setup,
-            device.kinds,
+            kinds,
             products_of_limit=achieved / machine.gflops,
-            compile_seconds=compiling + evaluation_compile,
-            microseconds=1e3 * in_rounds / count if count else 0.0,
+            compile_seconds=measured.compile + measured.evaluate_compile,
         ),
-        notes=notes,
-        gflops=device.cost.flops / in_rounds / 1e6,
-        gflops_in_products=achieved,
-        gigabytes=device.cost.bytes / in_rounds / 1e6,
-        flops_a_round=device.cost.flops,
-        bytes_a_round=device.cost.bytes,
-        operations=count,
-        operation_microseconds=1e3 * in_rounds / count if count else 0.0,
+        notes=[*measured.notes, note],
     )
 
 
-def _of_devices(setup: Setup, measured: Measurement, call: float) -> tuple[DeviceTime, float, str]:
-    """(the devices' time, ms a round in which none is at work, how they are known); ``call``: ms a round."""
-    traced, program = measured.traced, measured.program
+def _spent(setup: Setup, measured: Measurement) -> tuple[list[Spent], str]:
+    """(a round's time but for evaluations, how it is known)."""
+    traced, program, per_round = measured.traced, measured.program, 1e3 / measured.rounds
+    call, host = measured.call * per_round, measured.host * per_round
     platform = setup.engine.mesh.devices.flat[0].platform
-    if traced is not None and program is not None and traced.timelines:
-        outside = min(traced.outside, measured.call * traced.outside / traced.untraced)
-        overhead = 1e3 * outside / measured.rounds
-        small = SMALL_MICROSECONDS.get(platform, 5.0)
-        return attribute(traced, program, small, call - overhead), overhead, _how_traced(traced)
-    device = DeviceTime()
-    device.parts[(None, "rounds")] = device.kinds["rounds"] = call
-    if program is not None:
-        return device, 0.0, f"The trace of this backend ({platform}) names no operations: only whole calls are known."
-    return device, 0.0, f"Plan {setup.plan} is not one program: what its calls consist of is not known."
-
-
-def _in_order(item: tuple[tuple[int | None, str], float]) -> tuple:
-    (phase, name), _ = item
-    order = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
-    return (99 if phase is None else phase, order.index(name))
-
-
-def _how_traced(traced: Traced) -> str:
+    if traced is None or program is None or not traced.timelines:
+        note = f"The trace of this backend ({platform}) names no operations: only whole calls are known."
+        if program is None:
+            note = f"Plan {setup.plan} is not one program: what its calls consist of is not known."
+        return [Spent(None, "rounds", "rounds", call), Spent(None, "host", "host", host)], note
+    # of a call, however many rounds it has
+    outside = per_round * min(traced.untraced - traced.busy, (1 - traced.busy / traced.untraced) * measured.call)
+    spent = attribute(traced, program, 0.5 if platform == "cpu" else 5.0, call - outside)
     what = f"{traced.rounds} rounds" if traced.rounds > 1 else "one round"
     if traced.clients < 1:
         what += f" with {traced.clients:.0%} of its clients"
     slower = traced.seconds / traced.untraced
-    return (
+    note = (
         f"Shares are from a trace of {what}, which took {slower:.1f} times as long as without one; times are from"
         " rounds without, and each operation's share is corrected for the tracing."
     )
+    return [*spent, Spent(None, "host", "host", host + outside)], note

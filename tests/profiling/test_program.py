@@ -1,0 +1,124 @@
+"""The reader of compiled programs, on programs that XLA has compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
+from fedrax.profiling.program import Description, ProgramText
+
+
+def compiled(function: Callable, *arguments: Array, donate: tuple[int, ...] = ()) -> ProgramText:
+    """The text of the function's program."""
+    text = jax.jit(function, donate_argnums=donate).lower(*arguments).compile().as_text()
+    return ProgramText(text or "")
+
+
+def total(text: ProgramText) -> tuple[float, float]:
+    """(flops, bytes) of the operations outside of fusions, each once."""
+    fused = {called for op in text.operations.values() if op.opcode == "fusion" for called in op.calls}
+    costs = [text.cost(op.name) for op in text.operations.values() if op.computation not in fused]
+    return sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs)
+
+
+def convolve(x: Array, kernel: Array, groups: int = 1) -> Array:
+    """Channels last, without padding."""
+    numbers = jax.lax.conv_dimension_numbers(x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def test_a_product():
+    text = compiled(lambda a, b: a @ b, jnp.ones((30, 40)), jnp.ones((40, 50)))
+    assert text.module.startswith("jit_")
+    assert total(text) == (2 * 30 * 40 * 50, 4 * (30 * 40 + 40 * 50 + 30 * 50))
+
+
+def test_operands_of_products_have_the_shapes_that_the_product_sees():
+    text = ProgramText("""HloModule m
+
+ENTRY %e (a: f32[2,3,5]) -> f32[6,7] {
+  %a = f32[2,3,5]{2,1,0} parameter(0)
+  %b = f32[5,7]{1,0} parameter(1)
+  %flat = f32[6,5]{1,0} bitcast(%a)
+  ROOT %dot = f32[6,7]{1,0} dot(%flat, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+""")
+    assert text.cost("dot").flops == 2 * 6 * 5 * 7
+    assert text.describe("dot").shapes == "6×5 · 5×7"
+
+
+def test_a_convolution():
+    text = compiled(convolve, jnp.ones((2, 12, 12, 3)), jnp.ones((5, 5, 3, 4)))
+    assert total(text)[0] == 2 * (2 * 8 * 8 * 4) * (5 * 5 * 3)
+
+
+def test_rows_of_a_table_count_as_rows():
+    table, rows = jnp.ones((10_000, 8)), jnp.array([3, 5, 7])
+    assert 2 * 3 * 8 * 4 <= total(compiled(lambda t, i: t[i] * 2, table, rows))[1] < 10 * 3 * 8 * 4
+    write = lambda t, v, i: jax.lax.dynamic_update_slice(t, v * 2, (i, 0))  # noqa: E731
+    assert total(compiled(write, table, jnp.ones((1, 8)), jnp.int32(4), donate=(0,)))[1] < 1000
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_operations_belong_to_the_innermost_scope(side_by_side: bool):
+    def client(w: Array, x: Array, i: Array) -> Array:
+        with scope(GATHER):
+            batch = x[i]
+        with scope(GRADIENT):
+            return jax.grad(lambda w: jnp.tanh(batch @ w).sum())(w)
+
+    def phase(w: Array, x: Array, i: Array) -> Array:
+        with phase_scope(1):
+            if side_by_side:
+                return jax.vmap(client, (None, None, 0))(w, x, jnp.stack([i, i + 1])).sum(0)
+            return jax.lax.fori_loop(0, i[0], lambda _, w: w - client(w, x, i), w)
+
+    text = compiled(phase, jnp.ones((16, 32)), jnp.ones((100, 16)), jnp.array([1, 2, 3]))
+    scopes = {text.scope(op.name) for op in text.operations.values() if op.opcode != "parameter"}
+    assert {(1, GATHER), (1, GRADIENT)} <= scopes
+    products = [op.name for op in text.operations.values() if text.cost(op.name).flops]
+    assert products and all(text.scope(name) == (1, GRADIENT) for name in products)
+
+
+def test_operations_are_described_by_their_layers():
+    """Convolutions included, whose operations `fast_on_cpu` replaces."""
+
+    def loss(weights: list[Array], x: Array) -> Array:
+        with jax.named_scope("net/first"):
+            x = jnp.tanh(convolve(x, weights[0]))
+        with jax.named_scope("net/alone"):
+            x = convolve(x, weights[1], groups=20)
+        with jax.named_scope("net/cell"):
+            cell = lambda h, row: (jnp.tanh(h @ weights[2] + row), None)  # noqa: E731
+            state, _ = jax.lax.scan(cell, x[:, 0, 0], x[:, :, 1].swapaxes(0, 1))
+        return state.sum()
+
+    def step(weights: list[Array], x: Array) -> list[Array]:
+        with phase_scope(0), scope(GRADIENT):
+            return fast_on_cpu(jax.grad(loss))(weights, x)
+
+    weights = [jnp.ones((3, 3, 17, 20)), jnp.ones((3, 3, 1, 20)), jnp.ones((20, 20))]
+    text = compiled(step, weights, jnp.ones((18, 12, 12, 17)))  # pyright: ignore[reportArgumentType]
+    fused = {called for op in text.operations.values() if op.opcode == "fusion" for called in op.calls}
+    about = {text.describe(op.name) for op in text.operations.values() if op.computation not in fused}
+    assert Description("convolution", "net/first", "forward", "18×12×12×17 · 3×3×17×20", False, 17) in about
+    named = {(d.what, d.layer, d.direction, d.looped) for d in about}
+    both = {"forward", "backward"}
+    assert {direction for what, layer, direction, _ in named if (what, layer) == ("convolution", "net/first")} == both
+    alone = {(what, looped) for what, layer, _, looped in named if layer == "net/alone"}
+    assert ("depthwise convolution", False) in alone and not {looped for _, looped in alone} - {False}
+    assert {looped for what, layer, _, looped in named if (what, layer) == ("product", "net/cell")} >= {True}
+
+
+def test_names_without_scopes():
+    assert read_scope("jit(run)/while/body/gather") == (None, None)
+    assert read_scope("jit(run)/fedrax.phase0/transpose(jvp(fedrax.gradient))/dot") == (0, GRADIENT)
+    assert ProgramText("").operations == {}
