@@ -16,8 +16,11 @@ import pytest
 from flax import nnx
 from jax import Array, lax
 
+import fedrax
+from fedrax.algorithms.moon import MOON
 from fedrax.compiled.convolutions import fast_on_cpu
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
+from fedrax.simulation.setup import prepare
 
 TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-13}
 """Largest difference, as a share of the largest value: sums of up to a thousand numbers in another order."""
@@ -301,3 +304,41 @@ def test_networks_agree_with_their_unrewritten_form(name: str):
             return -jnp.take_along_axis(scores, y[:, None], 1).mean()
 
         assert_same(jax.value_and_grad(loss), params)
+
+
+class Plain(nn.Module):
+    """Dense convolutions alone."""
+
+    def setup(self):
+        self.first, self.norm, self.last = nn.Conv(8, (3, 3), 2), nn.GroupNorm(2), nn.Dense(3)
+
+    def features(self, x: Array) -> Array:
+        return nn.relu(self.norm(self.first(x))).mean((1, 2))
+
+    def __call__(self, x: Array) -> Array:
+        return self.last(self.features(x))
+
+
+LOCALS = {
+    "batches": fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)),
+    "whole passes": fedrax.FedSGD(),
+    "blocks": fedrax.LoSAC(local=fedrax.LocalSGD(lr=0.1, steps=2, blocks=2)),
+    "two phases": fedrax.Episode(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)),
+    "features": MOON(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)),
+}
+
+
+@pytest.mark.parametrize("name", LOCALS)
+def test_every_gradient_of_a_run_is_rewritten(name: str):
+    """A network that a user brings is rewritten wherever a method asks for a gradient: none keeps the slow form."""
+    with jax.enable_x64(False):
+        rng = np.random.default_rng(0)
+        x, y = draw(rng, (12, 12, 12, 3)), rng.integers(0, 3, 12)
+        federation = fedrax.Federation.from_arrays(x, y, np.arange(12) % 2, num_classes=3)
+        model = from_linen(Plain(), jnp.zeros((1, 12, 12, 3)), features="features")
+        settings = fedrax.Settings(rounds=1, cohort_size=2)
+        setup = prepare(LOCALS[name], fedrax.classification(model), federation, settings)
+        text = str(setup.traced.program)
+        assert "lhs_spec" in text and text.count("lhs_spec") == text.count(
+            "lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1)"
+        )

@@ -197,7 +197,7 @@ def test_scratch_files_go(tmp_path: Path):
             """Nothing to do."""
 
         def event(self, event: dict) -> None:
-            self.names |= {path.name for path in tmp_path.rglob("*")}
+            self.names |= {path.name for path in tmp_path.rglob("*") if path.parent != tmp_path}
             self.open |= open_files() - before
             if self.error is not None:
                 raise self.error
@@ -206,10 +206,10 @@ def test_scratch_files_go(tmp_path: Path):
             """Nothing to do."""
 
     before = open_files()
-    for kind in (None, KeyboardInterrupt, RuntimeError):
+    for number, kind in enumerate((None, KeyboardInterrupt, RuntimeError)):
         look = Look(error := kind and kind())
         try:
-            result = run(SCAFFOLD, directory=tmp_path, sinks=[look], **AWAY)  # type: ignore[list-item]
+            result = run(SCAFFOLD, directory=tmp_path / str(number), sinks=[look], **AWAY)  # type: ignore[list-item]
         except BaseException as caught:
             assert caught is error
         else:

@@ -64,6 +64,7 @@ class Setup:
     """One for each data set to evaluate on, by the prefix of its metrics."""
     personal: PersonalEvaluator | None
     info: RunInfo
+    traced: TracedRound
     identity: dict[str, str] | None
     """What decides the numbers, see :func:`fedrax.simulation.identity.identify`; None where nothing is kept."""
 
@@ -139,6 +140,7 @@ def prepare(
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=info,
+        traced=traced,
         identity=None
         if directory is None
         else identify(algorithm, settings, federation, script, traced.program, start),
