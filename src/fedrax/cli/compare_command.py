@@ -25,6 +25,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.report import curves, sinks, tables
 from fedrax.report.runs import Method, default_target, main_metric, read_run, summarise, summary_line
 from fedrax.simulation import Interrupted, NonFiniteError, simulate, use_all_cores
+from fedrax.text import plain
 
 DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax compare FILE.toml... [flags]`.
 
@@ -148,7 +149,9 @@ def run_all(
             if bar is not None:
                 for task_id in bar.task_ids:
                     bar.remove_task(task_id)
-                bar.console.print(f"{title}: {summary_line(read_run(directory).events)}", highlight=False)
+                bar.console.print(
+                    f"{plain(title)}: {summary_line(read_run(directory).events)}", highlight=False, markup=False
+                )
 
 
 def report(spec: Comparison, methods: list[Method], out: Path, options: CompareOptions, args: list[str]) -> None:

@@ -20,6 +20,7 @@ from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.dissimilarity import gradient_dissimilarity
+from fedrax.text import plain
 
 DESCRIPTION = """Divide a data set among clients: `fedrax partition [FILE.toml] [flags]`.
 
@@ -73,7 +74,7 @@ def main(args: list[str]) -> int:
 
 def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str, Any], show: int) -> None:
     console = wide_console()
-    title = f"{federation.name}: training samples of each client"
+    title = f"{plain(federation.name)}: training samples of each client"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("client", justify="right", no_wrap=True)
     table.add_column("samples", justify="right", no_wrap=True)
@@ -99,4 +100,4 @@ def _by_class(federation: Federation, counts: np.ndarray | None) -> tuple[list[s
     if counts.shape[1] > _LARGEST_TABLE:
         return ["classes"], lambda client: [str((counts[client] > 0).sum())]
     names = federation.class_names or tuple(map(str, range(counts.shape[1])))
-    return list(names), lambda client: [str(n) if n else "·" for n in counts[client]]
+    return [plain(name) for name in names], lambda client: [str(n) if n else "·" for n in counts[client]]

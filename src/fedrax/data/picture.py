@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from fedrax.data.federation import Federation
 from fedrax.data.heterogeneity import label_counts
 from fedrax.errors import FedraxError
+from fedrax.text import for_picture
 
 COLOUR = "#1f5a94"
 
@@ -38,13 +39,13 @@ def draw_labels(federation: Federation, clients: int = 50) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(2, min(shown, 12)), min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(classes, 12), min_n_ticks=1))
     if federation.class_names and classes <= 20:
-        axes.set_yticks(range(classes), federation.class_names)
+        axes.set_yticks(range(classes), [for_picture(name) for name in federation.class_names])
     axes.grid(axis="y", color="0.93", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     of_all = f"first {shown:,} of " if shown < federation.num_clients else ""
     plural = "s" if federation.num_clients > 1 else ""
-    title = f"{federation.name}: {of_all}{federation.num_clients:,} client{plural}"
+    title = f"{for_picture(federation.name)}: {of_all}{federation.num_clients:,} client{plural}"
     axes.set_title(title, loc="left", fontsize="medium")
     for value in sorted({int(largest), max(int(largest) // 4, 1), max(int(largest) // 16, 1)}, reverse=True):
         axes.scatter([], [], s=diameter**2 * value / largest, color=COLOUR, linewidths=0, label=f"{value:,}")

@@ -36,6 +36,8 @@ from fedrax.experiments.config import Reader, Table
 from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import Method, Run, read_run
 
+OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg")
+"""What stands beside the methods' directories."""
 SHARED = ("data", "partition", "model", "run")
 
 
@@ -51,21 +53,33 @@ class Comparison:
 
     def check(self) -> None:
         """Refuse a comparison that is none."""
-        labels = [method.name for method in self.methods]
-        twice = [label for label in labels if labels.count(label) > 1]
-        if twice:
-            raise FedraxError(f"two methods are called {twice[0]!r}: give them labels.")
+        self._check_labels()
         if not self.methods:
             raise FedraxError("there is nothing to compare: give [[compare]] tables, or several files or algorithms.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise FedraxError(f"seeds must be different whole numbers, not {list(self.seeds)}.")
         if self.target is not None and not 0 < self.target <= 1:
             raise FedraxError(f"the target is an accuracy in (0, 1], not {self.target}.")
-        for method in self.methods:
+        for run, _ in self.planned():
             try:
-                method.check()
+                run.check()
             except FedraxError as error:
-                raise FedraxError(f"{method.name}: {error}") from error
+                raise FedraxError(f"{run.name}, seed {run.run.seed}: {error}") from error
+
+    def _check_labels(self) -> None:
+        """Each method needs a directory of its own."""
+        places: dict[str, str] = {name: name for name in OUTPUTS}
+        for label in (method.name for method in self.methods):
+            if not label.strip() or not label.isprintable():
+                raise FedraxError(f"the label {label!r} is not a line of text.")
+            other = places.setdefault(safe_name(label).casefold(), label)
+            if other in OUTPUTS:
+                raise FedraxError(f"the label {label!r} is the name of a file of the comparison: choose another.")
+            if other is not label:
+                same = (
+                    f"two methods are called {label!r}" if other == label else f"{other!r} and {label!r} are too alike"
+                )
+                raise FedraxError(f"{same}: give them labels whose directories differ.")
 
     def planned(self) -> list[tuple[Experiment, Path]]:
         """Every run and its directory below the comparison's, seed by seed."""

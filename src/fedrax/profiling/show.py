@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedrax.files import write_bytes
 from fedrax.profiling.advice import Heavy
@@ -56,7 +57,7 @@ def parts_table(profile: Profile) -> Table:
     made = _table("part of a round", "ms", "share", "", "operations", left=("part of a round", ""))
     shown = [part for part in profile.parts if part.share >= _LEAST]
     for part in shown:
-        blocks, count = f"[cyan]{bar(part.share):{_BAR}}[/]", f"{part.operations:,.0f}" if part.operations else ""
+        blocks, count = Text(f"{bar(part.share):{_BAR}}", "cyan"), f"{part.operations:,.0f}" if part.operations else ""
         made.add_row(label(part), f"{part.ms:.3f}", f"{part.share:.1%}", blocks, count, end_section=part is shown[-1])
     made.add_row("all", f"{profile.ms:.3f}", "100.0%", "", f"{profile.operations:,.0f}" if profile.operations else "")
     return made
@@ -105,7 +106,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     for line in lines(profile):
         console.print(line, markup=False)
-    console.print(f"\n[bold]{profile.verdict.sentence}[/]")
+    console.print(f"\n{profile.verdict.sentence}", style="bold")
     if profile.verdict.advice:
         console.print(profile.verdict.advice, markup=False)
 

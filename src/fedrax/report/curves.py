@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from fedrax.files import write_bytes
 from fedrax.report.runs import Method, curve
+from fedrax.text import for_picture
 
 # Okabe and Ito's palette, distinguishable with any kind of colour vision; yellow, too light for lines, left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -38,7 +39,7 @@ def draw_curves(
         tables = [curve(method, key) for method in methods]
         for axes, x in zip(axes_row, X_AXES, strict=True):
             for i, (method, table) in enumerate(zip(methods, tables, strict=True)):
-                _draw(axes, table, x, method.label, i)
+                _draw(axes, table, x, for_picture(method.label), i)
             axes.set_xlabel(X_AXES[x])
             axes.grid(color="0.92", linewidth=0.7)
             axes.set_axisbelow(True)
@@ -58,7 +59,7 @@ def draw_curves(
         columns = max(1, min(len(labels), 5, 110 // (max(map(len, labels)) + 8)))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+        figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize="medium")
     return figure
 
 

@@ -18,12 +18,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from fedrax.errors import FedraxError
 from fedrax.simulation.events import Event, RunInfo
+from fedrax.text import plain
 
 
 def progress_bar(console: Console | None = None) -> Progress:
     """A bar with columns for what ``ProgressSink`` reports; use it as a context manager for several runs."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
         TextColumn("{task.fields[numbers]}"),
@@ -50,7 +51,7 @@ class ProgressSink:
         """Show the bar."""
         if self._shared is None:
             self._progress.start()
-        name = self._description or run.algorithm
+        name = plain(self._description or run.algorithm)
         self._task = self._progress.add_task(name, total=run.rounds, completed=run.first_round, numbers="compiling")
 
     def event(self, event: Event) -> None:

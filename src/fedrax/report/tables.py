@@ -9,17 +9,23 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedrax.report.runs import Row, Statistic
+from fedrax.text import for_markdown, plain
 
 COLUMNS = ("accuracy", "loss", "rounds", "megabytes", "seconds")
 _HIGHER_IS_BETTER = ("accuracy",)
 
 
 def wide_console() -> Console:
-    """A console for tables: as wide as the terminal, or wide enough for any table where there is none."""
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=200)
+    """A console for tables: as wide as the terminal, or wide enough for any table where there is none.
+
+    It shows text as it is: names with brackets or colons are no markup.
+    """
+    options: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
+    console = Console(**options)
+    return console if console.is_terminal else Console(**options, width=200)
 
 
 def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, str]:
@@ -62,7 +68,9 @@ def _cell(row: Row, column: str) -> str:
 def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = "") -> Table:
     """The table for rich, the best of each column bold and starred."""
     heads, columns = headings(target, metric), _shown(rows, target)
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("method", no_wrap=True)
     for column in columns:
         table.add_column(heads[column], justify="right", no_wrap=True)
@@ -72,9 +80,10 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     for row in rows:
         cells = [_cell(row, c) for c in columns]
         marked = [
-            f"[bold green]{t} *[/]" if row.label in stars[c] else f"{t}  " for c, t in zip(columns, cells, strict=True)
+            Text(f"{t} *", "bold green") if row.label in stars[c] else f"{t}  "
+            for c, t in zip(columns, cells, strict=True)
         ]
-        table.add_row(row.label.replace("[", r"\["), *marked, str(row.seeds), row.state)
+        table.add_row(plain(row.label), *marked, str(row.seeds), plain(row.state))
     return table
 
 
@@ -86,7 +95,9 @@ def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     stars = {column: best(rows, column) for column in columns}
     for row in rows:
         cells = [f"**{_cell(row, c)}**" if row.label in stars[c] else _cell(row, c) for c in columns]
-        lines.append(" | ".join([f"| {row.label.replace('|', '/')}", *cells, str(row.seeds), f"{row.state} |"]))
+        lines.append(
+            " | ".join([f"| {for_markdown(row.label)}", *cells, str(row.seeds), f"{for_markdown(row.state)} |"])
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,22 @@
+"""Names and labels on their way out: what people or files call things is shown, never interpreted."""
+
+from __future__ import annotations
+
+import html
+
+
+def plain(text: str) -> str:
+    """One line without control characters, which move cursors and are forbidden in SVG."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def for_markdown(text: str) -> str:
+    """For a cell of a Markdown table: no markup, no HTML, no end of the cell."""
+    escaped = html.escape(plain(text), quote=False)
+    return "".join(f"\\{c}" if c in "\\`*_[]|~#$" else c for c in escaped)
+
+
+def for_picture(text: str) -> str:
+    """For matplotlib: no mathematics between dollars; a legend leaves out labels that begin with an underscore."""
+    shown = plain(text).replace("$", r"\$")
+    return f"\N{HAIR SPACE}{shown}" if shown.startswith("_") else shown

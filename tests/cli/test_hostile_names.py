@@ -1,0 +1,84 @@
+"""Names and labels are shown as they are, wherever they end up, or refused before anything runs."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedrax.data import Federation
+from fedrax.data.picture import save_labels
+from tests.cli.conftest import TINY
+
+LABELS = [r"$\\bad{$", "[/b]", "[red]x", "_x", "<script>alert(1)</script>", ":smile:", "a|b", "`*c*`", "$x$ and $"]
+
+
+def comparison(labels: list[str], more: str = "") -> str:
+    """A file with a method for each label."""
+    shared = (
+        TINY.replace('name = "tiny"', "")
+        .replace("rounds = 4", "rounds = 1")
+        .replace("eval_every = 2", "eval_every = 1")
+    )
+    return more + shared + "".join(f'[[compare]]\nlabel = "{label}"\n' for label in labels)
+
+
+def test_labels_are_shown_and_not_interpreted(tmp_path: Path, fedrax: Any):
+    (tmp_path / "x.toml").write_text(comparison(LABELS, 'name = "$[/b]_<b>"\nseeds = [0]\n'))
+    outcome = fedrax("compare", "x.toml", "--out", "c")
+    assert outcome.status == 0, outcome.err
+    labels = [label.replace("\\\\", "\\") for label in LABELS]
+    for label in labels:
+        assert label in outcome.out
+    table = (tmp_path / "c" / "table.md").read_text()
+    assert "<script>" not in table and table.count("\n") == 2 + len(labels)
+    picture = ElementTree.parse(tmp_path / "c" / "curves.svg")  # text lies in it as shapes, with the text as comments
+    assert picture.getroot().tag.endswith("svg")
+    drawn = (tmp_path / "c" / "curves.svg").read_text()
+    assert drawn.count("line2d") > 4 * len(labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["a/b", "a-b"], "too alike"),
+        (["x" * 100 + "1", "x" * 100 + "2"], "too alike"),
+        (["A", "a"], "too alike"),
+        (["same", "same"], "two methods are called 'same'"),
+        (["table.md"], "name of a file"),
+        (["comparison.json"], "name of a file"),
+        (["\\u0007bell"], "not a line of text"),
+        (["two\\nlines"], "not a line of text"),
+        ([" "], "not a line of text"),
+    ],
+)
+def test_labels_that_cannot_be_are_refused_before_anything_runs(
+    labels: list[str], says: str, tmp_path: Path, fedrax: Any
+):
+    (tmp_path / "x.toml").write_text(comparison(labels))
+    outcome = fedrax("compare", "x.toml", "--out", "c")
+    assert outcome.status == 2 and says in outcome.err and not (tmp_path / "c").exists()
+
+
+def test_all_seeds_are_checked_before_the_first_round(tmp_path: Path, fedrax: Any):
+    (tmp_path / "x.toml").write_text(comparison(["a"], "seeds = [0, 1099511627776]\n"))
+    outcome = fedrax("compare", "x.toml", "--out", "c")
+    assert outcome.status == 2 and "seed" in outcome.err and not (tmp_path / "c").exists()
+
+
+def test_classes_of_any_name_are_drawn_and_listed(tmp_path: Path, fedrax: Any):
+    names = ("$\\bad{$", "_hidden", "\x07bell", "<b>")
+    y = np.arange(12) % 4
+    made = Federation.from_arrays(np.ones((12, 2)), y, np.arange(12) % 3, class_names=names, name="$d$[/b]")
+    for path in save_labels(made, tmp_path / "picture"):
+        assert path.stat().st_size > 0
+    ElementTree.parse(tmp_path / "picture.svg")
+    rows = "".join(f"{i},{i % 3},{names[i % 4]}\n" for i in range(24) if i % 4 != 2)
+    (tmp_path / "d.csv").write_text("a,user,label\n" + rows)
+    outcome = fedrax(
+        "partition", "--data", "csv", "--data.path", "d.csv", "--data.client", "user", "--partition", "natural"
+    )
+    assert outcome.status == 0 and "$\\bad{$" in outcome.out and "_hidden" in outcome.out, outcome.err
