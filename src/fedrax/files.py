@@ -97,5 +97,7 @@ def read_table(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise FedraxError(f"there is no file {path}.") from error
+    except RecursionError as error:
+        raise FedraxError(f"{path} cannot be read as TOML: brackets in brackets, too deep.") from error
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise FedraxError(f"{path} cannot be read as TOML: {error}.") from error

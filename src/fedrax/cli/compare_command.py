@@ -87,7 +87,7 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     ]
     changes = {part: getattr(parsed.experiment, part) for part in SHARED}
     methods = tuple(dataclasses.replace(method, **changes) for method in (*spec.methods, *added))
-    given = {"seeds": options.seeds or spec.seeds, "target": options.target or spec.target}
+    given = {"seeds": options.seeds or spec.seeds, "target": spec.target if options.target is None else options.target}
     name = spec.name if parsed.experiment.name in ("experiment", spec.name) else parsed.experiment.name
     spec = dataclasses.replace(spec, name=name, methods=methods, **given)
     spec.check()

@@ -47,6 +47,17 @@ class Bound:
         return None
 
 
+_WIDE = 2**31
+"""Whole numbers become 32-bit ones in compiled programs."""
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # of whole numbers
+        return False
+
+
 class Role(Enum):
     """What a field is to a compiled program, where its type does not say."""
 
@@ -119,8 +130,10 @@ class Kind:
         """Which bound ``value``, of this type, breaks, as 'must be ...'."""
         if self.items:
             return next((f"must hold items that {p}" for f, item in self.each(value) if (p := f.problem(item))), None)
-        if self.type is float and not math.isfinite(float(value)):
+        if self.type is float and not _is_finite(value):
             return "must be a finite number"
+        if self.type is int and all(bound.lt is None for bound in self.bounds) and not -_WIDE <= value < _WIDE:
+            return "must fit into 32 bits"
         bounds = self.bounds if self.type in (int, float) else ()
         return next(filter(None, (bound.violation(float(value)) for bound in bounds)), None)
 

@@ -5,6 +5,7 @@ params = task.init(jax.random.key(0))
 losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sample
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -215,6 +216,15 @@ def _one_a_label(output: Array, y: Array | np.ndarray) -> Array:
     return output.reshape(y.shape)
 
 
+def _check_size(shapes: Params) -> None:
+    """Refuse a model that no memory holds, before any is taken."""
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    if count > _MOST_PARAMETERS:
+        raise FedraxError(f"the model has {count:.2g} parameters: more than any machine holds")
+
+
+_MOST_PARAMETERS = 2**40
+
 _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
 
@@ -222,7 +232,9 @@ _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level":
 def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
     """The task's own starting parameters, or those given if they have the same names and shapes."""
     try:
-        own = jax.jit(task.init, **_QUICK)(key) if given is None else jax.eval_shape(task.init, key)
+        own = jax.eval_shape(task.init, key)
+        _check_size(own)
+        own = jax.jit(task.init, **_QUICK)(key) if given is None else own
     except jax.errors.JAXTypeError:  # a user's init may look at the key's value
         own = task.init(key)
     if given is None:

@@ -198,8 +198,16 @@ class Reader:
                 if kind.items:
                     items = [self._plain(f, item) for f, item in kind.each(value)]
                     return items if kind.type is list else tuple(items)
-                return float(value) if kind.type is float else value
+                return _as_float(value) if kind.type is float else value
         return MISSING
+
+
+def _as_float(value: Any) -> float:
+    """A number of a file; one beyond all floats is infinite, which bounds refuse."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
 
 
 def table_of(value: Any, base: Any = None) -> Table:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.contract.hyperparameters import Count
 from fedrax.errors import FedraxError, unknown
 from fedrax.models.layers import (
     ACTIVATIONS,
@@ -69,7 +70,7 @@ class Logistic:
 class MLP:
     """Dense layers with an activation after each, on the flattened input."""
 
-    hidden: tuple[int, ...] = (200, 200)
+    hidden: tuple[Count, ...] = (200, 200)
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
     start: Start = "pytorch"
     """Distribution of the starting parameters."""
@@ -114,8 +115,8 @@ def _started(model: Model, start: Start) -> Model:
 class LeNet:
     """5x5 convolutions with ReLU, each pooled 2x2, then dense layers with ReLU, on [H, W] or [H, W, C]."""
 
-    channels: tuple[int, int] = (32, 64)
-    hidden: tuple[int, ...] = (512, 128)
+    channels: tuple[Count, Count] = (32, 64)
+    hidden: tuple[Count, ...] = (512, 128)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         height, width, channels_in = _image_shape("lenet", input_shape, smallest=16)
@@ -150,8 +151,8 @@ class CNN:
     dense layer; dropout acts only where the loss is given a key.
     """
 
-    channels: tuple[int, int] = (32, 64)
-    hidden: int = 128
+    channels: tuple[Count, Count] = (32, 64)
+    hidden: Count = 128
     dropout: tuple[float, float] = (0.25, 0.5)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
@@ -189,7 +190,7 @@ class CNN:
 class LSTM:
     """One LSTM layer over a sequence [T, F]; its last hidden state feeds the output layer."""
 
-    hidden: int = 128
+    hidden: Count = 128
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         if len(input_shape) != 2:

@@ -72,7 +72,7 @@ class Settings:
     """Also report metrics per client: the worst, the mean and the standard deviation over clients."""
     finetune: Count | None = None
     """Also report metrics of each client's own copy of the global model after so many epochs of its local steps."""
-    target: float | None = None
+    target: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Stop once the test accuracy reaches this."""
     plan: Literal["auto", "scan", "vmap", "loop", "debug"] = "auto"
     """How a round is executed; the numbers are the same."""
