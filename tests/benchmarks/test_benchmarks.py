@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks.fedrax_clock import Times, time_rounds
 from benchmarks.fedrax_problems import federation_of, model_of, parameters_of, random_images
-from benchmarks.make_arrays import WEIGHTS, ensure_arrays, make_arrays
+from benchmarks.make_arrays import ensure_arrays, make_arrays
 from benchmarks.peers_report import best_peers, disagreements, rows, table
 from benchmarks.quiet import printed_result, run_quietly
 from benchmarks.runners.jax_models import MODELS, parameters
 from benchmarks.scaling import Measured, axes, exponent
 from benchmarks.sessions import Session
+from benchmarks.starting_weights import WEIGHTS
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, read_array, steps_per_round
 from fedrax import FedAvg, LocalSGD, Script, classification
@@ -146,6 +147,14 @@ def test_table_compares_quiet_runs_with_the_best_peer(tmp_path):
     assert "| A | 20 (1.00×) |" in table(session)
 
 
+def test_ten_workloads_come_in_order(tmp_path):
+    runs = [run(name, 1.0, 5, workload=f"W{i}") for i in (10, 2, 1, 3, 4) for name in ("fedrax", "A")]
+    machine = {"gemm_gflops_all_cores": 300.0}
+    facts = {f"W{i}": {"source": "synthetic", "flop": 1e9, "steps": 5.0} for i in (1, 2, 3, 4, 10)}
+    session = Session(tmp_path / "a.jsonl", {"machine": machine, "workloads": facts}, runs)
+    assert table(session).startswith("|  | W1 | W2 | W3 | W4 | W10 |")
+
+
 def test_a_session_is_read_back(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [{"kind": "session", "id": "x"}, {"kind": "session", "id": "y"}, {"kind": "run", "session": "x"}]
@@ -172,8 +181,8 @@ def test_processes_are_watched():
     assert printed_result("nothing here") is None
 
 
-def test_parameters_have_the_zoos_shapes():
+def test_parameters_have_the_models_shapes():
     for workload in WORKLOADS.values():
         ours = parameters_of(workload, WEIGHTS[workload.name](np.random.default_rng(0)))
-        zoo = model_of(workload).init(jax.random.key(0))
-        assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, zoo)
+        models = jax.eval_shape(model_of(workload).init, jax.random.key(0))
+        assert jax.tree.map(np.shape, ours) == jax.tree.map(lambda leaf: leaf.shape, models)
