@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.extend import core
 
 from benchmarks.fedrax_problems import model_of, parameters_of
 from benchmarks.make_arrays import make_arrays
@@ -126,7 +127,7 @@ def multiply_adds(jaxpr):
         elif equation.primitive.name == "conv_general_dilated":
             total += outputs * math.prod(shapes[1]) // shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
         repeats = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        total += repeats * sum(multiply_adds(inner) for inner in jax.core.jaxprs_in_params(equation.params))
+        total += repeats * sum(multiply_adds(inner) for inner in core.jaxprs_in_params(equation.params))
     return total
 
 
