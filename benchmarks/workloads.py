@@ -108,7 +108,7 @@ WORKLOADS = {
         ),
         Workload(
             name="W5",
-            model="Flax CNN: conv3x3 of 32, 64, 128, group norm, max pooling; 10",
+            model="CNN: conv3x3 of 32, 64, 128, group norm, max pooling; 10",
             data="class templates and noise, 32x32x3, 320 samples a client",
             clients=20,
             cohort=5,
@@ -120,7 +120,7 @@ WORKLOADS = {
         ),
         Workload(
             name="W6",
-            model="Flax ResNet-20 with group norm",
+            model="ResNet-20 with group norm",
             data="class templates and noise, 32x32x3, 64 samples a client",
             clients=20,
             cohort=5,
@@ -138,7 +138,7 @@ WORKLOADS = {
         ),
         Workload(
             name="W7",
-            model="Flax embedding 90-128, GRU 128-128, 90",
+            model="embedding 90-128, GRU 128-128, 90",
             data="next symbol of Markov chains, sequences of length 80, 64 a client",
             clients=40,
             cohort=8,
@@ -150,7 +150,7 @@ WORKLOADS = {
         ),
         Workload(
             name="W8",
-            model="Flax vision transformer: 64 patches, 4 layers of 128, 4 heads; 10",
+            model="vision transformer: 64 patches, 4 layers of 128, 4 heads; 10",
             data="class templates and noise, 32x32x3, 64 samples a client",
             clients=20,
             cohort=5,
@@ -162,7 +162,7 @@ WORKLOADS = {
         ),
         Workload(
             name="W9",
-            model="Flax depthwise-separable: conv3x3x32, blocks of 64, 128, 128, 256, 256, group norm; 10",
+            model="depthwise-separable: conv3x3x32, blocks of 64, 128, 128, 256, 256, group norm; 10",
             data="class templates and noise, 32x32x3, 64 samples a client",
             clients=20,
             cohort=5,
@@ -182,7 +182,7 @@ WORKLOADS = {
         ),
         Workload(
             name="W10",
-            model="Flax MLP 30-64-64-5",
+            model="MLP 30-64-64-5",
             data="classes of a random network, 1 to 500 samples a client",
             clients=17,
             cohort=17,

@@ -66,8 +66,8 @@ class NextSymbol(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Embed(90, 128, name="embedding")(x)
-        x = nn.RNN(nn.GRUCell(128, name="gru"))(x)
-        return nn.Dense(90, name="fc")(x[:, -1])
+        hidden: Any = nn.RNN(nn.GRUCell(128, name="gru"))(x)
+        return nn.Dense(90, name="fc")(hidden[:, -1])
 
 
 class Block(nn.Module):
@@ -151,8 +151,8 @@ INPUTS = {"W7": np.zeros((1, 80), np.int32), "W10": np.zeros((1, 30), np.float32
 IMAGES = np.zeros((1, 32, 32, 3), np.float32)
 
 
-def sample_input(name: str) -> np.ndarray:
-    """A batch of one sample of workload ``name``."""
+def sample_input(name: str) -> Any:
+    """A batch of one sample of workload ``name``, in NumPy: JAX may have to be set up first."""
     return INPUTS.get(name, IMAGES)
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -23,7 +25,7 @@ class Ragged(fedjax.ClientDataset):
     it from the next epoch.
     """
 
-    def shuffle_repeat_batch(self, hparams=None, **kwargs):
+    def shuffle_repeat_batch(self, hparams: Any = None, **kwargs):
         batches = self.padded_batch(batch_size=hparams.batch_size)
         return [batch for _ in range(hparams.num_epochs) for batch in batches]
 

@@ -3,6 +3,7 @@ counted.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def random_weights(name):
     }
 
 
-def random_batch(name, size=3):
+def random_batch(name, size=3) -> Any:
     rng, shape = np.random.default_rng(4), sample_input(name).shape[1:]
     x = rng.integers(0, 90, (size, *shape)).astype(np.int32)
     return x if name == "W7" else rng.standard_normal((size, *shape), np.float32)
@@ -53,7 +54,7 @@ def test_outputs_and_gradients_are_pytorchs(name):
 
         def loss(params):
             outputs = apply(params, x)
-            return cross_entropy(outputs, y), outputs
+            return cross_entropy(outputs, jnp.asarray(y)), outputs
 
         gradients, ours = jax.jit(jax.grad(loss, has_aux=True))(params)
         theirs = torch_models.build(workload).to(torch.from_numpy(np.zeros(1, dtype)).dtype)
@@ -103,7 +104,7 @@ def test_attention_is_pytorchs_formula():
         heads.append(scores / scores.sum(axis=1, keepdims=True) @ value)
     expected = np.hstack(heads) @ weights["self_attn.out_proj.weight"].T + weights["self_attn.out_proj.bias"]
     module = nn.MultiHeadDotProductAttention(HEADS)
-    ours = module.apply({"params": parameters(weights)["self_attn"]}, jnp.asarray(x))
+    ours: Any = module.apply({"params": parameters(weights)["self_attn"]}, jnp.asarray(x))
     np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
