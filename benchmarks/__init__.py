@@ -3,7 +3,7 @@
 Commands (each with ``--help``)::
 
     python -m benchmarks.machine    what this machine can do: GEMM peak, copy bandwidth
-    python -m benchmarks.peers      fedrax beside other simulators on four workloads
+    python -m benchmarks.peers      fedrax beside other simulators on ten workloads
     python -m benchmarks.scaling    cost of a round against clients, cohort, model and devices
     python -m benchmarks.methods    cost of every algorithm against FedAvg
     python -m benchmarks.sweep      a grid of step sizes and seeds in one compiled call, or in turn

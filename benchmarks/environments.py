@@ -19,7 +19,7 @@ NUMPY = "numpy==2.4.6"
 ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch": (TORCH, (NUMPY,)),
     "pfl": (TORCH, ("pfl==0.6.0", NUMPY)),
-    "fedjax": (("fedjax==0.0.17", "jax==0.10.2", NUMPY),),
+    "fedjax": (("fedjax==0.0.17", "jax==0.10.2", "flax==0.12.8", NUMPY),),
     # FedLab pins an old torchvision and other packages that it does not need to simulate.
     "fedlab": (
         TORCH,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from benchmarks.workloads import Arrays, Workload
 from fedrax.data import Federation
 from fedrax.data.federation import aligned
-from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN
+from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN, from_linen
 
 # PyTorch's names of the layers -> the zoo's
 LAYERS = {
@@ -25,7 +27,11 @@ LSTM_ARRAYS = {
 
 
 def model_of(workload: Workload) -> Model:
-    """The workload's model from fedrax's zoo."""
+    """The workload's model from fedrax's zoo, or its Flax module."""
+    if workload.name not in LAYERS:
+        from benchmarks.runners import linen_models  # which takes seconds; only these workloads shall pay for it
+
+        return from_linen(linen_models.MODULES[workload.name], linen_models.sample_input(workload.name))
     return {
         "W1": TwoNN().build((784,), 10),
         "W2": Logistic().build((60,), 10),
@@ -34,11 +40,15 @@ def model_of(workload: Workload) -> Model:
     }[workload.name]
 
 
-def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """PyTorch's weights as the zoo's parameters: both flatten channels first; only output layers keep the order of
-    axes.
+def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[str, Any]:
+    """PyTorch's weights as the zoo's parameters (both flatten channels first; only output layers keep the order of
+    axes), or as Flax's.
     """
-    params: dict[str, dict[str, np.ndarray]] = {}
+    if workload.name not in LAYERS:
+        from benchmarks.runners import linen_models
+
+        return linen_models.parameters(initial)
+    params: dict[str, Any] = {}
     for name, value in initial.items():
         layer, array = name.split(".")
         if layer == "lstm":

@@ -10,11 +10,13 @@ from __future__ import annotations
 import gzip
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.starting_weights import WEIGHTS
 from benchmarks.workloads import WORKLOADS, Workload
 
 SEED = 20260601
@@ -43,7 +45,7 @@ def ensure_arrays(name: str, directory: Path) -> Path:
 
 
 def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng([SEED, int(workload.name[1])])
+    rng = np.random.default_rng([SEED, int(workload.name[1:])])
     samples = SAMPLES[workload.name](workload, rng)
     cohorts = np.stack(
         [np.sort(rng.choice(workload.clients, workload.cohort, replace=False)) for _ in range(workload.total_rounds)]
@@ -112,14 +114,16 @@ def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
     )
 
 
-def image_templates(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W3: a smooth template a class and unit noise; 320 samples a client, iid; 2000 test samples."""
-    train = workload.clients * 320
+def image_templates(workload: Workload, rng: np.random.Generator, samples: int = 320) -> Samples:
+    """W3, W5, W6, W8, W9: a smooth template a class and unit noise; so many samples a client, iid; 2000 test
+    samples.
+    """
+    train = workload.clients * samples
     y = rng.integers(0, 10, train + 2000)
     templates = rng.standard_normal((10, 3, 4, 4)).astype(np.float32) * 0.5
     x = rng.standard_normal((train + 2000, 3, 32, 32)).astype(np.float32)
     x += templates.repeat(8, axis=2).repeat(8, axis=3)[y]
-    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 320, x[train:], y[train:])
+    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * samples, x[train:], y[train:])
 
 
 def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
@@ -130,6 +134,34 @@ def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
     y = ((x @ direction).mean(axis=1) > 0).astype(np.int64)
     x += 0.3 * (2 * y[:, None, None] - 1) * np.sign(direction)
     return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 160, x[train:], y[train:])
+
+
+def markov_chains(workload: Workload, rng: np.random.Generator) -> Samples:
+    """W7: 80 symbols of a Markov chain, in which three of the 90 follow each, and the next one as the label; 64
+    samples a client, iid; 2000 test samples.
+    """
+    train = workload.clients * 64
+    followers = rng.integers(0, 90, (90, 3))
+    symbols = np.empty((train + 2000, 81), np.int32)
+    symbols[:, 0] = rng.integers(0, 90, len(symbols))
+    for step in range(80):
+        choices = rng.choice(3, len(symbols), p=(0.7, 0.2, 0.1))
+        symbols[:, step + 1] = followers[symbols[:, step], choices]
+    x, y = symbols[:, :80], symbols[:, 80]
+    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 64, x[train:], y[train:])
+
+
+def ragged_clients(workload: Workload, rng: np.random.Generator) -> Samples:
+    """W10: Gaussian inputs labelled by a random network, 1 to 500 samples a client in geometric progression, iid;
+    2000 test samples.
+    """
+    sizes = np.round(np.geomspace(1, 500, workload.clients)).astype(int)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    train = int(offsets[-1])
+    x = rng.standard_normal((train + 2000, 30)).astype(np.float32)
+    hidden = np.tanh(x @ rng.standard_normal((30, 20)) / np.sqrt(30))
+    y = np.argmax(hidden @ rng.standard_normal((20, 5)), axis=1)
+    return Samples(x[:train], y[:train], offsets, x[train:], y[train:])
 
 
 def mnist_directory() -> Path | None:
@@ -178,60 +210,15 @@ def gaussian_classes(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     return x[:60000], y[:60000], x[60000:], y[60000:]
 
 
-# --- starting weights, by PyTorch's names and in its layout ------------------------------------------------
-
-
-def uniform(rng: np.random.Generator, shape: tuple[int, ...], fan_in: int) -> np.ndarray:
-    bound = 1.0 / np.sqrt(fan_in)
-    return rng.uniform(-bound, bound, shape).astype(np.float32)
-
-
-def layers(rng: np.random.Generator, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """A weight of the given shape (outputs first) and a bias for each layer."""
-    weights = {}
-    for name, shape in shapes.items():
-        fan_in = int(np.prod(shape[1:]))
-        weights[f"{name}.weight"] = uniform(rng, shape, fan_in)
-        weights[f"{name}.bias"] = uniform(rng, shape[:1], fan_in)
-    return weights
-
-
-def mlp_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    return layers(rng, {"fc1": (200, 784), "fc2": (200, 200), "fc3": (10, 200)})
-
-
-def softmax_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    return {"fc.weight": np.zeros((10, 60), np.float32), "fc.bias": np.zeros(10, np.float32)}
-
-
-def convolutional_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    return layers(
-        rng,
-        {"c1": (32, 3, 5, 5), "c2": (64, 32, 5, 5), "fc1": (512, 1600), "fc2": (128, 512), "fc3": (10, 128)},
-    )
-
-
-def lstm_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    hidden, inputs = 128, 50
-    shapes = {
-        "lstm.weight_ih_l0": (4 * hidden, inputs),
-        "lstm.weight_hh_l0": (4 * hidden, hidden),
-        "lstm.bias_ih_l0": (4 * hidden,),
-        "lstm.bias_hh_l0": (4 * hidden,),
-    }
-    recurrent = {name: uniform(rng, shape, hidden) for name, shape in shapes.items()}
-    return recurrent | layers(rng, {"fc": (2, hidden)})
-
-
 SAMPLES: dict[str, Callable[[Workload, np.random.Generator], Samples]] = {
     "W1": shards_by_label,
     "W2": synthetic_1_1,
     "W3": image_templates,
     "W4": noise_sequences,
-}
-WEIGHTS: dict[str, Callable[[np.random.Generator], dict[str, np.ndarray]]] = {
-    "W1": mlp_weights,
-    "W2": softmax_weights,
-    "W3": convolutional_weights,
-    "W4": lstm_weights,
+    "W5": image_templates,
+    "W6": partial(image_templates, samples=64),
+    "W7": markov_chains,
+    "W8": partial(image_templates, samples=64),
+    "W9": partial(image_templates, samples=64),
+    "W10": ragged_clients,
 }

@@ -1,4 +1,4 @@
-"""fedrax beside other simulators, on the same four workloads.
+"""fedrax beside other simulators, on the same workloads.
 
 ``python -m benchmarks.peers`` makes an environment for each simulator and the workloads' arrays, measures
 the machine, runs every simulator on every workload in turn (a fresh process each, on a quiet machine),

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.pages import markdown_table, number, save_picture, write_page
 from benchmarks.sessions import Session
@@ -13,6 +14,7 @@ from benchmarks.simulators import OURS
 from benchmarks.workloads import WORKLOADS
 
 LOSS_TOLERANCE = 1e-3  # relative, to the median of all: float32 sums in other orders differ by a third of this
+ORDER = list(WORKLOADS)
 FOREIGN_CPU_LIMIT = 0.25  # runs beside more of other processes' work are left out where there are quieter ones
 
 
@@ -75,7 +77,12 @@ def rows(session: Session) -> list[Row]:
                 foreign_cpu=median("foreign_cpu"),
             )
         )
-    return sorted(found, key=lambda row: (row.workload, row.round))
+    return sorted(found, key=lambda row: (ORDER.index(row.workload), row.round))
+
+
+def workloads_of(found: Iterable[Row]) -> list[str]:
+    """The workloads' names, in order."""
+    return sorted({row.workload for row in found}, key=ORDER.index)
 
 
 def identity(run: dict) -> tuple[str, str, str, int]:
@@ -130,7 +137,7 @@ def best_peers(found: Iterable[Row]) -> dict[str, float]:
 def pivot(found: list[Row], cell: Callable[[Row], str]) -> str:
     """Simulators down, workloads across; ``cell(row)`` of each simulator's fastest setting."""
     fastest = fastest_settings(found)
-    workloads = sorted({row.workload for row in found})
+    workloads = workloads_of(found)
     names = list(dict.fromkeys(row.name for row in sorted(found, key=lambda row: row.simulator != OURS)))
     lines = []
     for name in names:
@@ -193,7 +200,7 @@ def sections(session: Session) -> list[str]:
         "Proportional set size of the whole process tree (shared pages counted once), sampled.",
         pivot(found, lambda row: f"{row.peak_pss_mb:.0f}"),
         "## Every setting",
-        *(workload_section(name, session, found) for name in sorted({row.workload for row in found})),
+        *(workload_section(name, session, found) for name in workloads_of(found)),
         "## Agreement",
         f"{agreement} (tolerance {LOSS_TOLERANCE:g}, relative to the median of a workload's runs).",
         *(f"- {problem}" for problem in problems),
@@ -209,8 +216,9 @@ def introduction(session: Session) -> str:
         f"Written by `python -m benchmarks.peers` on {session.header['date']} from session "
         f"`{session.header['id']}` of `peers.jsonl`. All simulators train the same models from the same "
         "weights on the same arrays, cohorts and batches, weighted by samples; each run is a fresh process "
-        "on a quiet machine. Medians of the repeats' medians; the first round is reported apart."
-        f"{note}\n\n"
+        "on a quiet machine. Medians of the repeats' medians; the first round is reported apart. For W1 to W4 "
+        "fedrax has models of its own, FedJAX plain functions; for W5 to W10 both run the same Flax Linen modules. "
+        f"All other simulators run PyTorch's.{note}\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
 
@@ -260,40 +268,48 @@ def versions(session: Session) -> str:
 
 
 def draw(found: list[Row], path: Path) -> list[Path]:
-    """A dot for each simulator's fastest setting and a line for the range of its repeats, a panel a
-    workload.
-    """
+    """A panel a workload, two beside each other where there are many."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    workloads = sorted({row.workload for row in found})
-    figure, axes = plt.subplots(len(workloads), 1, figsize=(7, 1.9 * len(workloads)), squeeze=False)
-    for axis, workload in zip(axes[:, 0], workloads, strict=True):
-        settings = sorted((row for row in found if row.workload == workload), key=lambda row: -row.round)
-        shown = list({row.simulator: row for row in settings}.values())  # of each, the last is the fastest
-        shown.sort(key=lambda row: -row.round)
-        for height, row in enumerate(shown):
-            colour = "tab:orange" if row.simulator == OURS else "tab:gray"
-            axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=colour, linewidth=2)
-            axis.plot(row.round * 1e3, height, "o", color=colour)
-            axis.annotate(
-                number(row.round * 1e3),
-                (row.round * 1e3, height),
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-            )
-        axis.set_yticks(range(len(shown)), [row.simulator for row in shown], fontsize=8)
-        axis.set_ylim(-0.6, len(shown) - 0.2)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("")
-        axis.set_title(f"{workload}: {WORKLOADS[workload].model}", fontsize=9, loc="left")
-        axis.grid(axis="x", which="both", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("milliseconds a round (log scale; smaller is better)")
+    workloads = workloads_of(found)
+    columns = 1 if len(workloads) <= 4 else 2
+    lines = -(-len(workloads) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(7 * columns, 1.9 * lines), squeeze=False)
+    for axis, workload in zip(axes.ravel(), workloads, strict=False):
+        draw_workload(axis, workload, [row for row in found if row.workload == workload])
+    for axis in axes.ravel()[len(workloads) :]:
+        axis.set_visible(False)
+    for axis in axes.ravel()[max(0, len(workloads) - columns) : len(workloads)]:
+        axis.set_xlabel("milliseconds a round (log scale; smaller is better)")
     plt.close(figure)
     return save_picture(figure, path)
+
+
+def draw_workload(axis: Any, workload: str, settings: list[Row]) -> None:
+    """A dot for each simulator's fastest setting and a line for the range of its repeats."""
+    settings = sorted(settings, key=lambda row: -row.round)
+    shown = list({row.simulator: row for row in settings}.values())  # of each, the last is the fastest
+    shown.sort(key=lambda row: -row.round)
+    for height, row in enumerate(shown):
+        colour = "tab:orange" if row.simulator == OURS else "tab:gray"
+        axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=colour, linewidth=2)
+        axis.plot(row.round * 1e3, height, "o", color=colour)
+        axis.annotate(
+            number(row.round * 1e3),
+            (row.round * 1e3, height),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            fontsize=7,
+        )
+    axis.set_yticks(range(len(shown)), [row.simulator for row in shown], fontsize=8)
+    axis.set_ylim(-0.6, len(shown) - 0.2)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
+    axis.set_title(f"{workload}: {WORKLOADS[workload].model}", fontsize=9, loc="left")
+    axis.grid(axis="x", which="both", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)

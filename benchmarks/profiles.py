@@ -1,8 +1,8 @@
 """Where the time of the benchmarks' rounds goes, and what bounds it.
 
-``python -m benchmarks.profiles`` runs ``fedrax.profiling.profile`` on the four workloads with FedAvg, and on the first
-one with the methods whose cost ``benchmarks.methods`` compares, each in a fresh process on a quiet machine; it appends
-the profiles to ``results/profiles.jsonl`` and writes ``profiles.md``.
+``python -m benchmarks.profiles`` runs ``fedrax.profiling.profile`` on the workloads of ``benchmarks.peers`` with
+FedAvg, and on the first one with the methods whose cost ``benchmarks.methods`` compares, each in a fresh process on a
+quiet machine; it appends the profiles to ``results/profiles.jsonl`` and writes ``profiles.md``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,20 @@ from pathlib import Path
 
 from benchmarks.environments import cache_directory
 from benchmarks.machine import cores
+from benchmarks.workloads import WORKLOADS
 
 OURS = "fedrax"
 REPOSITORY = Path(__file__).parents[1]
-ALL = ("W1", "W2", "W3", "W4")
-LARGE = ("W3", "W4")  # the workloads whose matrix products are large enough for a second thread to help
+ALL = tuple(WORKLOADS)
+LARGE = (
+    "W3",
+    "W4",
+    "W5",
+    "W6",
+    "W7",
+    "W8",
+    "W9",
+)  # the workloads whose matrix products are large enough for a second thread to help
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""The four FedAvg workloads every simulator runs: definitions, arrays, and arithmetic per round.
+"""The FedAvg workloads every simulator runs: definitions, arrays, and arithmetic per round.
 
 numpy and the standard library only, because every simulator's own environment imports this file.
 
 Every simulator gets the same arrays, starts from the same weights, trains the same cohort in the same round
 and walks each client's samples in stored order, without shuffling. Clients are weighted by their number of
 samples; the server averages. All of them must therefore end at the same test loss.
+
+The models of W1 to W4 are those of fedrax's own zoo; W5 to W10 are Flax Linen modules as a user brings them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,16 @@ class Workload:
         """Matrix products of one training step: forward, gradient of weights, gradient of inputs (2 per
         multiply-add), without the gradient of the first layer's inputs, which nobody needs."""
         return 2 * (3 * sum(self.macs) - self.macs[0])
+
+
+def convolution(size: int, inputs: int, outputs: int, kernel: int = 3) -> int:
+    """Multiply-adds of a convolution that makes images of ``size`` times ``size``."""
+    return size * size * outputs * inputs * kernel * kernel
+
+
+def separable(size: int, inputs: int, outputs: int) -> int:
+    """Multiply-adds of a depthwise 3x3 convolution and the 1x1 convolution that follows."""
+    return convolution(size, 1, inputs) + convolution(size, inputs, outputs, 1)
 
 
 WORKLOADS = {
@@ -94,6 +106,92 @@ WORKLOADS = {
             rounds=10,
             macs=(25 * 50 * 512, 25 * 128 * 512, 128 * 2),
         ),
+        Workload(
+            name="W5",
+            model="CNN: conv3x3 of 32, 64, 128, group norm, max pooling; 10",
+            data="class templates and noise, 32x32x3, 320 samples a client",
+            clients=20,
+            cohort=5,
+            epochs=1,
+            batch=32,
+            learning_rate=0.01,  # with 0.05 rounding grows into losses 0.8% apart
+            rounds=5,
+            macs=(convolution(32, 3, 32), convolution(16, 32, 64), convolution(8, 64, 128), 128 * 10),
+        ),
+        Workload(
+            name="W6",
+            model="ResNet-20 with group norm",
+            data="class templates and noise, 32x32x3, 64 samples a client",
+            clients=20,
+            cohort=5,
+            epochs=1,
+            batch=32,
+            learning_rate=0.001,  # larger steps let rounding grow here too
+            rounds=5,
+            macs=(
+                convolution(32, 3, 16),
+                6 * convolution(32, 16, 16),
+                convolution(16, 16, 32) + convolution(16, 16, 32, 1) + 5 * convolution(16, 32, 32),
+                convolution(8, 32, 64) + convolution(8, 32, 64, 1) + 5 * convolution(8, 64, 64),
+                64 * 10,
+            ),
+        ),
+        Workload(
+            name="W7",
+            model="embedding 90-128, GRU 128-128, 90",
+            data="next symbol of Markov chains, sequences of length 80, 64 a client",
+            clients=40,
+            cohort=8,
+            epochs=1,
+            batch=32,
+            learning_rate=0.5,
+            rounds=5,
+            macs=(0, 80 * 128 * 384, 80 * 128 * 384, 128 * 90),  # looking up takes no product
+        ),
+        Workload(
+            name="W8",
+            model="vision transformer: 64 patches, 4 layers of 128, 4 heads; 10",
+            data="class templates and noise, 32x32x3, 64 samples a client",
+            clients=20,
+            cohort=5,
+            epochs=1,
+            batch=32,
+            learning_rate=0.05,
+            rounds=5,
+            macs=(64 * 48 * 128, *4 * (64 * 4 * 128 * 128, 2 * 64 * 64 * 128, 64 * 2 * 128 * 256), 128 * 10),
+        ),
+        Workload(
+            name="W9",
+            model="depthwise-separable: conv3x3x32, blocks of 64, 128, 128, 256, 256, group norm; 10",
+            data="class templates and noise, 32x32x3, 64 samples a client",
+            clients=20,
+            cohort=5,
+            epochs=1,
+            batch=32,
+            learning_rate=0.05,
+            rounds=5,
+            macs=(
+                convolution(32, 3, 32),
+                separable(32, 32, 64),
+                separable(16, 64, 128),
+                separable(16, 128, 128),
+                separable(8, 128, 256),
+                separable(8, 256, 256),
+                256 * 10,
+            ),
+        ),
+        Workload(
+            name="W10",
+            model="MLP 30-64-64-5",
+            data="classes of a random network, 1 to 500 samples a client",
+            clients=17,
+            cohort=17,
+            epochs=5,
+            batch=32,
+            learning_rate=0.05,
+            rounds=50,  # as W2
+            macs=(30 * 64, 64 * 64, 64 * 5),
+        ),
     )
 }
 
@@ -102,7 +200,8 @@ class Arrays:
     """A workload's arrays: all clients' samples back to back; client ``k`` owns rows
     ``offsets[k]:offsets[k+1]``.
 
-    ``x``: float32, one row a sample (W3: [channels, height, width], or channels last where asked for);
+    ``x``: float32, one row a sample (images: [channels, height, width], or channels last where asked for; W7: int32
+    symbols);
     ``y``: int64 labels; ``cohorts``: int64 [total rounds, cohort], the clients of each round; ``initial``:
     the starting weights by PyTorch's names and in PyTorch's layout; ``source``: where the samples come
     from.

@@ -1,8 +1,11 @@
-"""The four models and evaluation in plain JAX, for simulators that bring no models of their own."""
+"""The models of W1 to W4 and evaluation in plain JAX, for simulators that bring no models of their own; the others are
+Flax's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +14,15 @@ from jax import lax
 
 from benchmarks.workloads import Arrays, Workload
 
-Params = dict[str, jax.Array]
+Params = dict[str, Any]  # of Flax's modules a tree
 
 
 def parameters(workload: Workload, initial: dict[str, np.ndarray]) -> Params:
     """PyTorch's weights in JAX's layout: inputs before outputs, images with channels last."""
+    if workload.name not in MODELS:
+        from benchmarks.runners import linen_models  # which takes seconds; only these workloads shall pay for it
+
+        return linen_models.parameters(initial)
     params = {}
     for name, value in initial.items():
         if value.ndim == 4:
@@ -76,13 +83,23 @@ MODELS: dict[str, Callable[[Params, jax.Array], jax.Array]] = {
 }
 
 
-def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
+def model_of(workload: Workload) -> Callable[[Params, jax.Array], jax.Array]:
+    """The workload's model: (parameters, batch) -> outputs."""
+    if workload.name in MODELS:
+        return MODELS[workload.name]
+    from benchmarks.runners.linen_models import MODULES
+
+    return lambda params, x: MODULES[workload.name].apply({"params": params}, x)  # type: ignore
+
+
+def cross_entropy(logits: jax.Array, y: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """The mean over the batch, or over its samples whose ``mask`` is true."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1)[:, 0], where=mask)
 
 
 def evaluate(workload: Workload, params: Params, arrays: Arrays) -> tuple[float, float]:
     """Mean loss and accuracy on the test samples; images with channels last."""
-    predict = jax.jit(MODELS[workload.name])
+    predict = jax.jit(model_of(workload))
     x, y = arrays.x_test, arrays.y_test
     loss = correct = 0.0
     for start in range(0, len(y), 500):

@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks.fedrax_clock import Times, time_rounds
 from benchmarks.fedrax_problems import federation_of, model_of, parameters_of, random_images
-from benchmarks.make_arrays import WEIGHTS, ensure_arrays, make_arrays
-from benchmarks.peers_report import best_peers, disagreements, rows, table
+from benchmarks.make_arrays import ensure_arrays, make_arrays
+from benchmarks.peers_report import best_peers, disagreements, rows, table, write_report
 from benchmarks.quiet import printed_result, run_quietly
 from benchmarks.runners.jax_models import MODELS, parameters
 from benchmarks.scaling import Measured, axes, exponent
 from benchmarks.sessions import Session
+from benchmarks.starting_weights import WEIGHTS
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, read_array, steps_per_round
 from fedrax import FedAvg, LocalSGD, Script, classification
@@ -119,6 +120,7 @@ def run(simulator, loss, milliseconds, workload="W1", repeat=1, foreign=0.0):
         "peak_pss_mb": 100.0,
         "test_loss": loss,
         "foreign_cpu": foreign,
+        "versions": {"it": "1"},
     }
 
 
@@ -144,6 +146,21 @@ def test_table_compares_quiet_runs_with_the_best_peer(tmp_path):
     assert best_peers(rows(session)) == {"W1": 0.02}
     assert "| fedrax, any | 5 (4.00×) |" in table(session)
     assert "| A | 20 (1.00×) |" in table(session)
+
+
+def test_ten_workloads_come_in_order(tmp_path):
+    runs = [run(name, 1.0, 5, workload=f"W{i}") for i in (10, 2, 1, 3, 4) for name in ("fedrax", "A")]
+    machine = dict.fromkeys(("memory_gib", "gemm_gflops_1_thread", "gemm_gflops_all_cores"), 300.0)
+    machine |= dict.fromkeys(("copy_gb_per_second_1_thread", "copy_gb_per_second_all_cores"), 40.0)
+    machine |= {"cpu": "a processor", "cores": 2, "system": "Linux", "python": "3"}
+    facts = {f"W{i}": {"source": "synthetic", "flop": 1e9, "steps": 5.0} for i in (1, 2, 3, 4, 10)}
+    header = {"id": "x", "date": "today", "machine": machine, "workloads": facts}
+    session = Session(tmp_path / "a.jsonl", header, runs)
+    assert table(session).startswith("|  | W1 | W2 | W3 | W4 | W10 |")
+    page, *pictures = write_report(session, tmp_path)
+    headings = [line.split(":")[0] for line in page.read_text().splitlines() if line.startswith("### ")]
+    assert headings == ["### W1", "### W2", "### W3", "### W4", "### W10"]
+    assert all(picture.stat().st_size > 10_000 for picture in pictures)
 
 
 def test_a_session_is_read_back(tmp_path):
@@ -172,8 +189,8 @@ def test_processes_are_watched():
     assert printed_result("nothing here") is None
 
 
-def test_parameters_have_the_zoos_shapes():
+def test_parameters_have_the_models_shapes():
     for workload in WORKLOADS.values():
         ours = parameters_of(workload, WEIGHTS[workload.name](np.random.default_rng(0)))
-        zoo = model_of(workload).init(jax.random.key(0))
-        assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, zoo)
+        models = jax.eval_shape(model_of(workload).init, jax.random.key(0))
+        assert jax.tree.map(np.shape, ours) == jax.tree.map(lambda leaf: leaf.shape, models)

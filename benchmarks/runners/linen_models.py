@@ -1,0 +1,199 @@
+"""The models of W5 to W10 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
+
+fedrax takes them through its adapter, FedJAX as functions. Layers have PyTorch's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+HEADS = 4
+
+
+class ConvNet(nn.Module):
+    """3x3 convolutions, each with group norm and max pooling."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, width in enumerate((32, 64, 128)):
+            x = nn.Conv(width, (3, 3), name=f"convs_{i}")(x)
+            x = nn.relu(nn.GroupNorm(num_groups=8, name=f"norms_{i}")(x))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        return nn.Dense(10, name="fc")(x.mean((1, 2)))
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions around a shortcut, which halves the image where the width grows."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        grows = x.shape[-1] != self.width
+        strides = 2 if grows else 1
+        y = nn.Conv(self.width, (3, 3), strides, padding=1, use_bias=False, name="conv1")(x)
+        y = nn.relu(nn.GroupNorm(num_groups=8, name="norm1")(y))
+        y = nn.Conv(self.width, (3, 3), padding=1, use_bias=False, name="conv2")(y)
+        y = nn.GroupNorm(num_groups=8, name="norm2")(y)
+        if grows:
+            x = nn.Conv(self.width, (1, 1), strides, use_bias=False, name="shortcut")(x)
+            x = nn.GroupNorm(num_groups=8, name="shortcut_norm")(x)
+        return nn.relu(x + y)
+
+
+class ResNet20(nn.Module):
+    """He et al.'s network of 20 layers for small images, with group norm."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(16, (3, 3), padding=1, use_bias=False, name="stem")(x)
+        x = nn.relu(nn.GroupNorm(num_groups=8, name="stem_norm")(x))
+        for i, width in enumerate((16, 16, 16, 32, 32, 32, 64, 64, 64)):
+            x = Residual(width, name=f"blocks_{i}")(x)
+        return nn.Dense(10, name="fc")(x.mean((1, 2)))
+
+
+class NextSymbol(nn.Module):
+    """An embedding and a GRU, whose last hidden state says what follows."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Embed(90, 128, name="embedding")(x)
+        hidden: Any = nn.RNN(nn.GRUCell(128, name="gru"))(x)
+        return nn.Dense(90, name="fc")(hidden[:, -1])
+
+
+class Block(nn.Module):
+    """A transformer's layer: norm, attention, norm, two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        x = x + nn.MultiHeadDotProductAttention(HEADS, name="self_attn")(nn.LayerNorm(name="norm1")(x))
+        y = nn.Dense(2 * width, name="linear1")(nn.LayerNorm(name="norm2")(x))
+        return x + nn.Dense(width, name="linear2")(nn.gelu(y))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of 4x4, learned positions, four layers, the mean of all positions."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(128, (4, 4), strides=4, name="patches")(x)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        for i in range(4):
+            x = Block(name=f"blocks_{i}")(x)
+        return nn.Dense(10, name="fc")(nn.LayerNorm(name="norm")(x).mean(1))
+
+
+class Separable(nn.Module):
+    """A depthwise 3x3 convolution and a 1x1 convolution, each with group norm."""
+
+    width: int
+    strides: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        channels = x.shape[-1]
+        x = nn.Conv(
+            channels,
+            (3, 3),
+            self.strides,
+            padding=1,
+            feature_group_count=channels,
+            use_bias=False,
+            name="depthwise",
+        )(x)
+        x = nn.relu(nn.GroupNorm(num_groups=8, name="norm1")(x))
+        x = nn.Conv(self.width, (1, 1), use_bias=False, name="pointwise")(x)
+        return nn.relu(nn.GroupNorm(num_groups=8, name="norm2")(x))
+
+
+class MobileNet(nn.Module):
+    """Five depthwise-separable blocks."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(32, (3, 3), padding=1, use_bias=False, name="stem")(x)
+        x = nn.relu(nn.GroupNorm(num_groups=8, name="stem_norm")(x))
+        for i, (width, strides) in enumerate(((64, 1), (128, 2), (128, 1), (256, 2), (256, 1))):
+            x = Separable(width, strides, name=f"blocks_{i}")(x)
+        return nn.Dense(10, name="fc")(x.mean((1, 2)))
+
+
+class MLP(nn.Module):
+    """Two hidden layers of 64."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Dense(64, name="fc1")(x))
+        x = nn.relu(nn.Dense(64, name="fc2")(x))
+        return nn.Dense(5, name="fc3")(x)
+
+
+MODULES: dict[str, nn.Module] = {
+    "W5": ConvNet(),
+    "W6": ResNet20(),
+    "W7": NextSymbol(),
+    "W8": VisionTransformer(),
+    "W9": MobileNet(),
+    "W10": MLP(),
+}
+INPUTS = {"W7": np.zeros((1, 80), np.int32), "W10": np.zeros((1, 30), np.float32)}
+IMAGES = np.zeros((1, 32, 32, 3), np.float32)
+
+
+def sample_input(name: str) -> Any:
+    """A batch of one sample of workload ``name``, in NumPy: JAX may have to be set up first."""
+    return INPUTS.get(name, IMAGES)
+
+
+def parameters(initial: dict[str, np.ndarray]) -> dict[str, Any]:
+    """PyTorch's weights as Flax's tree of parameters."""
+    params: dict[str, Any] = {}
+    for name, value in initial.items():
+        *layers, array = re.sub(r"\.(\d+)", r"_\1", name).split(".")
+        for path, converted in arrays(layers, array, value):
+            *place, leaf = path
+            level = params
+            for layer in place:
+                level = level.setdefault(layer, {})
+            level[leaf] = jnp.asarray(np.ascontiguousarray(converted))
+    return params
+
+
+def arrays(layers: list[str], array: str, value: np.ndarray) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Flax's paths and arrays of one of PyTorch's: inputs before outputs, channels last, gates and heads apart."""
+    layer = layers[-1] if layers else ""
+    if layer == "gru":
+        gates = ["r", "z", "n"] if array != "bias_hn" else ["n"]
+        kind, source = array.split("_")
+        for gate, part in zip(gates, np.split(value, len(gates)), strict=True):
+            yield [*layers, source[0] + gate, "kernel" if kind == "weight" else "bias"], part.T
+    elif layer == "self_attn":
+        for name, part in zip(("query", "key", "value"), np.split(value, 3), strict=True):
+            leaf = "kernel" if array == "in_proj_weight" else "bias"
+            yield [*layers, name, leaf], part.T.reshape(*part.shape[1:], HEADS, -1)
+    elif layer == "out_proj":
+        path = [*layers[:-1], "out"]
+        yield (
+            ([*path, "kernel"], value.T.reshape(HEADS, -1, len(value)))
+            if array == "weight"
+            else ([*path, "bias"], value)
+        )
+    elif array != "weight":
+        yield [*layers, array], value
+    elif layer == "embedding":
+        yield [*layers, "embedding"], value
+    elif value.ndim == 1:
+        yield [*layers, "scale"], value
+    else:
+        yield [*layers, "kernel"], value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T

@@ -1,0 +1,151 @@
+"""The comparison's Flax models: PyTorch's where it is installed, its formulas where not, and the products that are
+counted.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.extend import core
+
+from benchmarks.fedrax_problems import model_of, parameters_of
+from benchmarks.make_arrays import make_arrays
+from benchmarks.runners.jax_models import cross_entropy
+from benchmarks.runners.linen_models import HEADS, MODULES, parameters, sample_input
+from benchmarks.starting_weights import WEIGHTS, uniform
+from benchmarks.workloads import WORKLOADS
+
+SHAPES = {"W1": (784,), "W2": (60,), "W3": (32, 32, 3), "W4": (25, 50)}
+
+
+def random_weights(name):
+    """Starting weights away from ones and zeros, so that no array can stand for another."""
+    rng = np.random.default_rng(3)
+    return {
+        key: (value + 0.1 * rng.standard_normal(value.shape)).astype(np.float32)
+        for key, value in WEIGHTS[name](rng).items()
+    }
+
+
+def random_batch(name, size=3) -> Any:
+    rng, shape = np.random.default_rng(4), sample_input(name).shape[1:]
+    x = rng.integers(0, 90, (size, *shape)).astype(np.int32)
+    return x if name == "W7" else rng.standard_normal((size, *shape), np.float32)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_outputs_and_gradients_are_pytorchs(name):
+    """In double precision, for a rectifier at the edge of rounding changes gradients of single precision visibly; the
+    GRU, which has none, in single precision, the only one of Flax's carry.
+    """
+    torch = pytest.importorskip("torch")
+    from benchmarks.runners import torch_models
+
+    workload, x, y = WORKLOADS[name], random_batch(name, 2), np.array([0, 3])
+    dtype, tolerance = (np.float32, 2e-5) if name == "W7" else (np.float64, 1e-6)
+    x = x if name == "W7" else x.astype(dtype)
+    weights = {key: value.astype(dtype) for key, value in random_weights(name).items()}
+    with jax.enable_x64(name != "W7"):
+        apply, params = model_of(workload).apply, parameters_of(workload, weights)
+
+        def loss(params):
+            outputs = apply(params, x)
+            return cross_entropy(outputs, jnp.asarray(y)), outputs
+
+        gradients, ours = jax.jit(jax.grad(loss, has_aux=True))(params)
+        theirs = torch_models.build(workload).to(torch.from_numpy(np.zeros(1, dtype)).dtype)
+        torch_models.load(theirs, weights)
+        outputs = theirs(torch.from_numpy(x if x.ndim < 4 else x.transpose(0, 3, 1, 2).copy()))
+        torch.nn.functional.cross_entropy(outputs, torch.from_numpy(y)).backward()
+        converted = parameters({key: value.grad.numpy() for key, value in theirs.named_parameters()})
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(ours, outputs.detach().numpy(), atol=tolerance)
+
+        def compare(mine, other):
+            np.testing.assert_allclose(mine, other, atol=tolerance)
+
+        jax.tree.map(compare, gradients, converted)
+
+
+def test_the_grus_gates_are_those_of_pytorchs_formula():
+    """h' = (1 - z) n + z h with r, z and n in this order in the weights, r around the hidden half of n."""
+    weights, x = random_weights("W7"), random_batch("W7")
+    inputs, hidden = weights["embedding.weight"][x], np.zeros((3, 128), np.float32)
+
+    def sigmoid(v):
+        return 1 / (1 + np.exp(-v))
+
+    for step in range(x.shape[1]):
+        ri, zi, ni = np.split(inputs[:, step] @ weights["gru.weight_ih"].T + weights["gru.bias_ih"], 3, axis=1)
+        rh, zh, nh = np.split(hidden @ weights["gru.weight_hh"].T, 3, axis=1)
+        r, z = sigmoid(ri + rh), sigmoid(zi + zh)
+        n = np.tanh(ni + r * (nh + weights["gru.bias_hn"]))
+        hidden = (1 - z) * n + z * hidden
+    expected = hidden @ weights["fc.weight"].T + weights["fc.bias"]
+    ours = model_of(WORKLOADS["W7"]).apply(parameters_of(WORKLOADS["W7"], weights), x)
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_attention_is_pytorchs_formula():
+    """Queries, keys and values are thirds of one product's rows, heads are blocks of each third."""
+    rng, width, tokens = np.random.default_rng(0), 16, 5
+    shapes = {"in_proj_weight": (3 * width, width), "in_proj_bias": (3 * width,)}
+    shapes |= {"out_proj.weight": (width, width), "out_proj.bias": (width,)}
+    weights = {f"self_attn.{name}": uniform(rng, shape, width) for name, shape in shapes.items()}
+    x = rng.standard_normal((tokens, width), np.float32)
+    thirds = np.split(x @ weights["self_attn.in_proj_weight"].T + weights["self_attn.in_proj_bias"], 3, axis=1)
+    heads = []
+    for query, key, value in zip(*(np.split(third, HEADS, axis=1) for third in thirds), strict=True):
+        scores = np.exp(query @ key.T / math.sqrt(width / HEADS))
+        heads.append(scores / scores.sum(axis=1, keepdims=True) @ value)
+    expected = np.hstack(heads) @ weights["self_attn.out_proj.weight"].T + weights["self_attn.out_proj.bias"]
+    module = nn.MultiHeadDotProductAttention(HEADS)
+    ours: Any = module.apply({"params": parameters(weights)["self_attn"]}, jnp.asarray(x))
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_multiply_adds_are_those_of_the_models(name):
+    """Products and convolutions of one sample's forward pass, counted in the traced program."""
+    model = model_of(WORKLOADS[name])
+    x = np.zeros((1, *SHAPES[name]), np.float32) if name in SHAPES else sample_input(name)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    assert multiply_adds(jax.make_jaxpr(model.apply)(params, x).jaxpr) == sum(WORKLOADS[name].macs)
+
+
+def multiply_adds(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        shapes = [variable.aval.shape for variable in equation.invars]
+        outputs = math.prod(equation.outvars[0].aval.shape)
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            total += outputs * math.prod(shapes[0][axis] for axis in contracted)
+        elif equation.primitive.name == "conv_general_dilated":
+            total += outputs * math.prod(shapes[1]) // shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
+        repeats = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        total += repeats * sum(multiply_adds(inner) for inner in core.jaxprs_in_params(equation.params))
+    return total
+
+
+def test_samples_of_the_ragged_workload():
+    workload = WORKLOADS["W10"]
+    arrays = make_arrays(workload)
+    sizes = np.diff(arrays["offsets"])
+    assert (sizes[0], sizes[-1], len(sizes)) == (1, 500, 17)
+    assert (sizes % workload.batch).any()
+    assert set(arrays["y"]) == set(range(5))
+    assert np.array_equal(arrays["cohorts"], np.tile(np.arange(17), (workload.total_rounds, 1)))
+
+
+def test_the_label_is_the_symbol_that_follows():
+    arrays = make_arrays(WORKLOADS["W7"])
+    x, y = arrays["x"], arrays["y"]
+    assert (x.dtype, x.shape[1:]) == (np.int32, (80,))
+    pairs = set(zip(x[:, :-1].ravel().tolist(), x[:, 1:].ravel().tolist(), strict=True))
+    assert len(pairs) <= 90 * 3
+    assert pairs.issuperset(zip(x[:, -1].tolist(), y.tolist(), strict=True))
