@@ -103,6 +103,8 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
         ("Scaffold", {"local": FULL, "option": "I"}),
         ("Scaffold", {"local": FULL | {"clip": 0.02}}),
         ("MimeSVRG", {"local": FULL}),
+        ("Mime", {"local": FULL, "beta": 0.5}),
+        ("FedADMM", {"local": FULL, "rho": 4.0}),
         ("Episode", {"local": FULL}),
         ("Episode", {"local": FULL, "gamma": 0.1}),
         ("FedDyn", {"local": FULL, "alpha": 0.5}),
@@ -137,8 +139,10 @@ def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: i
         ("FedSaga", {"local": {"lr": 0.05, "steps": 6, "blocks": 3}}),
         ("FedAvg", {"local": FULL | {"clip": 0.02}}),
         ("GradMAW", {"local": FULL}),
+        ("FedCM", {"local": FULL, "alpha": 0.3}),
+        ("MimeLite", {"local": FULL, "beta": 0.7}),
     ],
-    ids=["FedSaga", "CELGC", "GradMAW"],
+    ids=["FedSaga", "CELGC", "GradMAW", "FedCM", "MimeLite"],
 )
 def test_local_corrections_do_not_remove_the_bias(method: str, options: dict):
     result = run(method, options, rounds=3000)

@@ -21,6 +21,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.engine import Carry
+from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import Interrupted, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
@@ -192,8 +193,8 @@ class Run:
 
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not."""
-        setup, metrics = self.setup, {}
-        params = setup.algorithm.params(carry.server)
+        setup, params = self.setup, self.setup.algorithm.params(carry.server)
+        metrics = measured(setup.task, params)
         for name, evaluator in setup.evaluators.items():
             metrics |= evaluator(setup.variables(params, carry.statistics), name, setup.settings.per_client)
         if setup.personal is not None:

@@ -28,6 +28,7 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
+from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, events_of
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.result import Result
@@ -186,8 +187,8 @@ class _Together:
             events.append({"round": len(events) + 1, "diverged": True})
 
     def _evaluate(self, carry: Carry, z: int, g: int) -> dict[str, float]:
-        setup, metrics = self.setups[z], {}
-        params = self.algorithms[g].params(carry.server)
+        setup, params = self.setups[z], self.algorithms[g].params(carry.server)
+        metrics = measured(setup.task, params)
         for name, evaluator in self.evaluators.items():
             metrics |= evaluator(setup.variables(params, carry.statistics), name, self.settings.per_client)
         if setup.personal is not None:
