@@ -46,7 +46,7 @@ class FedADMM(Algorithm):
     """
 
     local: LocalSGD = LocalSGD()
-    rho: Positive = 1.0
+    rho: Positive = 5.0
     """Strength of the pull of x_i and z towards each other. Small ones diverge where T is large."""
     prox: Prox | None = None
     """Regulariser Psi, on the server."""
