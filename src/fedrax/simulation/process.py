@@ -1,4 +1,4 @@
-"""What a run shares with its process: Ctrl-C, and the description of the machine."""
+"""What a run shares with its process: Ctrl-C, arithmetic, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from fedrax.files import replacing
 
@@ -43,6 +44,21 @@ def interrupt_flag() -> Iterator[threading.Event]:
         yield flag
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def arithmetic(dtype: str) -> Iterator[None]:
+    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone.
+
+    On CPU the latter come from LAPACK, whose own threads would compete with the devices' and, on small matrices, take
+    many times as long to meet as the work itself does.
+    """
+    with (
+        jax.enable_x64(dtype == "float64"),
+        jax.default_matmul_precision("highest"),
+        threadpool_limits(1, user_api="blas"),
+    ):
+        yield
 
 
 def write_environment(directory: Path) -> None:

@@ -23,7 +23,7 @@ from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.engine import Carry
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
-from fedrax.simulation.process import Interrupted, interrupt_flag, write_environment
+from fedrax.simulation.process import Interrupted, arithmetic, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
 from fedrax.simulation.saving import fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
@@ -66,7 +66,7 @@ def simulate(
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
     use_all_cores()
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
+    with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
         setup = prepare(algorithm, task, federation, settings, params, script, path)
         if resume and path is None:
