@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import threading
@@ -48,17 +49,31 @@ def interrupt_flag() -> Iterator[threading.Event]:
 
 @contextmanager
 def arithmetic(dtype: str) -> Iterator[None]:
-    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone.
-
-    On CPU the latter come from LAPACK, whose own threads would compete with the devices' and, on small matrices, take
-    many times as long to meet as the work itself does.
-    """
-    with (
-        jax.enable_x64(dtype == "float64"),
-        jax.default_matmul_precision("highest"),
-        threadpool_limits(1, user_api="blas"),
-    ):
+    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone."""
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"), _one_lapack_thread():
         yield
+
+
+_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+@contextmanager
+def _one_lapack_thread() -> Iterator[None]:
+    """On CPU, XLA takes singular values from LAPACK, whose own threads would compete with the devices'.
+
+    On small matrices they take many times as long to meet as the work itself does. XLA loads the library (SciPy's
+    OpenBLAS) with the first program that needs it; it then reads the variable.
+    """
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "1"
+    try:
+        with threadpool_limits(1, user_api="blas"):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before
 
 
 def write_environment(directory: Path) -> None:
