@@ -46,7 +46,9 @@ def figure(arguments: argparse.Namespace) -> int:
 
 
 def search(arguments: argparse.Namespace) -> int:
-    """The methods at rank 4 with one constant after another changed."""
+    """The methods at rank 4 with one constant after another changed; the table is written after each."""
+    columns = ["constants", "method", "rank", "exact from round", "error", "diverged"]
+    note = "True rank 4, one seed; one constant at a time differs from those of `figure7.toml`."
     rows = []
     for what, value in settings():
         name = "the file's" if what is None else f"{what} = {value}"
@@ -57,9 +59,7 @@ def search(arguments: argparse.Namespace) -> int:
         rank = table["data"]["rank"]
         for method in run(out / "comparison.toml", out, arguments):
             rows.append([name, method.label, *outcome(method, rank)])
-    columns = ["constants", "method", "rank", "exact from round", "error", "diverged"]
-    note = "True rank 4, one seed; one constant at a time differs from those of `figure7.toml`."
-    write_table(arguments, "figure7-search", "LoSAC's Figure 7: what the paper does not say", note, columns, rows)
+        write_table(arguments, "figure7-search", "LoSAC's Figure 7: what the paper does not say", note, columns, rows)
     return 0
 
 
@@ -98,7 +98,7 @@ def outcome(method: Method, rank: int) -> list[str]:
     return [
         spread([end["rank"] for end in last], ".1f"),
         str(max(exact)) if exact and len(exact) == len(method.runs) else "-",
-        spread([end["frobenius_error"] for end in last], ".4f"),
+        spread([end["frobenius_error"] for end in last], ".4g"),
         str(len(method.runs) - len(whole)),
     ]
 

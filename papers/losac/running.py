@@ -54,6 +54,7 @@ def write_table(
 ) -> None:
     """A Markdown table in results/ and on the terminal."""
     command = f"python -m papers.losac {name}" + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
+    command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""
     machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
     lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
