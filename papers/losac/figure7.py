@@ -98,7 +98,7 @@ def outcome(method: Method, rank: int) -> list[str]:
     return [
         spread([end["rank"] for end in last], ".1f"),
         str(max(exact)) if exact and len(exact) == len(method.runs) else "-",
-        spread([end["frobenius_error"] for end in last], ".4g"),
+        spread([end["frobenius_error"] for end in last], ".4f"),
         str(len(method.runs) - len(whole)),
     ]
 
@@ -130,6 +130,8 @@ def draw(found: dict[int, list[Method]]) -> Figure:
             else:
                 axes.set_title(f"true rank {rank}", fontsize="medium")
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
             if column == 0:
                 axes.set_ylabel(name)
             axes.grid(color="0.92", linewidth=0.7)
