@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.reference import Client, Method, Part, Vector, factor
 from tests.reference_gradma import GradMA, GradMAS, GradMAW
+from tests.reference_momentum import FedADMM, FedCM, Mime, MimeLite
 
 
 class FedAvg(Method):
@@ -351,7 +352,7 @@ METHODS = {
     m.__name__: m
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
-        *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe),
+        *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe, FedCM, Mime, MimeLite, FedADMM),
     )
 }
 

@@ -1,4 +1,4 @@
-"""``python -m papers.losac table2|figure2|tuned``: run, compare with the paper, write results/.
+"""``python -m papers.losac table2|figure2|tuned|figure7|figure7-search``: run, compare with the paper, write results/.
 
 Finished runs below --out are kept and not run again; an interrupted command goes on where it was.
 """
@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
@@ -19,10 +15,13 @@ from pathlib import Path
 import tomlkit
 
 from fedrax import files
-from fedrax.cli import main as fedrax_main
 from fedrax.report import curves
-from fedrax.report.runs import Method, find_runs, last_values
+from fedrax.report.runs import Method, last_values
 from fedrax.simulation.result import to_target
+from papers.losac import figure7
+from papers.losac.running import run, spread, stored, write_table
+
+__all__ = ["main", "spread", "stored"]
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -35,7 +34,14 @@ TUNED_AT = 100
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.losac", description=__doc__)
-    parser.add_argument("what", choices=["table2", "figure2", "tuned"])
+    commands = {
+        "table2": table2,
+        "figure2": figure2,
+        "tuned": tuned,
+        "figure7": figure7.figure,
+        "figure7-search": figure7.search,
+    }
+    parser.add_argument("what", choices=list(commands))
     parser.add_argument("--out", type=Path, default=Path("runs/losac"), help="where runs are kept")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where tables and pictures go")
@@ -43,31 +49,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the file's")
     arguments = parser.parse_args()
     arguments.results.mkdir(parents=True, exist_ok=True)
-    return {"table2": table2, "figure2": figure2, "tuned": tuned}[arguments.what](arguments)
-
-
-def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> list[Method]:
-    """``fedrax compare`` on a file, and the runs it left."""
-    command = [str(file), *flags, "--out", str(out), "--quiet"]
-    if arguments.rounds:
-        command += ["--run.rounds", str(arguments.rounds)]
-    if arguments.seeds:
-        command += ["--seeds", *map(str, arguments.seeds)]
-    if arguments.data_dir:
-        command += ["--data-dir", arguments.data_dir]
-    status = fedrax_main(["compare", *command])
-    if status:
-        sys.exit(status)
-    return stored(out)
-
-
-def stored(out: Path) -> list[Method]:
-    """The methods of a comparison directory, in its order."""
-    order = [row["label"] for row in json.loads((out / "comparison.json").read_text())["methods"]]
-    found: dict[str, list] = {label: [] for label in order}
-    for one in find_runs(out):
-        found[str(one.table["name"])].append(one)
-    return [Method(label, runs) for label, runs in found.items()]
+    return commands[arguments.what](arguments)
 
 
 # -- Table 2 -----------------------------------------------------------------------------------------------------
@@ -111,14 +93,6 @@ def against(paper: float, ours: Sequence[float], form: str) -> list[str]:
     if not ours:
         return [format(paper, form), "not reached", ""]
     return [format(paper, form), spread(ours, form), format(statistics.mean(ours) - paper, "+" + form)]
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation."""
-    if not values:
-        return "-"
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):{form}} ± {deviation:{form}}"
 
 
 # -- Figure 2 ----------------------------------------------------------------------------------------------------
@@ -180,31 +154,6 @@ def score(method: Method) -> float:
     """Mean final accuracy over seeds; a diverged run counts as zero."""
     _, _, accuracy = final(method)
     return sum(accuracy) / len(method.runs)
-
-
-# -- Writing -----------------------------------------------------------------------------------------------------
-
-
-def write_table(
-    arguments: argparse.Namespace, name: str, title: str, note: str, columns: list[str], rows: list[list[str]]
-) -> None:
-    """A Markdown table in results/ and on the terminal."""
-    command = f"python -m papers.losac {name}" + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
-    machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
-    lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]
-    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    text = "\n".join(lines) + "\n"
-    files.write_text(arguments.results / f"{name}.md", text)
-    print(text)
-
-
-def processor() -> str:
-    """The processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fedrax import tree
     from fedrax.algorithms.episode import Episode, NaiveParallelClip
+    from fedrax.algorithms.fedadmm import FedADMM
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
+    from fedrax.algorithms.fedcm import FedCM
     from fedrax.algorithms.feddyn import FedDyn
     from fedrax.algorithms.fedmlb import FedMLB
     from fedrax.algorithms.fednova import FedNova
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
     from fedrax.algorithms.losac import FedSaga, LoSAC
     from fedrax.algorithms.mifa import MIFA
-    from fedrax.algorithms.mime import MimeSVRG
+    from fedrax.algorithms.mime import Mime, MimeLite, MimeSVRG
     from fedrax.algorithms.moon import MOON
     from fedrax.algorithms.pfedme import PFedMe
     from fedrax.algorithms.scaffold import Scaffold
@@ -49,14 +51,16 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "fedrax.algorithms.episode": "Episode NaiveParallelClip",
+    "fedrax.algorithms.fedadmm": "FedADMM",
     "fedrax.algorithms.fedavg": "FedAvg FedProx FedSGD",
+    "fedrax.algorithms.fedcm": "FedCM",
     "fedrax.algorithms.feddyn": "FedDyn",
     "fedrax.algorithms.fedmlb": "FedMLB",
     "fedrax.algorithms.fednova": "FedNova",
     "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
     "fedrax.algorithms.losac": "FedSaga LoSAC",
     "fedrax.algorithms.mifa": "MIFA",
-    "fedrax.algorithms.mime": "MimeSVRG",
+    "fedrax.algorithms.mime": "Mime MimeLite MimeSVRG",
     "fedrax.algorithms.moon": "MOON",
     "fedrax.algorithms.pfedme": "PFedMe",
     "fedrax.algorithms.scaffold": "Scaffold",
@@ -86,8 +90,9 @@ __all__ = [  # noqa: RUF022 - by topic
     "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
-    "Episode", "FedAvg", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW",
-    "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold",
+    "Episode", "FedADMM", "FedAvg", "FedCM", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga",
+    "GradMA", "GradMAS", "GradMAW", "LoSAC", "MIFA", "MOON", "Mime", "MimeLite", "MimeSVRG", "NaiveParallelClip",
+    "PFedMe", "Scaffold",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",

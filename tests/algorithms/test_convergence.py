@@ -103,6 +103,8 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
         ("Scaffold", {"local": FULL, "option": "I"}),
         ("Scaffold", {"local": FULL | {"clip": 0.02}}),
         ("MimeSVRG", {"local": FULL}),
+        ("Mime", {"local": FULL, "beta": 0.5}),
+        ("FedADMM", {"local": FULL, "rho": 4.0}),
         ("Episode", {"local": FULL}),
         ("Episode", {"local": FULL, "gamma": 0.1}),
         ("FedDyn", {"local": FULL, "alpha": 0.5}),
@@ -137,19 +139,50 @@ def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: i
         ("FedSaga", {"local": {"lr": 0.05, "steps": 6, "blocks": 3}}),
         ("FedAvg", {"local": FULL | {"clip": 0.02}}),
         ("GradMAW", {"local": FULL}),
+        ("FedCM", {"local": FULL, "alpha": 0.3}),
+        ("MimeLite", {"local": FULL, "beta": 0.7}),
     ],
-    ids=["FedSaga", "CELGC", "GradMAW"],
+    ids=["FedSaga", "CELGC", "GradMAW", "FedCM", "MimeLite"],
 )
 def test_local_corrections_do_not_remove_the_bias(method: str, options: dict):
     result = run(method, options, rounds=3000)
     assert 3e-3 < distance(result, optimum()) < 10
 
 
-def test_losac_prox_solves_the_regularised_problem():
-    """The consistent reading ends where F = mean f_i + lambda |w|_1 is least: the subgradient holds there."""
-    weight = 0.03
-    local = {"lr": 0.02, "steps": 5, "blocks": 3, "prox": ("L1", {"weight": weight})}
-    w = np.asarray(run("LoSAC", {"local": local}, rounds=6000).params["w"])
+def test_many_local_steps_with_a_weak_pull_make_fedadmm_diverge():
+    """As its documentation says: T = 5 with rho = 1."""
+    weak, strong = (run("FedADMM", {"local": FULL | {"steps": 5}, "rho": rho}, rounds=40) for rho in (1.0, 4.0))
+    assert distance(weak, optimum()) > 1e6
+    assert distance(strong, optimum()) < 0.1
+
+
+L1 = 0.03
+
+
+def with_l1(local: dict, weight: float = L1) -> dict:
+    """Local steps under a prox."""
+    return {"local": local | {"prox": ("L1", {"weight": weight})}}
+
+
+BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "cohort"),
+    [
+        ("LoSAC", with_l1(BLOCKS), NUM_CLIENTS),
+        # the printed scales make the gradient M N / S times larger, and so has the regulariser to be
+        ("LoSAC", with_l1(BLOCKS | {"lr": 0.01}, 3 * NUM_CLIENTS / 4 * L1) | {"reading": "printed"}, 4),
+        ("Scaffold", with_l1(FULL), NUM_CLIENTS),
+        ("FedADMM", {"local": FULL, "rho": 4.0, "prox": ("L1", {"weight": L1})}, 4),
+    ],
+    ids=["LoSAC-Prox", "LoSAC-Prox printed", "SCAFFOLD-Prox", "FedADMM"],
+)
+def test_the_regularised_problem_is_solved(method: str, options: dict, cohort: int):
+    """They end where F = mean f_i + lambda |w|_1 is least: the subgradient holds there."""
+    weight = L1
+    result = run(method, options, rounds=6000, cohort=cohort)
+    w = np.asarray(result.params["w"])
     h, b = moments()
     gradient = h.mean(0) @ w - b.mean(0)
     zero = np.abs(w) < 1e-12

@@ -53,10 +53,13 @@ def fedavg() -> np.ndarray:
         ("MIFA", {"local": LOCAL}),
         ("MIFA", {"local": LOCAL, "memory": "server"}),
         ("GradMAS", {"local": LOCAL, "memory": 0, "beta1": 0.0}),
+        ("FedCM", {"local": LOCAL, "alpha": 1.0}),
+        ("MimeLite", {"local": LOCAL, "beta": 0.0}),
         ("PFedMe", {"local": LOCAL, "lam": 5.0, "inner_steps": 1, "inner_lr": 0.2, "restart": True}),
     ],
     ids=[
         *("FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"),
+        *("FedCM", "MimeLite"),
         "PFedMe",  # whose one inner step from w makes lambda (w - theta) the gradient where lambda inner_lr = 1
     ],
 )
@@ -66,6 +69,54 @@ def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):
 
 def test_episode_unclipped_is_mimesvrg_on_full_batches():
     close(run("Episode", {"local": FULL}), run("MimeSVRG", {"local": FULL}))
+
+
+def test_mime_without_momentum_is_mimesvrg_to_the_bit():
+    plain = run("MimeSVRG", {"local": LOCAL}, dtype="float32")
+    np.testing.assert_array_equal(run("Mime", {"local": LOCAL, "beta": 0.0}, dtype="float32"), plain)
+
+
+def test_one_full_step_makes_fedcm_mime_and_mimelite_the_same_momentum_method():
+    """m <- a grad f + (1 - a) m, x <- x - eta m: with T = 1 there is no drift that they could treat differently."""
+    one = {"lr": 0.3, "steps": 1, "batch_size": "full"}
+    fedcm = run("FedCM", {"local": one, "alpha": 0.4})
+    x, m = make_problem("softmax").x0, 0.0
+    clients = make_problem("softmax").clients(reference.Local())
+    for _ in range(3):
+        m = 0.4 * np.mean([client.full_gradient(x) for client in clients], axis=0) + 0.6 * m
+        x = x - 0.3 * m
+    close(fedcm, x)
+    for mime in ("Mime", "MimeLite"):
+        close(run(mime, {"local": one, "beta": 0.6}), x)
+
+
+def test_many_server_steps_of_fedadmm_end_at_its_single_exact_one():
+    """Eq. 81 over and over is the minimum that Eq. 82 asks for, which a step of 1 / (N rho) reaches at once."""
+    exact = {"local": LOCAL, "rho": 2.0, "prox": ("NuclearNorm", {"weight": 0.1})}
+    many = exact | {"server_steps": 100, "server_lr": 0.4 / (NUM_CLIENTS * 2.0)}
+    ends = [run("FedADMM", options) for options in (exact, many)]
+    close(*ends)
+    assert np.abs(ends[0] - make_problem("softmax").x0).max() > 1e-2
+
+
+def test_fedadmm_with_one_step_is_exact_admm_where_the_curvature_is_one_over_eta():
+    """On |x - b_i|^2 / (2 eta) the linearised step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
+    eta, rho, rounds = 0.5, 3.0, 3
+    b = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
+    task = fedrax.Task(
+        init=lambda key: {"x": np.zeros(2, np.float32)},
+        loss=lambda params, batch, key: ((params["x"] - batch.x) ** 2).sum(-1) / (2 * eta),
+    )
+    federation = fedrax.Federation.from_arrays(b, np.zeros(4, np.float32), offsets=np.arange(5), shuffle=False)
+    local = {"lr": eta, "steps": 1, "batch_size": "full"}
+    settings = {"rounds": rounds, "cohort_size": 4, "dtype": "float64", "devices": 1}
+    found = fedrax.simulate(make_algorithm("FedADMM", {"local": local, "rho": rho}), task, federation, **settings)
+    z, dual = np.zeros(2), np.zeros((4, 2))
+    for _ in range(rounds):
+        x = (b / eta - dual + rho * z) / (1 / eta + rho)
+        dual = dual + rho * (x - z)
+        z = (dual + rho * x).mean(0) / rho
+    close(found.params["x"], z)
 
 
 @pytest.mark.parametrize("inner", ["FedAvg", "Scaffold"])
@@ -244,6 +295,13 @@ def test_mifas_server_steps_on_the_mean_of_the_memory(rounds: int):
     kept, _ = _states(Case("MIFA", {"local": LOCAL, "memory": "server"}, rounds=rounds, varying=True))
     close(server["mean"], kept["mean"])
     close(kept["mean"], kept["memory"].mean(0))
+
+
+def test_fedadmms_server_remembers_absent_clients_too():
+    """Its sum is over all N clients: those that never took part add rho z, from x_i = z and pi_i = 0."""
+    server, clients = _states(Case("FedADMM", {"local": LOCAL, "rho": 2.0}, varying=True))
+    close(server["total"], sum(client["dual"] + 2.0 * client["model"] for client in clients))
+    close(clients[6]["model"], make_problem("softmax").x0)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 4])

@@ -122,3 +122,31 @@ def test_who_uses_jax_before_fedrax_is_told_that_cores_are_idle():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     made = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, env=environment, check=True)
     assert made.stderr.count("call fedrax.use_all_cores()") == 1
+
+
+LAPACK = """
+import json, sys
+import jax, jax.numpy as jnp
+from threadpoolctl import threadpool_info
+from fedrax.simulation.process import arithmetic
+
+def threads():
+    return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+before = threads()
+with arithmetic("float32"):
+    jax.jit(jnp.linalg.svd)(jnp.ones((3, 3)))
+    during = threads()
+after = threads()
+print(json.dumps([len(during) > len(before), sorted(set(during.values())), all(after[k] == before[k] for k in before)]))
+"""
+
+
+def test_lapack_has_one_thread_during_a_run():
+    """Whether it was loaded before or is by the run's first singular values; others have theirs again afterwards."""
+    made = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, timeout=1800, check=True)
+    loaded, during, restored = json.loads(made.stdout)
+    assert during == [1]
+    assert restored
+    if not loaded:
+        pytest.skip("this JAX has LAPACK from elsewhere")

@@ -1,4 +1,7 @@
-"""MimeSVRG (Karimireddy et al. 2021): SVRG corrections with a full gradient of the cohort, two phases a round."""
+"""Mime, MimeLite and MimeSVRG (Karimireddy et al. 2021): clients imitate an optimizer on all data.
+
+Its momentum s is the server's and stays fixed during the local steps; clients remember nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import jax
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.hyperparameters import Decay, hyperparameters
 from fedrax.contract.local import LocalSGD, Step
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
@@ -45,7 +48,7 @@ class MimeSVRG(Algorithm):
             Phase(self.broadcast, self.client, self.server),
         )
 
-    def init(self, params: Tree, num_clients: int) -> Server:
+    def init(self, params: Tree, num_clients: int) -> Any:
         """Server state before the first round."""
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
@@ -54,26 +57,141 @@ class MimeSVRG(Algorithm):
         loss, gradient = data.full_gradient(message, self.local.reduction)
         return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
 
-    def center(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+    def center(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
         """Phase 1: c."""
         return server._replace(gradient=cohort.mean), {}
 
-    def broadcast(self, server: Server) -> Message:
+    def broadcast(self, server: Any) -> Any:
         """Phase 2: x and c."""
         return Message(server.params, server.gradient)
 
-    def client(self, message: Message, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 2: local steps with SVRG's correction, two gradients each."""
+    def direction(self, message: Any, gradient: Tree, step: Step) -> Tree:
+        """Phase 2: what a local step descends along."""
+        _, at_start = step.gradient(message.params)
+        return jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient)
+
+    def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
+        """Phase 2: corrected local steps, two gradients each."""
 
         def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-            _, at_start = step.gradient(message.params)
-            return jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient), memory
+            return self.direction(message, gradient, step), memory
 
         result = self.local.run(data, message.params, direction)
         info = {**result.info, "gradients": 2 * result.info["gradients"]}
         return ClientOutput(upload=tree.sub(result.params, message.params), info=info)
 
-    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+    def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
         """One step of the server optimizer on the mean update."""
         params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
         return server._replace(params=params, optimizer=state), {}
+
+
+class MimeServer(NamedTuple):
+    """Global parameters, the cohort's mean gradient at x, the momentum s, and the server optimizer's state."""
+
+    params: Tree
+    gradient: Tree
+    momentum: Tree
+    optimizer: Tree
+
+
+class MimeMessage(NamedTuple):
+    """x, the cohort's mean gradient c there, and s."""
+
+    params: Tree
+    gradient: Tree
+    momentum: Tree
+
+
+def _mixed(beta: Any, gradient: Tree, momentum: Tree) -> Tree:
+    """(1 - beta) g + beta s."""
+    return tree.add_scaled(tree.scale(1 - beta, gradient), beta, momentum)
+
+
+@hyperparameters
+class Mime(MimeSVRG):
+    """d = (1 - beta)(g_i(x_i; xi) - g_i(x; xi) + c) + beta s; after the round s <- (1 - beta) c + beta s.
+
+    s is zero at first. beta = 0 is MimeSVRG.
+    """
+
+    beta: Decay = 0.9
+    """What the momentum weighs against the corrected gradient."""
+
+    def init(self, params: Tree, num_clients: int) -> MimeServer:
+        """Server state before the first round; s = 0."""
+        zeros = tree.zeros_like(params)
+        return MimeServer(params, zeros, zeros, self.server_optimizer.init(params))
+
+    def broadcast(self, server: MimeServer) -> MimeMessage:
+        """Phase 2: x, c and s."""
+        return MimeMessage(server.params, server.gradient, server.momentum)
+
+    def direction(self, message: MimeMessage, gradient: Tree, step: Step) -> Tree:
+        """Phase 2: MimeSVRG's direction and the momentum."""
+        return _mixed(self.beta, super().direction(message, gradient, step), message.momentum)
+
+    def server(self, server: MimeServer, cohort: Cohort) -> tuple[MimeServer, Info]:
+        """One step of the server optimizer on the mean update, and the new s."""
+        server, info = super().server(server, cohort)
+        return server._replace(momentum=_mixed(self.beta, server.gradient, server.momentum)), info
+
+
+class LiteServer(NamedTuple):
+    """Global parameters, the momentum s, and the server optimizer's state."""
+
+    params: Tree
+    momentum: Tree
+    optimizer: Tree
+
+
+class LiteMessage(NamedTuple):
+    """x and s."""
+
+    params: Tree
+    momentum: Tree
+
+
+class LiteUpload(NamedTuple):
+    """Delta_i and grad f_i(x)."""
+
+    params: Tree
+    gradient: Tree
+
+
+@hyperparameters
+class MimeLite(Algorithm):
+    """d = (1 - beta) g_i(x_i; xi) + beta s, in one exchange; then s <- (1 - beta) mean grad f_i(x) + beta s.
+
+    s is zero at first. beta = 0 is FedAvg.
+    """
+
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
+    beta: Decay = 0.9
+    """What the momentum weighs against the client's own gradient."""
+
+    def init(self, params: Tree, num_clients: int) -> LiteServer:
+        """Server state before the first round; s = 0."""
+        return LiteServer(params, tree.zeros_like(params), self.server_optimizer.init(params))
+
+    def broadcast(self, server: LiteServer) -> LiteMessage:
+        """x and s."""
+        return LiteMessage(server.params, server.momentum)
+
+    def client(self, message: LiteMessage, state: Any, data: ClientData) -> ClientOutput:
+        """Local steps with the server's momentum, and the full gradient at x."""
+
+        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+            return _mixed(self.beta, gradient, message.momentum), memory
+
+        _, at_start = data.full_gradient(message.params, self.local.reduction)
+        result = self.local.run(data, message.params, direction)
+        info = {**result.info, "gradients": result.info["gradients"] + data.size}
+        return ClientOutput(upload=LiteUpload(tree.sub(result.params, message.params), at_start), info=info)
+
+    def server(self, server: LiteServer, cohort: Cohort) -> tuple[LiteServer, Info]:
+        """One step of the server optimizer on the mean update, and the new s."""
+        delta, gradient = cohort.mean
+        params, state = self.server_optimizer.step(server.params, server.optimizer, delta, cohort.round)
+        return LiteServer(params, _mixed(self.beta, gradient, server.momentum), state), {}

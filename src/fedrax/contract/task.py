@@ -58,6 +58,8 @@ class Task:
     one key, they give the outputs: for methods that put networks together."""
     loss_of_outputs: Callable[..., Array] | None = None
     """(outputs, y) -> losses [B]."""
+    measures: Callable[[Params], dict[str, Array]] | None = None
+    """parameters -> numbers by name that say something of them without any data; reported with every evaluation."""
 
     def evaluation_loss(self, params: Params, batch: Batch) -> Array:
         """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
@@ -137,20 +139,23 @@ def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
     return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "binary")
 
 
-def regression(model: Model, preprocess: Preprocess | None = None) -> Task:
+def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
     """Squared error (output - y)² of one output a target ([B] or [B, 1]; [B, ...]); metric: mse.
 
-    Of several targets a sample, the squared error is the mean over them.
+    Of several targets a sample, the squared error is the mean over them. ``truth``: what made the data, for models
+    that measure how far their parameters are from it (`TraceRegression`).
     """
 
     def squared_error(output: Array, y: Array) -> Array:
         output = _one_a_label(output, y)
         return _over_positions((output - y.astype(output.dtype)) ** 2)
 
-    return _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression")
+    return _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression", truth)
 
 
-def _supervised(model: Model, preprocess: Preprocess | None, loss, metrics: Mapping, kind: str) -> Task:
+def _supervised(
+    model: Model, preprocess: Preprocess | None, loss, metrics: Mapping, kind: str, truth: Any = None
+) -> Task:
     """A task from a model and functions (outputs, y) -> one value a sample."""
 
     def inputs(params: Params, x: Array | np.ndarray) -> Array:
@@ -174,6 +179,7 @@ def _supervised(model: Model, preprocess: Preprocess | None, loss, metrics: Mapp
         outputs, statistics = model.train(variables, inputs(variables, batch.x), key)
         return loss(outputs, batch.y), statistics
 
+    measures = model.measures
     return Task(
         init=model.init,
         loss=training_loss if model.train is None else lambda *arguments: loss_and_statistics(*arguments)[0],
@@ -184,6 +190,7 @@ def _supervised(model: Model, preprocess: Preprocess | None, loss, metrics: Mapp
         outputs=lambda params, x: model.apply(params, inputs(params, x)),
         blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
         loss_of_outputs=loss,
+        measures=None if measures is None else lambda params: measures(params, truth),
     )
 
 

@@ -33,7 +33,8 @@ class Dataset:
     to 0 .. 1; other bytes are tokens or counts. ``mean`` and ``std`` are per channel (the last axis of x), taken
     after pixels have been scaled by 1/255; empty means no normalisation. ``train_clients`` and ``test_clients``
     hold the natural client of each row as an integer [n], where the data has such clients. ``padding`` is the label
-    of positions that do not count (-1, 255, ...), where y is [n, ...].
+    of positions that do not count (-1, 255, ...), where y is [n, ...]. ``truth`` is what made the data, where it is
+    known: models may measure how far they are from it.
 
     Raises FedraxError if shapes disagree, a label is neither ``padding`` nor in 0 .. num_classes - 1, or x is of
     a type that JAX does not hold.
@@ -50,6 +51,7 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     pixels: bool = False
     padding: int | None = None
+    truth: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:

@@ -32,7 +32,7 @@ class Federation:
     is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
     ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
     ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a
-    regression; ``mean``, ``std``, ``pixels`` and ``padding`` are as in ``Dataset``.
+    regression; ``mean``, ``std``, ``pixels``, ``padding`` and ``truth`` are as in ``Dataset``.
     """
 
     train: Samples
@@ -46,6 +46,7 @@ class Federation:
     name: str = "arrays"
     pixels: bool = False
     padding: int | None = None
+    truth: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -98,6 +99,7 @@ class Federation:
             name=dataset.name,
             pixels=dataset.pixels,
             padding=dataset.padding,
+            truth=dataset.truth,
         )
 
     @classmethod

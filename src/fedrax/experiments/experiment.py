@@ -191,7 +191,7 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
     preprocess = federation.preprocess(experiment.normalise)
     if federation.num_classes is None:
-        return regression(made, preprocess)
+        return regression(made, preprocess, federation.truth)
     return classification(made, preprocess, federation.padding)
 
 

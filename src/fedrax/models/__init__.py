@@ -2,6 +2,7 @@
 
 from fedrax.models.adapters import from_equinox, from_linen, from_nnx
 from fedrax.models.model import Model, Variables
+from fedrax.models.trace_regression import TraceRegression
 from fedrax.models.zoo import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, TwoNN
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Linear",
     "Logistic",
     "Model",
+    "TraceRegression",
     "TwoNN",
     "Variables",
     "from_equinox",

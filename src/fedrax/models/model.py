@@ -33,3 +33,6 @@ class Model:
     """Functions (parameters, x, key=None) -> x that make up `apply`, one after the other, given one key."""
     train: Callable[..., tuple[Any, Any]] | None = None
     """(Variables, x [B, ...], key) -> (outputs, new statistics), in training mode; None without statistics."""
+    measures: Callable[[Params, Any], dict[str, Any]] | None = None
+    """(parameters, truth) -> numbers by name that say something of the parameters without any data. truth: what made
+    the data, None where nobody knows."""

@@ -37,6 +37,7 @@ from fedrax.models.layers import (
 )
 from fedrax.models.model import Model, Params
 from fedrax.models.recurrent import init_lstm, lstm
+from fedrax.models.trace_regression import TraceRegression
 
 Shape = tuple[int, ...]
 InitBody = Callable[[Array], Params]
@@ -212,6 +213,7 @@ MODELS: dict[str, type] = {
     "lenet": LeNet,
     "cnn": CNN,
     "lstm": LSTM,
+    "trace_regression": TraceRegression,
 }
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
@@ -19,6 +17,7 @@ from fedrax.profiling.advice import Heavy, Verdict, heaviest, judge
 from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, Spent, attribute
 from fedrax.profiling.limits import Limits
 from fedrax.profiling.measurement import Measurement, Stopwatch
+from fedrax.simulation.process import arithmetic
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, prepare
 
@@ -93,7 +92,7 @@ def profile(
     """
     settings = settings or Settings()
     use_all_cores()
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
+    with arithmetic(settings.dtype):
         setup = prepare(algorithm, task, federation, settings)
         measured = Stopwatch(setup, rounds, keep_trace).measure()
         return assemble(setup, measured, limits.measure(setup.engine.mesh, settings.dtype))

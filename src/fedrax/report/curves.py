@@ -19,6 +19,8 @@ from fedrax.text import for_picture
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", "-.", ":")
 METRICS = {
+    "frobenius_error": "distance from the true matrix",
+    "rank": "rank",
     "test_accuracy": "test accuracy",
     "test_mse": "test mean squared error",
     "test_loss": "test loss",

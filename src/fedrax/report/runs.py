@@ -124,7 +124,11 @@ def summary_line(events: Sequence[Event]) -> str:
     if not events:
         return "no rounds yet"
     last = last_values(events)
-    names = [key for key in ("test_accuracy", "test_mse", "test_loss", "train_loss") if key in last]
+    names = [
+        key
+        for key in ("test_accuracy", "test_mse", "test_loss", "train_loss", "frobenius_error", "rank")
+        if key in last
+    ]
     values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
     return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
 

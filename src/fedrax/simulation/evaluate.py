@@ -33,6 +33,18 @@ def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     return fast_on_cpu(values)(params, samples)
 
 
+def measured(task: Any, params: Tree) -> dict[str, float]:
+    """What the task says of parameters without any data."""
+    if task.measures is None:
+        return {}
+    return {name: float(value) for name, value in _compiled_measures(task)(params).items()}
+
+
+@lru_cache(maxsize=16)
+def _compiled_measures(task: Any) -> Callable:
+    return jax.jit(task.measures)
+
+
 def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
     """(rows of a chunk, first row of each chunk): equally many chunks for each device; the last may overlap."""
     chunk = min(_ROWS, rows)

@@ -1,8 +1,9 @@
-"""What a run shares with its process: Ctrl-C, and the description of the machine."""
+"""What a run shares with its process: Ctrl-C, arithmetic, and the description of the machine."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from fedrax.files import replacing
 
@@ -62,6 +64,35 @@ def interrupt_flag() -> Iterator[Stop]:
     finally:
         for number, old in heard.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def arithmetic(dtype: str) -> Iterator[None]:
+    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone."""
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"), _one_lapack_thread():
+        yield
+
+
+_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+@contextmanager
+def _one_lapack_thread() -> Iterator[None]:
+    """On CPU, XLA takes singular values from LAPACK, whose own threads would compete with the devices'.
+
+    On small matrices they take many times as long to meet as the work itself does. XLA loads the library (SciPy's
+    OpenBLAS) with the first program that needs it; it then reads the variable.
+    """
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "1"
+    try:
+        with threadpool_limits(1, user_api="blas"):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before
 
 
 def write_environment(directory: Path) -> None:

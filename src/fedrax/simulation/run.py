@@ -22,8 +22,9 @@ from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import Carry
+from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
-from fedrax.simulation.process import Interrupted, Stop, interrupt_flag, write_environment
+from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
 from fedrax.simulation.saving import fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
@@ -67,7 +68,7 @@ def simulate(
     """
     settings = dataclasses.replace(settings or Settings(), **changes)
     use_all_cores()
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
+    with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
         if resume and path is None:
             raise FedraxError("there is no directory to resume a run from")
@@ -197,8 +198,8 @@ class Run:
 
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not."""
-        setup, metrics = self.setup, {}
-        params = setup.algorithm.params(carry.server)
+        setup, params = self.setup, self.setup.algorithm.params(carry.server)
+        metrics = measured(setup.task, params)
         for name, evaluator in setup.evaluators.items():
             metrics |= evaluator(setup.variables(params, carry.statistics), name, setup.settings.per_client)
         if setup.personal is not None:

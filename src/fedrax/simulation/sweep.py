@@ -28,8 +28,10 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
+from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, events_of
 from fedrax.simulation.plans import make_mesh
+from fedrax.simulation.process import arithmetic
 from fedrax.simulation.result import Result
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings
@@ -68,7 +70,7 @@ def sweep(
         raise FedraxError("a sweep needs at least one algorithm and one seed")
     if settings.target is not None and mode == "together":
         raise FedraxError("runs together cannot stop at a target: leave the target out, or run them in turn")
-    with jax.enable_x64(settings.dtype == "float64"), jax.default_matmul_precision("highest"):
+    with arithmetic(settings.dtype):
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
         apart = setups[0].streamed or setups[0].spilled
@@ -186,8 +188,8 @@ class _Together:
             events.append({"round": len(events) + 1, "diverged": True})
 
     def _evaluate(self, carry: Carry, z: int, g: int) -> dict[str, float]:
-        setup, metrics = self.setups[z], {}
-        params = self.algorithms[g].params(carry.server)
+        setup, params = self.setups[z], self.algorithms[g].params(carry.server)
+        metrics = measured(setup.task, params)
         for name, evaluator in self.evaluators.items():
             metrics |= evaluator(setup.variables(params, carry.statistics), name, self.settings.per_client)
         if setup.personal is not None:

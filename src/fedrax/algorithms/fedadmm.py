@@ -1,0 +1,109 @@
+"""FedADMM: the alternating direction method of multipliers with inexact local steps (LoSAC paper, Appendix E).
+
+It minimises (1/N) sum_i f_i + Psi in its consensus form, in which every client keeps a copy x_i of the server's z
+and a multiplier pi_i for x_i = z. Eq. 74 has absorbed the factor 1/N in f_i; here f_i is what it is for every other
+method, and Psi is taken N times instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import Count, Positive, hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.proximal import Prox
+from fedrax.contract.requirements import Requirements
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """z, and the sum over all N clients of their last pi_i + rho x_i."""
+
+    params: Tree
+    total: Tree
+
+
+class Client(NamedTuple):
+    """x_i and pi_i."""
+
+    model: Tree
+    dual: Tree
+
+
+@hyperparameters
+class FedADMM(Algorithm):
+    """x_i <- (rho eta z - eta pi_i + x_i - eta g_i) / (1 + rho eta), pi_i <- pi_i + rho (x_i - z) (Algorithm 3).
+
+    The server minimises over z, from the last pi_i + rho x_i of all clients. What it keeps of them is their sum;
+    clients send by how much their term has changed.
+    """
+
+    local: LocalSGD = LocalSGD()
+    rho: Positive = 5.0
+    """Strength of the pull of x_i and z towards each other. Small ones diverge where T is large."""
+    prox: Prox | None = None
+    """Regulariser Psi, on the server."""
+    server_steps: Count = 1
+    """Proximal steps (Eq. 81) that the server takes on z in each round."""
+    server_lr: Positive | None = None
+    """eta_g, their size; left out it is 1 / (N rho), with which one step gives the minimum (Eq. 82)."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """The server's problem weighs all clients alike."""
+        return Requirements(uniform_weights=True)
+
+    def check(self) -> None:
+        """The local steps have a form of their own."""
+        for name in ("momentum", "clip", "optimizer"):
+            if getattr(self.local, name) is not None:
+                raise FedraxError(f"FedADMM has local steps of its own: leave local.{name} out")
+        if self.local.prox is not None:
+            raise FedraxError("FedADMM applies its regulariser on the server: set prox instead of local.prox")
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round: x_i = z and pi_i = 0, then the first steps on z."""
+        total = tree.scale(num_clients * self.rho, params)
+        return Server(self._minimised(params, total, num_clients), total)
+
+    def init_client(self, params: Tree) -> Client:
+        """x_i = z before the first steps on it, pi_i = 0."""
+        return Client(params, tree.zeros_like(params))
+
+    def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
+        """Local steps from the client's own x_i, with z fixed; the change of pi_i + rho x_i goes up."""
+        lr = self.local.step_size(data.round)
+
+        def direction(gradient: Tree, x: Tree, dual: Tree, step: Step) -> tuple[Tree, Tree]:
+            d = jax.tree.map(
+                lambda g, pi, a, z: ((g + pi + self.rho * (a - z)) / (1 + self.rho * lr)).astype(g.dtype),
+                *(gradient, dual, x, message),
+            )  # x - eta d is Eq. 83
+            moved = tree.add_scaled(x, -lr, d)
+            return d, tree.add_scaled(dual, self.rho, tree.sub(moved, message))  # Eq. 84
+
+        result = self.local.run(data, state.model, direction, state.dual)
+        change = tree.add_scaled(tree.sub(result.memory, state.dual), self.rho, tree.sub(result.params, state.model))
+        return ClientOutput(upload=change, state=Client(result.params, result.memory), info=result.info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """The cohort's terms of the sum renewed, and the steps on z with which the next round begins."""
+        total = tree.add_scaled(server.total, jnp.asarray(cohort.size, float), cohort.mean)
+        return Server(self._minimised(server.params, total, cohort.num_clients), total), {}
+
+    def _minimised(self, z: Tree, total: Tree, num_clients: int) -> Tree:
+        """Eq. 81: z <- prox_{eta_g N Psi}(z - eta_g (N rho z - sum_i (pi_i + rho x_i))), step by step."""
+        lr = 1 / (num_clients * self.rho) if self.server_lr is None else self.server_lr
+
+        def step(_: int, z: Tree) -> Tree:
+            z = tree.add_scaled(z, -lr, tree.sub(tree.scale(num_clients * self.rho, z), total))
+            return z if self.prox is None else self.prox(z, num_clients * lr)
+
+        return jax.lax.fori_loop(0, self.server_steps, step, z)

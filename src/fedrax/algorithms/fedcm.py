@@ -1,0 +1,95 @@
+"""FedCM: local steps that keep the direction in which all clients moved last (Xu et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.fields import Bound
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters, the momentum (the cohort's last mean direction), and the server optimizer's state."""
+
+    params: Tree
+    momentum: Tree
+    optimizer: Tree
+
+
+class Message(NamedTuple):
+    """x and the momentum."""
+
+    params: Tree
+    momentum: Tree
+
+
+class Upload(NamedTuple):
+    """Delta_i, and T_i, by which the server divides it."""
+
+    params: Tree
+    steps: Array
+
+
+class Received(NamedTuple):
+    """What is averaged: Delta_i and Delta_i / T_i."""
+
+    params: Tree
+    step: Tree
+
+
+@hyperparameters
+class FedCM(Algorithm):
+    """d = alpha g_i + (1 - alpha) m, with m = -sum_i p_i Delta_i / (eta T_i) of the round before, zero at first.
+
+    Algorithm 2 of the paper, whose server step is lr * eta * T of ours. alpha = 1 is FedAvg.
+    """
+
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
+    alpha: Annotated[float, Bound(gt=0, le=1)] = 0.1
+    """What the client's own gradient weighs against the momentum."""
+
+    def check(self) -> None:
+        """The momentum is measured in steps of length eta."""
+        if self.local.optimizer is not None:
+            raise FedraxError("FedCM divides updates by the length of plain local steps: leave local.optimizer out")
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round; no momentum yet."""
+        return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
+
+    def broadcast(self, server: Server) -> Message:
+        """x and the momentum."""
+        return Message(server.params, server.momentum)
+
+    def client(self, message: Message, state: Any, data: ClientData) -> ClientOutput:
+        """Local steps along gradient and momentum."""
+
+        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+            return tree.add_scaled(tree.scale(self.alpha, gradient), 1 - self.alpha, message.momentum), memory
+
+        result = self.local.run(data, message.params, direction)
+        return ClientOutput(upload=Upload(tree.sub(result.params, message.params), result.steps), info=result.info)
+
+    def receive(self, upload: Upload) -> Received:
+        """Clients may take different numbers of steps."""
+        return Received(upload.params, tree.scale(1 / upload.steps, upload.params))
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step of the server optimizer on the mean update, which in units of -eta is the next momentum."""
+        lr = jnp.asarray(self.local.step_size(cohort.round))
+        renewed = tree.scale(-1 / jnp.where(lr > 0, lr, 1), cohort.mean.step)
+        # A schedule may have brought the step size down to zero: such steps have no direction.
+        momentum = tree.where(lr > 0, renewed, server.momentum)
+        params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean.params, cohort.round)
+        return Server(params, momentum, state), {}
