@@ -103,7 +103,8 @@ class Wrapper(Algorithm):
             state, own, info = self.around_server(deeper, mine, own, cohort, last)
             return self._whole(state, own), info
 
-        return Phase(broadcast, client, server, lambda upload: self.around_receive(phase.receive, upload))
+        receive = lambda upload: self.around_receive(phase.receive, upload)  # noqa: E731
+        return Phase(broadcast, client, server, receive, phase.stacked or self.stacked)
 
     def init(self, params: Tree, num_clients: int) -> Any:
         """``inner``'s, and the wrapper's own."""
