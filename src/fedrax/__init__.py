@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedrax.algorithms.episode import Episode, NaiveParallelClip
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
     from fedrax.algorithms.feddyn import FedDyn
+    from fedrax.algorithms.fedexp import FedExP
     from fedrax.algorithms.fedmlb import FedMLB
     from fedrax.algorithms.fednova import FedNova
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from fedrax.algorithms.mime import MimeSVRG
     from fedrax.algorithms.moon import MOON
     from fedrax.algorithms.pfedme import PFedMe
+    from fedrax.algorithms.qfedavg import QFedAvg
+    from fedrax.algorithms.scaffnew import Scaffnew
     from fedrax.algorithms.scaffold import Scaffold
+    from fedrax.algorithms.signsgd import SignSGD
     from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
     from fedrax.contract.client_data import ClientData
     from fedrax.contract.fields import Leaf, Static
@@ -42,8 +46,11 @@ if TYPE_CHECKING:
     from fedrax.data import Dataset, Federation
     from fedrax.simulation import Result, Script, Settings, Sink, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
+    from fedrax.wrappers.attacked import Attacked
+    from fedrax.wrappers.ditto import Ditto
     from fedrax.wrappers.personalise import Personalised
     from fedrax.wrappers.quantise import Quantised
+    from fedrax.wrappers.robust import Robust
     from fedrax.wrappers.topk import TopK
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
@@ -51,6 +58,7 @@ _HOMES = {
     "fedrax.algorithms.episode": "Episode NaiveParallelClip",
     "fedrax.algorithms.fedavg": "FedAvg FedProx FedSGD",
     "fedrax.algorithms.feddyn": "FedDyn",
+    "fedrax.algorithms.fedexp": "FedExP",
     "fedrax.algorithms.fedmlb": "FedMLB",
     "fedrax.algorithms.fednova": "FedNova",
     "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
@@ -59,7 +67,10 @@ _HOMES = {
     "fedrax.algorithms.mime": "MimeSVRG",
     "fedrax.algorithms.moon": "MOON",
     "fedrax.algorithms.pfedme": "PFedMe",
+    "fedrax.algorithms.qfedavg": "QFedAvg",
+    "fedrax.algorithms.scaffnew": "Scaffnew",
     "fedrax.algorithms.scaffold": "Scaffold",
+    "fedrax.algorithms.signsgd": "SignSGD",
     "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
     "fedrax.contract.client_data": "ClientData",
     "fedrax.contract.fields": "Leaf Static",
@@ -74,8 +85,11 @@ _HOMES = {
     "fedrax.data": "Dataset Federation",
     "fedrax.simulation": "Result Script Settings Sink simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
+    "fedrax.wrappers.attacked": "Attacked",
+    "fedrax.wrappers.ditto": "Ditto",
     "fedrax.wrappers.personalise": "Personalised",
     "fedrax.wrappers.quantise": "Quantised",
+    "fedrax.wrappers.robust": "Robust",
     "fedrax.wrappers.topk": "TopK",
     "fedrax.wrappers.upcycle": "Upcycled upcycle",
 }
@@ -88,6 +102,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedAvg", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW",
     "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold",
+    "FedExP", "QFedAvg", "Scaffnew", "SignSGD",
+    "Attacked", "Ditto", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",

@@ -44,8 +44,8 @@ class Scaffnew(Algorithm):
 
     The coin is tossed after each step, and all clients see the same one: a round has T local steps, T geometric with
     mean 1 / p and alike for the whole cohort (``local`` does not say how many). Then x is the mean of the x_i; the
-    second exchange of the round sends it to those it is the mean of, who renew h_i by it. Algorithm 2. Where all clients
-    take part in every round that x is also what opens the next round, and need travel but once.
+    second exchange of the round sends it to those it is the mean of, who renew h_i by it (Algorithm 2). Where all
+    clients take part in every round that x is also what opens the next round, and need travel but once.
 
     The paper has all clients take part. With a part of them this is TAMUNA without compression (Condat et al. 2023):
     the h_i still sum to zero, as only means over the cohort are taken off.

@@ -67,8 +67,7 @@ class SignSGD(Algorithm):
         """The signs of the gradient, or of the momentum."""
         loss, gradient = Step(self.local, data, 0).gradient(message)
         if self.beta is not None:
-            mixed = lambda m, g: (self.beta * m + (1 - self.beta) * g).astype(m.dtype)  # noqa: E731
-            gradient = jax.tree.map(mixed, state.momentum, gradient)
+            gradient = tree.add(tree.scale(self.beta, state.momentum), tree.scale(1 - self.beta, gradient))
             state = Client(gradient)
         info = {"loss": loss, "gradients": self.local.samples(data, 1)}
         return ClientOutput(upload=Signs.of(gradient), state=state, info=info)

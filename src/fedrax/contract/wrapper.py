@@ -157,3 +157,12 @@ class Wrapper(Algorithm):
         return self._whole(
             self.inner.map_corrections(function, mine, *(self._parts(other)[0] for other in others)), own
         )
+
+
+def wrapped_in(algorithm: Algorithm, kind: type[Wrapper]) -> Wrapper | None:
+    """The outermost wrapper of a kind around or inside ``algorithm``, itself included; None where there is none."""
+    while isinstance(algorithm, Wrapper):
+        if isinstance(algorithm, kind):
+            return algorithm
+        algorithm = algorithm.inner
+    return None
