@@ -85,7 +85,7 @@ class Scaffnew(Algorithm):
 
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
         """T local steps from the global parameters."""
-        steps = jax.random.geometric(data.shared_stream("steps"), jnp.asarray(self.p, float), dtype=jnp.int32)
+        steps = geometric(data.shared_stream("steps"), self.p)
         result = self.local.run(
             data.with_steps(steps), message, lambda g, x, memory, step: (tree.sub(g, state.control), memory)
         )
@@ -104,3 +104,13 @@ class Scaffnew(Algorithm):
         rate = jnp.where(lr > 0, self.p / jnp.where(lr > 0, lr, 1), 0)
         control = tree.add_scaled(state.control, rate, tree.sub(message, state.params))
         return ClientOutput(upload=(), state=Client(control))
+
+
+def geometric(key: Array, p: Array | float) -> Array:
+    """Tosses of a coin of chance p up to the first success, int32: 1 + floor(log U / log(1 - p)), U uniform on (0, 1].
+
+    In float32 whatever the run's precision, so that both precisions toss alike.
+    """
+    uniform = 1 - jax.random.uniform(key, (), jnp.float32)
+    failures = jnp.log(uniform) / jnp.log1p(-jnp.asarray(p, jnp.float32))
+    return 1 + jnp.floor(failures).astype(jnp.int32)
