@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.reference import Client, Method, Part, Vector, factor
 from tests.reference_gradma import GradMA, GradMAS, GradMAW
-from tests.reference_others import Attacked, Ditto, FedExP, QFedAvg, Robust, Scaffnew, SignSGD
+from tests.reference_others import Attacked, Ditto, EFSign, FedExP, QFedAvg, QuantisedDown, Robust, Scaffnew, SignSGD
 
 
 class FedAvg(Method):
@@ -353,7 +353,7 @@ METHODS = {
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
         *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe),
-        *(FedExP, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked),
+        *(FedExP, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
     )
 }
 

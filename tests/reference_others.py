@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference import Client, Method, Part, Vector, factor
+from tests.reference import Client, Method, Part, Vector, factor, join, split
 
 
 def updates(method: Method, parts: list[Part]) -> np.ndarray:
@@ -111,6 +111,43 @@ class Ditto(Method):
 
     def client_state(self, i):
         return {"own": self.v[i]}
+
+
+# ------------------------------------------------------------------------------- compression, around FedAvg
+
+
+@dataclass
+class EFSign(Method):
+    inner: Any = None
+
+    def start(self):
+        self.rest = [np.zeros_like(self.x) for _ in self.clients]
+
+    def round(self, parts):
+        mean = 0
+        for p, u in zip(parts, updates(self, parts), strict=True):
+            whole = self.rest[p.client] + u
+            sent = np.abs(whole).mean() * np.where(whole >= 0, 1, -1)
+            self.rest[p.client] = whole - sent
+            mean = mean + p.weight * sent
+        self.x = self.inner.rule.step(self.x, mean, parts[0].round)
+
+    def client_state(self, i):
+        return {"own": self.rest[i]}
+
+
+@dataclass
+class QuantisedDown(Method):
+    inner: Any = None
+    bits: int = 16
+
+    def round(self, parts):
+        exact, problem = self.x, self.clients[0].problem
+        arrays, levels = split(problem, self.x), 2 ** (self.bits - 1) - 1
+        steps = {name: np.abs(a).max() / levels for name, a in arrays.items()}
+        self.x = join(problem, {name: np.round(a / steps[name]) * steps[name] for name, a in arrays.items()})
+        mean = sum(p.weight * u for p, u in zip(parts, updates(self, parts), strict=True))
+        self.x = self.inner.rule.step(exact, mean, parts[0].round)
 
 
 # ----------------------------------------------------------------------------------------------- robust rules

@@ -48,8 +48,10 @@ if TYPE_CHECKING:
     from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.attacked import Attacked
     from fedrax.wrappers.ditto import Ditto
+    from fedrax.wrappers.efsign import EFSign
     from fedrax.wrappers.personalise import Personalised
-    from fedrax.wrappers.quantise import Quantised
+    from fedrax.wrappers.quantise import Quantised, QuantisedDown
+    from fedrax.wrappers.randomk import RandomK
     from fedrax.wrappers.robust import Robust
     from fedrax.wrappers.topk import TopK
     from fedrax.wrappers.upcycle import Upcycled, upcycle
@@ -88,7 +90,9 @@ _HOMES = {
     "fedrax.wrappers.attacked": "Attacked",
     "fedrax.wrappers.ditto": "Ditto",
     "fedrax.wrappers.personalise": "Personalised",
-    "fedrax.wrappers.quantise": "Quantised",
+    "fedrax.wrappers.efsign": "EFSign",
+    "fedrax.wrappers.quantise": "Quantised QuantisedDown",
+    "fedrax.wrappers.randomk": "RandomK",
     "fedrax.wrappers.robust": "Robust",
     "fedrax.wrappers.topk": "TopK",
     "fedrax.wrappers.upcycle": "Upcycled upcycle",
@@ -103,7 +107,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Episode", "FedAvg", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga", "GradMA", "GradMAS", "GradMAW",
     "LoSAC", "MIFA", "MOON", "MimeSVRG", "NaiveParallelClip", "PFedMe", "Scaffold",
     "FedExP", "QFedAvg", "Scaffnew", "SignSGD",
-    "Attacked", "Ditto", "Robust",
+    "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "simulate", "sweep", "use_all_cores",

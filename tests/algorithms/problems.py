@@ -188,7 +188,8 @@ def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference_
 def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
     """fedrax's state as flat vectors by name, without the parameters and the optimizer's state."""
     if isinstance(state, Wrapped):
-        own = {"own": _flat(problem, state.own)} if jax.tree.leaves(state.own) else {}
+        kept = state.own[0] if isinstance(state.own, tuple) and state.own else state.own  # of the only phase
+        own = {"own": _flat(problem, kept)} if jax.tree.leaves(kept) else {}
         return vectors(problem, state.inner) | own
     if not hasattr(state, "_fields"):
         return {"": _flat(problem, state)} if jax.tree.leaves(state) else {}
