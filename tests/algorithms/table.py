@@ -16,10 +16,6 @@ RICH = {
 }
 """Everything at once."""
 
-COIN = {"lr": 0.1, "batch_size": 4}
-"""Steps until a coin says stop."""
-_FEDAVG = ("FedAvg", {"local": EPOCHS})
-
 METHODS = {
     case.name: case
     for case in (
@@ -49,6 +45,17 @@ METHODS = {
             {"inner": ("Scaffold", {"local": EPOCHS}), "a": 0.4, "extrapolate": "both"},
             note="scaffold-both",
         ),
+    )
+}
+"""One case a method, for the comparisons of plans."""
+
+COIN = {"lr": 0.1, "batch_size": 4}
+"""Steps until a coin says stop."""
+_FEDAVG = ("FedAvg", {"local": EPOCHS})
+
+METHODS |= {
+    case.name: case
+    for case in (
         Case("FedExP", {"local": EPOCHS, "epsilon": 1e-4}, weights="samples"),
         Case("QFedAvg", {"local": EPOCHS, "q": 1.7}, weights="samples"),
         Case("Scaffnew", {"local": COIN, "p": 0.3}, varying=True, coin=0.3),
@@ -63,7 +70,6 @@ METHODS = {
         ),
     )
 }
-"""One case a method, for the comparisons of plans."""
 
 
 def _local(note: str, options: dict, method: str = "FedAvg", **more: object) -> Case:
