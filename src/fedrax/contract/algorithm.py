@@ -6,7 +6,7 @@ It never sees loops over clients, devices, files or networks. One round is one o
 1. ``broadcast(server) -> message`` goes to every client of the cohort,
 2. ``client(message, state, data) -> ClientOutput`` runs on each of them,
 3. ``receive(upload)`` makes of each upload what is averaged: it decodes, dequantises, unmasks,
-4. ``server(server, cohort) -> server, info`` takes the cohort's mean in.
+4. ``server(server, cohort) -> server, info`` takes the cohort's mean in, or where the phase is ``stacked`` the uploads.
 
 A client's **state** is what its next phase receives: a phase's returned state goes to the same client's next
 phase in this round, the last phase's to its next round. Only the latter outlives the round, so something
