@@ -21,8 +21,10 @@ from fedrax import (
     Robust,
     Scaffnew,
     Scaffold,
+    Script,
     Upcycled,
     classification,
+    hyperparameters,
     simulate,
     sweep,
     tree,
@@ -209,6 +211,21 @@ def test_labels_flip_on_malicious_clients_alone():
     for result, same in ((honest, 7 / 8), (flipped, 0.0)):
         assert result.events[-1]["malicious"] == pytest.approx(1 - same)
     assert tree.norm(tree.sub(honest.params, flipped.params)) > 1e-3
+
+
+@hyperparameters
+class First:
+    """A rule of one's own."""
+
+    def __call__(self, cohort: Cohort) -> Any:
+        """The upload of the client of least number."""
+        return jax.tree.map(lambda u: u[jnp.argmin(cohort.clients)], cohort.uploads)
+
+
+def test_a_rule_of_ones_own():
+    one = run(Robust(FEDAVG, First()), rounds=1, script=Script(cohorts=[[5, 2, 4]]))  # type: ignore[arg-type]
+    alone = run(FEDAVG, rounds=1, script=Script(cohorts=[[2]]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one.params, alone.params)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Robust rules: what the server takes in place of the mean of the cohort's uploads, where some clients may lie.
 
 Each is called as ``rule(cohort)`` in a phase that stacks uploads, and returns a tree of an upload's shapes. Norms and
-distances run over a whole upload.
+distances run over a whole upload. One of your own is a class of hyper-parameters that is called so; where it counts
+heads, let it have ``uniform_weights`` true.
 """
 
 from __future__ import annotations

@@ -84,6 +84,10 @@ class LabelFlip:
 
     classes: Count = 10
 
+    def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
+        """As of :class:`Scaling`: honest uploads, of dishonest labels."""
+        return cohort.uploads
+
     def flipped(self, labels: Any) -> Array:
         """Labels from 0 to classes - 1, the other way round; others, as those of padding, stay."""
         inside = (labels >= 0) & (labels < self.classes)
@@ -91,6 +95,7 @@ class LabelFlip:
 
 
 Attack = Scaling | Gaussian | ALittle | LabelFlip
+"""Attacks by name; one of your own is a class of hyper-parameters with the ``__call__`` of :class:`Scaling`."""
 
 
 @hyperparameters
@@ -138,7 +143,7 @@ class Attacked(Wrapper):
         """Flipped labels, where those are the attack."""
         malicious = self.malicious(data.place.client, data.num_clients)
         if isinstance(self.attack, LabelFlip):
-            flip, inside = self.attack, data
+            flip = self.attack
 
             def with_flipped(losses: Callable) -> Callable:
                 def loss(params: Tree, batch: Batch, key: Array) -> Array:
@@ -146,7 +151,7 @@ class Attacked(Wrapper):
 
                 return loss
 
-            data = inside.with_loss(with_flipped)
+            data = data.with_loss(with_flipped)
         output = client(message, state, data)
         if self.stacked:
             refuse_other_ways(self.inner, output, "Attacked")
@@ -156,7 +161,7 @@ class Attacked(Wrapper):
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
         """The malicious uploads in the places of the honest ones."""
-        if not isinstance(self.attack, LabelFlip) and jax.tree.leaves(cohort.uploads):
+        if jax.tree.leaves(cohort.uploads):
             malicious = self.malicious(cohort.clients, cohort.num_clients)
             sent = self.attack(cohort, malicious)
             over = lambda u: malicious.reshape(-1, *[1] * (u.ndim - 1))  # noqa: E731

@@ -44,7 +44,7 @@ class Robust(Wrapper):
     @property
     def requirements(self) -> Requirements:
         """As ``inner``; rules that count heads take uniform weights only."""
-        return self.inner.requirements | Requirements(uniform_weights=self.rule.uniform_weights)
+        return self.inner.requirements | Requirements(uniform_weights=getattr(self.rule, "uniform_weights", False))
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
