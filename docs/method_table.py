@@ -25,9 +25,9 @@ CLIENTS, SAMPLES, STEPS, BATCH, BLOCKS = 4, 50, 5, 10, 5
 
 INTRODUCTION = f"""\
 Measured with N = {CLIENTS} clients of {SAMPLES} samples each, all in every round, T = {STEPS} local steps on
-{BATCH} samples each (methods with blocks: M = {BLOCKS} blocks of {SAMPLES // BLOCKS} samples). Sizes are in
-copies of the model: 1 is as many bytes as the parameters have. Gradients are evaluations of one sample's
-gradient, a client and round.
+{BATCH} samples each (methods with blocks: M = {BLOCKS} blocks of {SAMPLES // BLOCKS} samples; Scaffnew draws its T,
+here {STEPS} in the mean). Sizes are in copies of the model: 1 is as many bytes as the parameters have. Gradients
+are evaluations of one sample's gradient, a client and round.
 
 | method | down | up | phases | client state | server state | gradients |
 |---|---|---|---|---|---|---|
@@ -44,6 +44,8 @@ def example(name: str, kind: type[Algorithm]) -> Algorithm:
         return kind(inner=FedAvg(local=batches))
     if name == "fedsgd":
         return kind()
+    if name == "scaffnew":  # with as many steps in the mean
+        return kind(local=LocalSGD(lr=0.1, batch_size=BATCH), p=1 / STEPS)  # type: ignore[call-arg]
     if name == "pfedme":  # whose local step is local.lr times lam = 15
         batches = replace(batches, lr=0.005)
     return kind(local=batches)  # type: ignore[call-arg]

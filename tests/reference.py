@@ -224,7 +224,7 @@ class Client:
         eta, gamma = self.local.lr, self.local.clip
         scale = factor(self.local.schedule, part.round)
         eta, gamma = eta * scale, None if gamma is None else gamma * scale
-        steps = self.num_steps(part.work)
+        steps = self.num_steps(part.work) if part.steps is None else part.steps
         velocity, total = np.zeros_like(x), np.zeros_like(x)
         for t in range(steps):
             g = self.step_gradient(x, t, part.blocks)
@@ -271,13 +271,14 @@ class ServerRule:
 
 @dataclass
 class Part:
-    """One client's part in a round: its number and weight, its share of the work, its blocks."""
+    """One client's part in a round: its number and weight, its share of the work, its blocks, its steps if given."""
 
     client: int
     weight: float
     round: int
     work: float = 1.0
     blocks: Any = None
+    steps: int | None = None
 
 
 @dataclass

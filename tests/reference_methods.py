@@ -15,6 +15,7 @@ import numpy as np
 from tests.reference import Client, Method, Part, Vector, factor
 from tests.reference_gradma import GradMA, GradMAS, GradMAW
 from tests.reference_momentum import FedADMM, FedCM, Mime, MimeLite
+from tests.reference_others import Attacked, Ditto, EFSign, FedExP, QFedAvg, QuantisedDown, Robust, Scaffnew, SignSGD
 
 
 class FedAvg(Method):
@@ -353,6 +354,7 @@ METHODS = {
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
         *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe, FedCM, Mime, MimeLite, FedADMM),
+        *(FedExP, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
     )
 }
 
@@ -362,13 +364,17 @@ def build(clients: list[Client], x: Vector, name: str, options: dict) -> Method:
     options = {k: v for k, v in options.items() if k != "local"}
     if "server_optimizer" in options:
         options["server"] = options.pop("server_optimizer")
+    if name == "Attacked":
+        options["listed"] = options.pop("clients")
     if "inner" in options:
         options["inner"] = build(clients, x, *options.pop("inner"))
     return METHODS[name](clients, x, **options)
 
 
-def run(method: Method, cohorts: list, weights: str = "uniform", works: Any = None, blocks: Any = None) -> Method:
-    """All rounds; works [r][k] and blocks [r][k][t] follow the order of ``cohorts[r]``."""
+def run(
+    method: Method, cohorts: list, weights: str = "uniform", works: Any = None, blocks: Any = None, steps: Any = None
+) -> Method:
+    """All rounds; works [r][k], blocks [r][k][t] and steps [r][k] follow the order of ``cohorts[r]``."""
     for r, cohort in enumerate(cohorts):
         sizes = [method.clients[i].size if weights == "samples" else 1 for i in cohort]
         parts = [
@@ -378,6 +384,7 @@ def run(method: Method, cohorts: list, weights: str = "uniform", works: Any = No
                 r,
                 1.0 if works is None else works[r][k],
                 None if blocks is None else blocks[r][k],
+                None if steps is None else int(steps[r][k]),
             )
             for k, i in enumerate(cohort)
         ]

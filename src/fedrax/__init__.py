@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
     from fedrax.algorithms.fedcm import FedCM
     from fedrax.algorithms.feddyn import FedDyn
+    from fedrax.algorithms.fedexp import FedExP
     from fedrax.algorithms.fedmlb import FedMLB
     from fedrax.algorithms.fednova import FedNova
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from fedrax.algorithms.mime import Mime, MimeLite, MimeSVRG
     from fedrax.algorithms.moon import MOON
     from fedrax.algorithms.pfedme import PFedMe
+    from fedrax.algorithms.qfedavg import QFedAvg
+    from fedrax.algorithms.scaffnew import Scaffnew
     from fedrax.algorithms.scaffold import Scaffold
+    from fedrax.algorithms.signsgd import SignSGD
     from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
     from fedrax.contract.client_data import ClientData
     from fedrax.contract.fields import Leaf, Static
@@ -44,8 +48,13 @@ if TYPE_CHECKING:
     from fedrax.data import Dataset, Federation
     from fedrax.simulation import Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
+    from fedrax.wrappers.attacked import Attacked
+    from fedrax.wrappers.ditto import Ditto
+    from fedrax.wrappers.efsign import EFSign
     from fedrax.wrappers.personalise import Personalised
-    from fedrax.wrappers.quantise import Quantised
+    from fedrax.wrappers.quantise import Quantised, QuantisedDown
+    from fedrax.wrappers.randomk import RandomK
+    from fedrax.wrappers.robust import Robust
     from fedrax.wrappers.topk import TopK
     from fedrax.wrappers.upcycle import Upcycled, upcycle
 
@@ -55,6 +64,7 @@ _HOMES = {
     "fedrax.algorithms.fedavg": "FedAvg FedProx FedSGD",
     "fedrax.algorithms.fedcm": "FedCM",
     "fedrax.algorithms.feddyn": "FedDyn",
+    "fedrax.algorithms.fedexp": "FedExP",
     "fedrax.algorithms.fedmlb": "FedMLB",
     "fedrax.algorithms.fednova": "FedNova",
     "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
@@ -63,7 +73,10 @@ _HOMES = {
     "fedrax.algorithms.mime": "Mime MimeLite MimeSVRG",
     "fedrax.algorithms.moon": "MOON",
     "fedrax.algorithms.pfedme": "PFedMe",
+    "fedrax.algorithms.qfedavg": "QFedAvg",
+    "fedrax.algorithms.scaffnew": "Scaffnew",
     "fedrax.algorithms.scaffold": "Scaffold",
+    "fedrax.algorithms.signsgd": "SignSGD",
     "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
     "fedrax.contract.client_data": "ClientData",
     "fedrax.contract.fields": "Leaf Static",
@@ -78,8 +91,13 @@ _HOMES = {
     "fedrax.data": "Dataset Federation",
     "fedrax.simulation": "Result Script Settings Sink join_processes simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
+    "fedrax.wrappers.attacked": "Attacked",
+    "fedrax.wrappers.ditto": "Ditto",
     "fedrax.wrappers.personalise": "Personalised",
-    "fedrax.wrappers.quantise": "Quantised",
+    "fedrax.wrappers.efsign": "EFSign",
+    "fedrax.wrappers.quantise": "Quantised QuantisedDown",
+    "fedrax.wrappers.randomk": "RandomK",
+    "fedrax.wrappers.robust": "Robust",
     "fedrax.wrappers.topk": "TopK",
     "fedrax.wrappers.upcycle": "Upcycled upcycle",
 }
@@ -93,6 +111,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "Episode", "FedADMM", "FedAvg", "FedCM", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga",
     "GradMA", "GradMAS", "GradMAW", "LoSAC", "MIFA", "MOON", "Mime", "MimeLite", "MimeSVRG", "NaiveParallelClip",
     "PFedMe", "Scaffold",
+    "FedExP", "QFedAvg", "Scaffnew", "SignSGD",
+    "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",

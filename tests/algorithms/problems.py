@@ -13,11 +13,13 @@ import numpy as np
 
 import fedrax
 from fedrax.algorithms.gradma import GradMAS
-from fedrax.contract import proximal, schedules, server_optimizers
+from fedrax.contract import aggregation, proximal, schedules, server_optimizers
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import Table
 from fedrax.contract.vectors import Vectors
+from fedrax.contract.wrapper import Wrapped
 from fedrax.experiments.methods import find_algorithm
+from fedrax.wrappers import attacked
 from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3
@@ -102,6 +104,8 @@ class Case:
     stragglers: float = 0.0
     varying: bool = False
     rounds: int = 4
+    coin: float | None = None
+    """The chance that a round ends after a local step, where the number of steps is not given."""
     note: str = ""
 
     @property
@@ -112,7 +116,10 @@ class Case:
     @property
     def local(self) -> dict:
         """The options of the local steps."""
-        return self.options.get("local") or self.options["inner"][1]["local"]
+        options = self.options
+        while "local" not in options:
+            options = options["inner"][1]
+        return options["local"]
 
     def algorithm(self) -> Algorithm:
         """For fedrax."""
@@ -126,8 +133,11 @@ class Case:
         return [rng.permutation(np.append(others(r), 2)) for r in range(self.rounds)]
 
     def script(self) -> fedrax.Script:
-        """Cohorts, and blocks where the local steps need them."""
+        """Cohorts, and blocks or numbers of local steps where the method needs them."""
         blocks = self.local.get("blocks")
+        if self.coin is not None:
+            steps = np.random.default_rng(17).geometric(self.coin, (self.rounds, 1))
+            return fedrax.Script(cohorts=self.cohorts(), steps=np.broadcast_to(steps, (self.rounds, 5)))
         if blocks is None:
             return fedrax.Script(cohorts=self.cohorts())
         drawn = np.random.default_rng(13).integers(0, blocks, (self.rounds, 5, self.local["steps"]))
@@ -142,6 +152,7 @@ def _object(module: Any, spec: Any) -> Any:
 def options_of(options: dict) -> dict:
     """Options with ("Name", {...}) replaced by fedrax's objects."""
     kinds = {"prox": proximal, "schedule": schedules, "server_optimizer": server_optimizers}
+    kinds |= {"rule": aggregation, "attack": attacked}
     return {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
 
 
@@ -171,11 +182,15 @@ def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference_
     clients = problem.clients(reference.Local(**case.local))
     method = reference_methods.build(clients, problem.x0, case.method, case.options)
     assert script.cohorts is not None
-    return reference_methods.run(method, list(script.cohorts), case.weights, works, script.blocks)
+    return reference_methods.run(method, list(script.cohorts), case.weights, works, script.blocks, script.steps)
 
 
 def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
     """fedrax's state as flat vectors by name, without the parameters and the optimizer's state."""
+    if isinstance(state, Wrapped):
+        kept = state.own[0] if isinstance(state.own, tuple) and state.own else state.own  # of the only phase
+        own = {"own": _flat(problem, kept)} if jax.tree.leaves(kept) else {}
+        return vectors(problem, state.inner) | own
     if not hasattr(state, "_fields"):
         return {"": _flat(problem, state)} if jax.tree.leaves(state) else {}
     names = [n for n in state._fields if n not in ("params", "optimizer") and jax.tree.leaves(getattr(state, n))]

@@ -53,6 +53,28 @@ METHODS = {
 }
 """One case a method, for the comparisons of plans."""
 
+COIN = {"lr": 0.1, "batch_size": 4}
+"""Steps until a coin says stop."""
+_FEDAVG = ("FedAvg", {"local": EPOCHS})
+
+METHODS |= {
+    case.name: case
+    for case in (
+        Case("FedExP", {"local": EPOCHS, "epsilon": 1e-4}, weights="samples"),
+        Case("QFedAvg", {"local": EPOCHS, "q": 1.7}, weights="samples"),
+        Case("Scaffnew", {"local": COIN, "p": 0.3}, varying=True, coin=0.3),
+        Case("SignSGD", {"local": {"lr": 0.05, "steps": 1, "batch_size": 4}, "beta": 0.6}, varying=True),
+        Case("Ditto", {"inner": ("FedAvg", {"local": EPOCHS}), "lam": 0.6}, weights="samples"),
+        Case(
+            "Attacked",
+            {"inner": ("Robust", {"inner": _FEDAVG, "rule": ("Krum", {"keep": 2})}), "attack": ("ALittle", {})}
+            | {"clients": (2, 3)},
+            varying=True,
+            note="krum-alittle",
+        ),
+    )
+}
+
 
 def _local(note: str, options: dict, method: str = "FedAvg", **more: object) -> Case:
     return Case(method, {"local": options}, note=note, **more)  # type: ignore[arg-type]
@@ -107,6 +129,7 @@ def _case(method: str, note: str, local: dict, options: dict | None = None, **mo
 
 
 _L1 = {"prox": ("L1", {"weight": 0.1})}
+_HALVED = ("ExponentialDecay", {"factor": 0.5})
 
 OPTIONS = [
     _case("FedSGD", "sum, Adam", FULL | {"reduction": "sum"}, {"server_optimizer": ("Adam", {"lr": 0.05})}),
@@ -248,4 +271,25 @@ OPTIONS = [
         {"inner": ("Episode", {"local": EPOCHS, "gamma": 0.04}), "a": 0.4, "extrapolate": "both"},
         note="episode",
     ),
+]
+
+OPTIONS += [
+    _case("FedExP", "rich", RICH),
+    _case("QFedAvg", "below one, rich, server rule", RICH, {"q": 0.4, "server_optimizer": ("SGD", {"lr": 0.7})}),
+    _case("Scaffnew", "full, schedule", COIN | {"batch_size": "full", "schedule": _HALVED}, {"p": 0.5}, coin=0.5),
+    _case("SignSGD", "decay, schedule", {"lr": 0.1, "steps": 1} | {"weight_decay": 0.3, "schedule": _HALVED}),
+    Case("Ditto", {"inner": ("FedProx", {"local": RICH, "mu": 0.5}), "lam": 2.0}, note="rich", stragglers=0.5),
+    *(
+        Case("Robust", {"inner": _FEDAVG, "rule": rule}, weights=weights, varying=True, note=rule[0])
+        for rule, weights in (
+            (("Median", {}), "uniform"),
+            (("TrimmedMean", {"trim": 0.25}), "uniform"),
+            (("NormBound", {"bound": 0.3}), "samples"),
+            (("GeometricMedian", {"iterations": 5}), "samples"),
+        )
+    ),
+    Case("Attacked", {"inner": _FEDAVG, "attack": ("Scaling", {"factor": -2.5}), "clients": (0, 2)}, note="scaling"),
+    Case("Attacked", {"inner": _FEDAVG, "attack": ("LabelFlip", {"classes": 3}), "clients": (2, 4)}, note="labels"),
+    Case("EFSign", {"inner": _FEDAVG}, weights="samples"),
+    Case("QuantisedDown", {"inner": _FEDAVG, "bits": 8}, varying=True),
 ]

@@ -56,11 +56,18 @@ def fedavg() -> np.ndarray:
         ("FedCM", {"local": LOCAL, "alpha": 1.0}),
         ("MimeLite", {"local": LOCAL, "beta": 0.0}),
         ("PFedMe", {"local": LOCAL, "lam": 5.0, "inner_steps": 1, "inner_lr": 0.2, "restart": True}),
+        ("QFedAvg", {"local": LOCAL, "q": 0.0}),
+        ("Ditto", {"inner": ("FedAvg", {"local": LOCAL}), "lam": 0.5}),
+        ("Robust", {"inner": ("FedAvg", {"local": LOCAL}), "rule": ("TrimmedMean", {"trim": 0.0})}),
+        ("Robust", {"inner": ("FedAvg", {"local": LOCAL}), "rule": ("NormBound", {"bound": 1e6})}),
+        ("Robust", {"inner": ("FedAvg", {"local": LOCAL}), "rule": ("Krum", {"keep": NUM_CLIENTS})}),
+        ("Attacked", {"inner": ("FedAvg", {"local": LOCAL}), "share": 0.0}),
     ],
     ids=[
         *("FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"),
         *("FedCM", "MimeLite"),
         "PFedMe",  # whose one inner step from w makes lambda (w - theta) the gradient where lambda inner_lr = 1
+        *("QFedAvg", "Ditto", "nothing trimmed", "no bound", "Krum keeps all", "nobody attacks"),
     ],
 )
 def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):
@@ -202,6 +209,7 @@ ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
         ("FedNova", {"local": ONE_STEP}),
         ("GradMAW", {"local": ONE_STEP}),
         ("GradMAW", {"local": ONE_STEP, "previous": "local", "scope": "leaf"}),
+        ("Scaffnew", {"local": {"lr": 0.3, "batch_size": "full"}, "p": 1.0}),
         ("FedSaga", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
         ("LoSAC", {"local": {"lr": 0.3, "steps": 1, "blocks": 1}}),
     ],
@@ -218,21 +226,31 @@ def test_one_client_and_one_full_step_is_gradient_descent(method: str, options: 
     close(reference.join(problem.problem, result.params), x)
 
 
+def test_scaffnew_that_always_meets_is_gradient_descent():
+    always = {"local": {"lr": 0.3, "batch_size": "full"}, "p": 1.0}
+    close(run("Scaffnew", always), run("FedAvg", {"local": ONE_STEP}))
+
+
 @pytest.mark.parametrize(
-    ("method", "local"),
-    [("Scaffold", LOCAL), ("Episode", FULL), ("MimeSVRG", FULL)],
-    ids=["Scaffold", "Episode", "MimeSVRG"],
+    ("method", "options"),
+    [
+        ("Scaffold", {"local": LOCAL}),
+        ("Episode", {"local": FULL}),
+        ("MimeSVRG", {"local": FULL}),
+        ("FedExP", {"local": LOCAL}),
+        ("Robust", {"inner": ("FedAvg", {"local": LOCAL}), "rule": ("Median", {})}),
+    ],
+    ids=["Scaffold", "Episode", "MimeSVRG", "FedExP", "median"],
 )
-def test_corrections_vanish_for_identical_clients(method: str, local: dict):
+def test_nothing_is_corrected_for_identical_clients(method: str, options: dict):
+    local = options.get("local", LOCAL)
     base = make_problem("softmax", (8,))
     x, y = (np.tile(np.asarray(a), (4,) + (1,) * (a.ndim - 1)) for a in base.federation.train)
     federation = fedrax.Federation.from_arrays(x, y, offsets=np.arange(5) * 8, shuffle=False)
     settings = {"rounds": 3, "cohort_size": 4, "dtype": "float64", "devices": 1}
     ends = [
-        fedrax.simulate(
-            make_algorithm(m, {"local": local}), base.task, federation, params=base.params, **settings
-        ).params
-        for m in (method, "FedAvg")
+        fedrax.simulate(make_algorithm(m, o), base.task, federation, params=base.params, **settings).params
+        for m, o in ((method, options), ("FedAvg", {"local": local}))
     ]
     close(*(reference.join(base.problem, end) for end in ends))
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from fedrax.experiments.methods import KNOWN_AS, algorithms
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -134,6 +135,7 @@ CASES = {
     "misspelt nested key": Case(
         "run x.toml", "x.toml: [algorithm.local]: unknown key 'step'; did you mean 'steps'?", toml("steps", "step")
     ),
+    "a name of others": Case("run --algorithm FedPer", "'FedPer' is here personalised with at_home = ['output/*']"),
     "name in a file": Case("run x.toml", "x.toml: [algorithm]: unknown algorithm 'fedavgg'", toml("fedavg", "fedavgg")),
     "type in a file": Case("run x.toml", "run.rounds: must be a whole number, not 'four'", toml("= 4", '= "four"')),
     "float for int": Case("run x.toml", "run.rounds: must be a whole number, not 4.5", toml("= 4", "= 4.5")),
@@ -322,3 +324,9 @@ def test_divergence(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     assert outcome.status == 2
     assert "round" in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_names_of_others_lead_to_methods_that_there_are():
+    known = algorithms()
+    assert not set(KNOWN_AS) & set(known)
+    assert {words.split()[0] for words in KNOWN_AS.values()} <= set(known)

@@ -12,7 +12,20 @@ import jax
 import numpy as np
 import pytest
 
-from fedrax import Federation, Quantised, Script, Settings, TopK, classification, simulate, tree
+from fedrax import (
+    EFSign,
+    Federation,
+    Quantised,
+    QuantisedDown,
+    RandomK,
+    Script,
+    Settings,
+    SignSGD,
+    TopK,
+    classification,
+    simulate,
+    tree,
+)
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.experiments import experiment
@@ -117,11 +130,10 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)
     assert any(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(result.params))  # it starts at zero
     last, size = result.events[-1], tree.num_bytes(result.params)
-    assert last["bytes_down"] >= ROUNDS * COHORT * size
-    if kind in (Quantised, TopK):  # whose purpose it is to send less
-        assert 0 < last["bytes_up"] < ROUNDS * COHORT * size
-    else:
-        assert last["bytes_up"] >= ROUNDS * COHORT * size
+    sends_less = {"bytes_up": (EFSign, Quantised, RandomK, SignSGD, TopK), "bytes_down": (QuantisedDown,)}
+    for way, kinds_of_less in sends_less.items():
+        assert last[way] > 0
+        assert (last[way] < ROUNDS * COHORT * size) == (kind in kinds_of_less)
     assert last["gradients"] > 0
 
 

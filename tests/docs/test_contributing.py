@@ -1,4 +1,4 @@
-"""The method that CONTRIBUTING.md shows is complete: as one new file it gets everything, and it computes FedExP."""
+"""The method that CONTRIBUTING.md shows is complete: as one new file it gets everything, and it computes FedACG."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "tests" / "contract", root / "tests" / "contract", ignore=ignored)
     for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / name, root / name)
-    (root / "src/fedrax/algorithms/fedexp.py").write_text(METHOD, encoding="utf-8")
+    (root / "src/fedrax/algorithms/fedacg.py").write_text(METHOD, encoding="utf-8")
     return root
 
 
@@ -55,32 +55,32 @@ def test_is_short():
 
 def test_every_contract_test_passes(checkout: Path):
     tests = "tests/contract/test_every_algorithm.py"
-    report = run(checkout, "-m", "pytest", tests, "-k", "fedexp", "-q", "-p", "no:cacheprovider")
+    report = run(checkout, "-m", "pytest", tests, "-k", "fedacg", "-q", "-p", "no:cacheprovider")
     written = (ROOT / tests).read_text().count("\ndef test_")
     passed = int(report.rsplit(" passed", 1)[0].split()[-1])
     assert passed >= written > 5, report
 
 
 def test_is_on_the_command_line(checkout: Path):
-    assert "fedexp" in fedrax_command(checkout, "list", "algorithms").lower()
-    flags = ("--algorithm", "fedexp", "--algorithm.epsilon", "0.01", "--run.rounds", "3", "--model", "logistic")
-    said = fedrax_command(checkout, "run", *flags, "--out", "runs/fedexp")
-    assert "fedexp" in said
-    assert "3 rounds" in fedrax_command(checkout, "resume", "runs/fedexp")
-    assert 'name = "fedexp"' in (checkout / "runs/fedexp/experiment.toml").read_text()
+    assert "fedacg" in fedrax_command(checkout, "list", "algorithms").lower()
+    flags = ("--algorithm", "fedacg", "--algorithm.beta", "0.02", "--run.rounds", "3", "--model", "logistic")
+    said = fedrax_command(checkout, "run", *flags, "--out", "runs/fedacg")
+    assert "fedacg" in said
+    assert "3 rounds" in fedrax_command(checkout, "resume", "runs/fedacg")
+    assert 'name = "fedacg"' in (checkout / "runs/fedacg/experiment.toml").read_text()
 
 
 def test_agrees_with_numpy(tmp_path: Path):
-    (tmp_path / "fedexp.py").write_text(METHOD, encoding="utf-8")
-    _, kind = import_named("fedexp.py:FedExP", tmp_path)
+    (tmp_path / "fedacg.py").write_text(METHOD, encoding="utf-8")
+    _, kind = import_named("fedacg.py:FedACG", tmp_path)
     rng = np.random.default_rng(0)
-    clients, rows, lr, epsilon = 3, 5, 0.05, 1e-3
+    clients, rows, lr, lam, beta = 3, 5, 0.05, 0.7, 0.3
     x = rng.normal(size=(clients, rows, 4))
     y = np.einsum("crf,cf->cr", x, rng.normal(size=(clients, 4)))  # each client has a model of its own
     x_rows, y_rows = x.reshape(-1, 4), y.reshape(-1)
     offsets = np.arange(clients + 1) * rows
     federation = Federation.from_arrays(x_rows, y_rows, offsets=offsets, test=(x_rows, y_rows))
-    algorithm = kind(local=LocalSGD(lr=lr, steps=2, batch_size="full"), epsilon=epsilon)
+    algorithm = kind(local=LocalSGD(lr=lr, steps=2, batch_size="full"), lam=lam, beta=beta)
     start = {"output": {"weight": np.zeros((1, 4)), "bias": np.zeros(1)}}
     result = simulate(
         algorithm,
@@ -92,20 +92,17 @@ def test_agrees_with_numpy(tmp_path: Path):
         params=start,
     )
 
-    w, lengths = np.zeros(5), []
+    w, before, lengths = np.zeros(5), np.zeros(5), []
     inputs = np.concatenate([x, np.ones((clients, rows, 1))], axis=2)
     for _ in range(6):
-        updates = []
+        start, ends = w + lam * (w - before), []
         for a, b in zip(inputs, y, strict=True):
-            local = w.copy()
+            local = start.copy()
             for _ in range(2):
-                local -= lr * 2 * a.T @ (a @ local - b) / rows
-            updates.append(local - w)
-        mean = np.mean(updates, axis=0)
-        squares = np.mean([update @ update for update in updates])
-        lengths.append(max(1.0, squares / (2 * (mean @ mean + epsilon))))
-        w = w + lengths[-1] * mean
-    assert max(lengths) > 1
+                local -= lr * (2 * a.T @ (a @ local - b) / rows + beta * (local - start))
+            ends.append(local)
+        w, before = np.mean(ends, axis=0), w
+        lengths.append(np.linalg.norm(w - before))
     ours = np.append(result.params["output"]["weight"], result.params["output"]["bias"])
     np.testing.assert_allclose(ours, w, rtol=1e-9)
-    np.testing.assert_allclose([event["server_lr"] for event in result.events], lengths, rtol=1e-6)
+    np.testing.assert_allclose([event["momentum"] for event in result.events], lengths, rtol=1e-6)

@@ -12,10 +12,13 @@ import pytest
 import fedrax
 from fedrax import (
     MIFA,
+    EFSign,
     Episode,
     FedAvg,
     FedraxError,
     Quantised,
+    QuantisedDown,
+    RandomK,
     Scaffold,
     Script,
     TopK,
@@ -69,7 +72,7 @@ def sums(method: Algorithm, **options: Any) -> tuple[fedrax.Result, Any]:
 # -- quantised -----------------------------------------------------------------------------------------------------
 
 
-def received(method: Quantised, upload: Any, key: jax.Array) -> Any:
+def received(method: Quantised | RandomK, upload: Any, key: jax.Array) -> Any:
     """What the server makes of an upload."""
     data = ClientData.alone(TASK, np.zeros((1, 4)), np.zeros(1, int), key, round=0, num_clients=1, cohort_size=1)
     output, _ = method.around_client(lambda *_: ClientOutput(upload=upload), (), (), (), data, True)
@@ -171,6 +174,47 @@ def test_each_part_travels_in_its_own_form():
 def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         run(method, rounds=1)
+
+
+# -- others --------------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_right_in_the_mean():
+    """Over 4000 keys within four and a half standard errors; a fifth of 37 numbers, rounded up, at a time."""
+    rng, draws = np.random.default_rng(0), 4000
+    upload = {"a": jnp.asarray(rng.normal(size=(5, 7)), jnp.float32), "b": jnp.asarray([3.0, -1.0]), "n": jnp.int32(7)}
+    method = RandomK(fraction=0.2)
+    values = jax.jit(jax.vmap(lambda key: received(method, upload, key)))(jax.random.split(jax.random.key(1), draws))
+    assert (np.asarray(values["n"]) == 7).all()
+    flat, true = (
+        np.concatenate([np.asarray(t[n], float).reshape(k, -1) for n in "ab"], axis=1)
+        for t, k in ((values, draws), (upload, 1))
+    )
+    assert (np.count_nonzero(flat, axis=1) == 8).all()
+    np.testing.assert_allclose(np.where(flat != 0, flat * 8 / 37, true), np.broadcast_to(true, flat.shape), rtol=1e-5)
+    assert (np.abs(flat.mean(0) - true[0]) <= 4.5 * flat.std(0) / np.sqrt(draws)).all()
+
+
+def test_with_all_numbers_drawn_it_is_the_method_inside():
+    one, other = (run(m, rounds=1).params for m in (FEDAVG, RandomK(FEDAVG, fraction=1.0)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "up", "down"),
+    [
+        (EFSign(FEDAVG), 2 + 4, MODEL_BYTES),  # 15 signs and a scale
+        (EFSign(Scaffold(local=LOCAL)), 2 + 4 + MODEL_BYTES, 2 * MODEL_BYTES),
+        (RandomK(FEDAVG, 0.2), 3 * 4 + 8, MODEL_BYTES),
+        (Quantised(RandomK(FEDAVG, 0.2)), 3 + 4 + 8, MODEL_BYTES),
+        (QuantisedDown(FEDAVG, bits=8), MODEL_BYTES, NUMBERS + 4 * LEAVES),
+        (EFSign(QuantisedDown(FEDAVG)), 2 + 4, 2 * NUMBERS + 4 * LEAVES),
+    ],
+    ids=["signs", "signs inside SCAFFOLD", "random", "random and short", "down", "both ways"],
+)
+def test_bytes_are_counted_as_packed(method: Algorithm, up: int, down: int):
+    event = run(method, rounds=1).events[-1]
+    assert (event["bytes_up"], event["bytes_down"]) == (CLIENTS * up, CLIENTS * down)
 
 
 # -- both ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -56,8 +57,13 @@ def home_of(params: Any, patterns: tuple[str, ...]) -> Any:
     return jax.tree.structure(params).unflatten(leaves)
 
 
-def by_hand(task: Task, start: Any, patterns: tuple[str, ...], at_home: bool) -> tuple[Any, Any, dict, dict]:
-    """(global parameters, mean statistics, clients' parameters, clients' statistics)."""
+def by_hand(
+    task: Task, start: Any, patterns: tuple[str, ...], at_home: bool, alternate: bool = False
+) -> tuple[Any, Any, dict, dict]:
+    """(global parameters, mean statistics, clients' parameters, clients' statistics).
+
+    alternate: one step of what stays alone, then the steps of the rest alone.
+    """
     params, mean = start if isinstance(start, Variables) else (start, ())
     home, own, statistics = home_of(params, patterns), {}, {}
 
@@ -77,9 +83,14 @@ def by_hand(task: Task, start: Any, patterns: tuple[str, ...], at_home: bool) ->
         for k, client in enumerate(cohort):
             x = jax.tree.map(lambda mine, g, h: mine if h else g, own.get(client, params), params, home)
             moving = statistics.get(client, start[1]) if at_home else mean
-            for rows in SCRIPT.batches[r, k]:
-                rows = FEDERATION.offsets[client] + rows
-                x, moving = step(x, moving, Batch(*(np.asarray(a)[rows] for a in FEDERATION.train)))
+            drawn = [FEDERATION.offsets[client] + rows for rows in SCRIPT.batches[r, k]]
+            batches = [Batch(*(np.asarray(a)[rows] for a in FEDERATION.train)) for rows in drawn]
+            if alternate:
+                first, _ = step(x, moving, batches[0])
+                x = jax.tree.map(lambda old, new, h: new if h else old, x, first, home)
+            for batch in batches:
+                new, moving = step(x, moving, batch)
+                x = jax.tree.map(lambda old, new, h: old if h and alternate else new, x, new, home)
             own[client], statistics[client] = x, moving
             ends.append(x)
             moved.append(moving)
@@ -99,6 +110,7 @@ CASES = {
     "shared statistics": (NORM, ("norm/*",), False),
     "statistics alone": (NORM, (), True),
     "FedPer": (LAYERS, ("output/*",), False),
+    "FedRep": (LAYERS, ("output/*",), False),
     "LG-FedAvg": (LAYERS, ("*0/weight", "*0/bias"), False),
 }
 
@@ -109,9 +121,12 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
     if case == "LG-FedAvg":
         patterns = (tree.leaf_names(task.init(jax.random.key(0)))[0].split("/")[0] + "/*",)
     start = task.init(jax.random.key(4))
-    method = Personalised(FedAvg(local=LOCAL), at_home=patterns, statistics=at_home)
+    alternate = dataclasses.replace(LOCAL, steps=1) if case == "FedRep" else None
+    method = Personalised(FedAvg(local=LOCAL), at_home=patterns, statistics=at_home, alternate=alternate)
     result = run(method, task=task, params=start, **OPTIONS)
-    params, mean, own, statistics = by_hand(task, start, patterns, at_home)
+    params, mean, own, statistics = by_hand(task, start, patterns, at_home, alternate is not None)
+    steps = STEPS if alternate is None else STEPS + 1
+    assert result.events[-1]["gradients"] == ROUNDS * 2 * steps * ROWS
     assert_near(result.params, params)
     assert_near(result.statistics, mean)
     names, home = tree.leaf_names(params), jax.tree.leaves(home_of(params, patterns))

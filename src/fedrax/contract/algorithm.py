@@ -6,7 +6,7 @@ It never sees loops over clients, devices, files or networks. One round is one o
 1. ``broadcast(server) -> message`` goes to every client of the cohort,
 2. ``client(message, state, data) -> ClientOutput`` runs on each of them,
 3. ``receive(upload)`` makes of each upload what is averaged: it decodes, dequantises, unmasks,
-4. ``server(server, cohort) -> server, info`` takes the cohort's mean in.
+4. ``server(server, cohort) -> server, info`` takes the cohort's mean in, or where the phase is ``stacked`` the uploads.
 
 A client's **state** is what its next phase receives: a phase's returned state goes to the same client's next
 phase in this round, the last phase's to its next round. Only the latter outlives the round, so something
@@ -76,8 +76,16 @@ class Cohort(NamedTuple):
     """The number of this round, from 0."""
     key: Array
     """The server's random key of this round and phase; :meth:`stream` gives keys to use."""
+    uploads: Tree = ()
+    """Where the phase is ``stacked``: every receive(upload_i), on a leading axis of ``clients.shape``; zero beyond the
+    cohort, float32 at least. An empty tuple elsewhere."""
     depth: int = 0
     """Wrappers around whoever looks at this."""
+
+    @property
+    def real(self) -> Array:
+        """bool, in the order of ``clients``: False beyond the cohort."""
+        return self.clients < self.num_clients
 
     def stream(self, name: str) -> Array:
         """The server's random key for the purpose ``name`` in this phase; another one in every wrapper."""
@@ -96,6 +104,8 @@ class Phase(NamedTuple):
     client: Callable[[Any, Any, ClientData], ClientOutput]
     server: Callable[[Any, Cohort], tuple[Any, Info]]
     receive: Callable[[Tree], Tree] = unchanged
+    stacked: bool = False
+    """Whether the server sees the uploads one by one, as ``cohort.uploads``, beside their mean."""
 
 
 @hyperparameters
@@ -107,7 +117,12 @@ class Algorithm:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of one round."""
-        return (Phase(self.broadcast, self.client, self.server, self.receive),)
+        return (Phase(self.broadcast, self.client, self.server, self.receive, self.stacked),)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the server sees the uploads one by one, as ``cohort.uploads``, beside their mean."""
+        return False
 
     def init(self, params: Tree, num_clients: int) -> Any:
         """The server's state before the first round: a NamedTuple with the field ``params``, see :meth:`params`."""

@@ -125,6 +125,7 @@ class ClientData:
         round: Array,
         num_clients: int,
         cohort_size: Array,
+        shared_key: Array | None = None,
         phase: int = 0,
         carried: Carried | None = None,
         unroll: bool = False,
@@ -142,6 +143,7 @@ class ClientData:
         self._depth, self._phase = 0, phase
         self._fresh = False
         self._key, self.words = key, jax.random.key_data(key)
+        self._shared_key = key if shared_key is None else shared_key
 
     @classmethod
     def alone(
@@ -162,6 +164,10 @@ class ClientData:
         Streams share nothing with batches, dropout or each other, nor do those of wrappers around one another.
         """
         return stream_key(self._key, name, self._depth, self._phase)
+
+    def shared_stream(self, name: str) -> Array:
+        """The same of a key that all clients of this round share: for what they must draw alike."""
+        return stream_key(self._shared_key, name, self._depth, self._phase)
 
     def step_key(self, index: Array | int) -> Array:
         """The key of local step ``index``: for dropout."""
@@ -189,6 +195,13 @@ class ClientData:
     def with_directions(self, rule: DirectionRule) -> Self:
         """With ``rule`` applied to the direction of every local step, after the method's own."""
         return self._with(direction_rules=(*self.direction_rules, rule))
+
+    def with_steps(self, steps: Array) -> Self:
+        """With T_i, int32, whatever ``local`` says, unless a script gives it; a straggler does its share."""
+        if self.place.steps is not None:
+            return self
+        steps = steps if self.work is None else jnp.ceil(self.work * steps).astype(jnp.int32)
+        return self._with(place=self.place._replace(steps=steps))
 
     def with_carried(self, carried: Carried) -> Self:
         """With statistics and local optimizer of the caller's own, who looks after them."""

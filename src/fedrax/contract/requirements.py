@@ -25,7 +25,7 @@ class Requirements:
     per_sample_losses: bool = False
     """The loss must be one number a sample, not one a batch."""
     no_statistics: bool = False
-    """Running statistics (batch norm) would leave the clients outside of what the method guards."""
+    """Running statistics (batch norm) would not go the way that the method prescribes for what leaves a client."""
 
     def __or__(self, other: Requirements) -> Requirements:
         limits = [size for size in (self.largest_cohort, other.largest_cohort) if size is not None]
@@ -53,4 +53,4 @@ class Requirements:
         if self.blocks and not getattr(task, "blocks", None):
             raise FedraxError(f"{name} needs a model made of blocks: give Model(..., blocks=...)")
         if self.no_statistics and statistics:
-            raise FedraxError(f"{name} does not guard running statistics: use group norm instead of batch norm")
+            raise FedraxError(f"{name} takes no care of running statistics: use group norm instead of batch norm")

@@ -103,7 +103,8 @@ class Wrapper(Algorithm):
             state, own, info = self.around_server(deeper, mine, own, cohort, last)
             return self._whole(state, own), info
 
-        return Phase(broadcast, client, server, lambda upload: self.around_receive(phase.receive, upload))
+        receive = lambda upload: self.around_receive(phase.receive, upload)  # noqa: E731
+        return Phase(broadcast, client, server, receive, phase.stacked or self.stacked)
 
     def init(self, params: Tree, num_clients: int) -> Any:
         """``inner``'s, and the wrapper's own."""
@@ -156,3 +157,12 @@ class Wrapper(Algorithm):
         return self._whole(
             self.inner.map_corrections(function, mine, *(self._parts(other)[0] for other in others)), own
         )
+
+
+def wrapped_in(algorithm: Algorithm, kind: type[Wrapper]) -> Wrapper | None:
+    """The outermost wrapper of a kind around or inside ``algorithm``, itself included; None where there is none."""
+    while isinstance(algorithm, Wrapper):
+        if isinstance(algorithm, kind):
+            return algorithm
+        algorithm = algorithm.inner
+    return None

@@ -20,7 +20,7 @@ from fedrax.contract.algorithm import Algorithm, is_algorithm
 from fedrax.contract.fields import Field, fields_of, hints_of, inferred
 from fedrax.contract.hyperparameters import refuse_undecorated
 from fedrax.errors import FedraxError, unknown
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.methods import KNOWN_AS, algorithms
 from fedrax.experiments.own_code import Trust, import_named
 
 Table = dict[str, Any]
@@ -38,6 +38,8 @@ class Choice:
     """Makes a class of what the user's own ``file.py:name`` holds; None where only known names are allowed."""
     keep: bool = False
     """Whether another name, given on the command line, keeps those of the file's keys that it knows too."""
+    known_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What to write for names that others use."""
 
     def find(self, name: str, folder: Path, trust: Trust = "beside") -> type:
         """The class called ``name``; case, "-" and "_" do not matter. The user's own lie relative to ``folder``."""
@@ -48,6 +50,8 @@ class Choice:
             _OWN[cls] = where
             return cls
         plain = {_squeezed(known): known for known in classes}
+        if _squeezed(name) in self.known_as:
+            raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[_squeezed(name)]}")
         if _squeezed(name) not in plain:
             raise unknown(self.kind, name, classes)
         return classes[plain[_squeezed(name)]]
@@ -88,7 +92,7 @@ def own_algorithm(found: Any) -> type:
     return found
 
 
-ALGORITHM = Choice("algorithm", algorithms, own_algorithm, keep=True)
+ALGORITHM = Choice("algorithm", algorithms, own_algorithm, keep=True, known_as=KNOWN_AS)
 
 
 def choice_of(field: Field) -> Choice | None:

@@ -10,6 +10,38 @@ import fedrax.wrappers
 from fedrax.contract.algorithm import Algorithm, is_algorithm
 from fedrax.errors import unknown
 
+_MOMENTUM = "server_optimizer = { name = 'sgd', momentum = 0.9 }"
+
+KNOWN_AS = {
+    "fedavgm": f"fedavg with {_MOMENTUM}",
+    "fedproxm": f"fedprox with {_MOMENTUM}",
+    "mifam": f"mifa with {_MOMENTUM}",
+    "moonm": f"moon with {_MOMENTUM}",
+    "fedmlbm": f"fedmlb with {_MOMENTUM}",
+    "fedadagrad": "fedavg with server_optimizer = { name = 'adagrad' }",
+    "fedadam": "fedavg with server_optimizer = { name = 'adam' }",
+    "fedyogi": "fedavg with server_optimizer = { name = 'yogi' }",
+    "fedopt": "fedavg with a server_optimizer",
+    "dsgd": "fedsgd",
+    "celgc": "fedavg with local.clip",
+    "qffl": "qfedavg",
+    "proxskip": "scaffnew",
+    "signum": "signsgd with beta",
+    "fedper": "personalised with at_home = ['output/*']",
+    "fedrep": "personalised with at_home = ['output/*'] and alternate",
+    "lgfedavg": "personalised with the first layers in at_home",
+    "fedbn": "personalised with normalisation in at_home and statistics = true",
+    "fedmedian": "robust with rule = { name = 'median' }",
+    "fedtrimmedavg": "robust with rule = { name = 'trimmed_mean' }",
+    "krum": "robust with rule = { name = 'krum' }",
+    "multikrum": "robust with rule = { name = 'krum' } and its keep",
+    "rfa": "robust with rule = { name = 'geometric_median' }",
+    "qsgd": "quantised",
+    "fedpaq": "quantised",
+    "efsignsgd": "efsign",
+}
+"""Names of the field for what is an option here, lower case letters alone; docs/choosing.md has the table."""
+
 
 def algorithms() -> dict[str, type[Algorithm]]:
     """Every algorithm of the package by its name; a new file in ``fedrax/algorithms`` is found by itself."""

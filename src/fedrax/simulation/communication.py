@@ -52,7 +52,7 @@ class Counting(Executor):
         sums = no_sums(self.program, self.algorithm, p, self.initial, done)
         sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
         self.kept = done.kept
-        return Gathered(sums, jax.tree.map(lambda a: a[None], done.output.each), places.client, places.weight)
+        return Gathered(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
 
 
 class TracedRound(NamedTuple):

@@ -75,7 +75,7 @@ class StepByStep(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """One client after another."""
-        sums, each, initial = None, [], self.kept[0]
+        sums, single, initial = None, [], self.kept[0]
         for k, client in enumerate(self.numbers):
             done = run_client(
                 self.program,
@@ -97,10 +97,10 @@ class StepByStep(Executor):
             weight = self.here.places.weight[k]
             sums = add_client(self.program, sums, done, weight, jnp.bool_(True), client)
             self.kept[k] = done.kept
-            each.append(sent.each)
+            single.append(done.single)
         assert sums is not None
-        stacked = jax.tree.map(lambda *e: jnp.stack(e), *each)
-        return Gathered(sums, stacked, self.numbers, self.here.places.weight[: len(each)])
+        stacked = jax.tree.map(lambda *e: jnp.stack(e), *single)
+        return Gathered(sums, stacked, self.numbers, self.here.places.weight[: len(single)])
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""

@@ -11,7 +11,7 @@ from fedrax import tree
 from fedrax.contract.client_data import Layout, Place
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
-from fedrax.simulation.round import Program, Rounds, client_data
+from fedrax.simulation.round import Keys, Program, Rounds, client_data
 from fedrax.tree import Tree
 
 
@@ -31,7 +31,7 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
         numbers = jnp.arange(clients, dtype=jnp.int32)
         places = Place(numbers, numbers, offsets, sizes, jnp.ones(clients))
         everyone = Rounds(jnp.int32(0), jnp.float32(clients), jnp.int32(clients), places)
-        keys = jnp.broadcast_to(jax.random.key(seed), clients)
+        keys = Keys(jnp.broadcast_to(jax.random.key(seed), clients), jax.random.key(seed))
 
         def add(i: Array, total: tuple) -> tuple:
             data = client_data(program, samples, everyone, keys, i)

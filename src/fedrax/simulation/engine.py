@@ -30,6 +30,7 @@ from fedrax.simulation.round import (
     Executor,
     Finished,
     Gathered,
+    Keys,
     Program,
     Rounds,
     Sums,
@@ -55,10 +56,10 @@ class Carry(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a device stands in a phase: sums, ``each`` and what is kept by place, and the store."""
+    """Where a device stands in a phase: sums, what goes up singly and what is kept by place, and the store."""
 
     sums: Sums
-    each: Tree
+    single: Tree
     kept: Tree
     store: Tree
 
@@ -75,7 +76,7 @@ class PhaseRunner:
         statistics: Tree,
         samples: Tree,
         here: Rounds,
-        keys: Array,
+        keys: Keys,
     ):
         self.program, self.algorithm, self.p, self.here = program, algorithm, p, here
         self.first, self.last = p == 0, p == len(algorithm.phases) - 1
@@ -95,7 +96,7 @@ class PhaseRunner:
         by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
         sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
-        return Progress(sums, by_place(shape.output.each), () if self.last else by_place(shape.kept), store)
+        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store)
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
@@ -103,7 +104,7 @@ class PhaseRunner:
         What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
         goes to the store in the last phase and to ``Progress.kept`` before.
         """
-        chunk, (sums, each, kept, store) = self.program.chunk, progress
+        chunk, (sums, single, kept, store) = self.program.chunk, progress
         place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
         real = place < self.here.count
         at = jnp.minimum(place, self.here.count - 1) if chunk else place
@@ -117,7 +118,7 @@ class PhaseRunner:
                 begins = self.get_state(source, rows)
             done = self.one(begins, at)
             put, put_state = scope(STATES)(tree.set_row), scope(STATES)(self.put_state)
-        each = put(each, at, done.output.each)
+        single = put(single, at, done.single)
         if self.last:
             store = put_state(store, slots, done.kept)
         else:
@@ -126,7 +127,7 @@ class PhaseRunner:
             weight = self.here.places.weight[at]
             weight = jnp.where(real, weight, 0) if chunk else weight
             sums = add_client(self.program, sums, done, weight, real, self.here.places.client[at])
-        return Progress(sums, each, kept, store)
+        return Progress(sums, single, kept, store)
 
     def run(self, kept: Tree, store: Tree) -> Progress:
         """All clients of this device."""
@@ -179,12 +180,12 @@ class OnDevice(Executor):
         places = self.here.places
         runner = PhaseRunner(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
         with phase_scope(p):
-            sums, each, self.kept, self.store = runner.run(self.kept, self.store)
+            sums, single, self.kept, self.store = runner.run(self.kept, self.store)
         share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
         with scope(AGGREGATE):
             sums = self.join(sums._replace(bad=()))._replace(bad=self.least(sums.bad))
-            each, clients, weights = map_vectors(share, (each, places.client, places.weight), self.gather)
-        return Gathered(sums, each, clients, weights)
+            single, clients, weights = map_vectors(share, (single, places.client, places.weight), self.gather)
+        return Gathered(sums, single, clients, weights)
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """As every executor, on every device alike."""

@@ -67,8 +67,8 @@ class Compiled:
             return runner(p, algorithm, *inputs).step(i, kept, progress)
 
         def gather(parts: list, clients: Array, weights: Array) -> Gathered:
-            each = jax.tree.map(lambda *e: jnp.concatenate(e), *[each for _, each in parts])
-            return Gathered(reduce(join_sums, [sums for sums, _ in parts]), each, clients, weights)
+            single = jax.tree.map(lambda *e: jnp.concatenate(e), *[single for _, single in parts])
+            return Gathered(reduce(join_sums, [sums for sums, _ in parts]), single, clients, weights)
 
         def server(p: int, algorithm: Algorithm, *inputs: Any) -> tuple[Any, Info]:
             return serve(program, p, algorithm, *inputs)
@@ -120,7 +120,7 @@ class Dispatched(Executor):
                     place = jax.device_put(np.int32(i), device)
                     progress[d] = self.compiled.step(p, self.algorithm, progress[d], inputs[d], self.kept[d], place)
         self.stores, self.kept = [q.store for q in progress], [q.kept for q in progress]
-        parts = jax.device_put([(q.sums, q.each) for q in progress], self.devices[0])
+        parts = jax.device_put([(q.sums, q.single) for q in progress], self.devices[0])
         places = self.here.places
         return self.compiled.gather(parts, places.client.reshape(-1), places.weight.reshape(-1))
 

@@ -22,8 +22,8 @@ from fedrax.contract.checks import checked_client, checked_output, checked_recei
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
 from fedrax.tree import Tree
 
-SERVER_KEY = 0xFFFFFFFF
-"""Of the keys of a round, by client's number, the server's."""
+SERVER_KEY, SHARED_KEY = 0xFFFFFFFF, 0xFFFFFFFE
+"""Of the keys of a round, by client's number, the server's, and the one that all clients know."""
 
 
 class Program(NamedTuple):
@@ -74,6 +74,15 @@ class Kept(NamedTuple):
         return cls(state, algorithm.init_local(params), at_home)
 
 
+class Keys(NamedTuple):
+    """Random keys of a round's clients."""
+
+    own: Array
+    """Each client's, by place."""
+    shared: Array
+    """The one that all of them know."""
+
+
 class Finished(NamedTuple):
     """A client at the end of a phase."""
 
@@ -81,6 +90,8 @@ class Finished(NamedTuple):
     """As the client returned it, its state taken out."""
     received: Tree
     """The upload as the server sums it."""
+    single: Tree
+    """What reaches the server one per client: ``each``, and the received upload where the phase stacks uploads."""
     kept: Kept
     statistics: Tree
     """The model's running statistics; none where they stay at home."""
@@ -101,7 +112,7 @@ class Gathered(NamedTuple):
     """What a phase brought from all clients of the cohort."""
 
     sums: Sums
-    each: Tree
+    single: Tree
     clients: Array
     weights: Array
 
@@ -156,9 +167,10 @@ def serve(
     program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
     """The server's step at the end of phase ``p``."""
+    each, uploads = gathered.single
     cohort = Cohort(
         mean=gathered.sums.upload,
-        each=gathered.each,
+        each=each,
         total=gathered.sums.total,
         clients=gathered.clients,
         weights=gathered.weights,
@@ -166,6 +178,7 @@ def serve(
         num_clients=program.num_clients,
         round=jnp.asarray(here.round),
         key=jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p),
+        uploads=jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), uploads),
     )
     return checked_server(algorithm, algorithm.phases[p].server(server, cohort))
 
@@ -173,13 +186,14 @@ def serve(
 # -- one client ----------------------------------------------------------------------------------------------------
 
 
-def client_keys(round_key: Array, clients: Array) -> Array:
-    """The key of each client of a round."""
-    return jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
+def client_keys(round_key: Array, clients: Array) -> Keys:
+    """The keys of a round's clients."""
+    own = jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
+    return Keys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
 
 
 def client_data(
-    program: Program, samples: Tree, here: Rounds, keys: Array, k: Any, carried: Carried | None = None, phase: int = 0
+    program: Program, samples: Tree, here: Rounds, keys: Keys, k: Any, carried: Carried | None = None, phase: int = 0
 ) -> ClientData:
     """The client in place ``k`` as algorithms see it."""
     return ClientData(
@@ -187,7 +201,8 @@ def client_data(
         program.layout,
         samples,
         jax.tree.map(lambda a: a[k], here.places),
-        keys[k],
+        keys.own[k],
+        shared_key=keys.shared,
         round=here.round,
         num_clients=program.num_clients,
         cohort_size=here.cohort_size,
@@ -208,7 +223,7 @@ def run_client(
     statistics: Tree,
     samples: Tree,
     here: Rounds,
-    keys: Array,
+    keys: Keys,
     k: Array,
 ) -> Finished:
     """Phase ``p`` of the client in place k, and its upload's reception by the server.
@@ -223,7 +238,8 @@ def run_client(
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
     after = Kept(output.state, carried.optimizer, moved if at_home else ())
-    return Finished(output._replace(state=()), received, after, () if at_home else moved)
+    single = (output.each, received if phase.stacked else ())
+    return Finished(output._replace(state=()), received, single, after, () if at_home else moved)
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------

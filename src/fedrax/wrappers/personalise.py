@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm, ClientOutput
-from fedrax.contract.client_data import ClientData
+from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalResult, LocalSGD
 from fedrax.contract.wrapper import Wrapped, Wrapper
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -38,7 +41,8 @@ class Personalised(Wrapper):
     make of these; the global model holds their starting values. Names are paths such as ``output/weight``
     (``fedrax.tree.leaf_names``), patterns those of a shell. With the last layers at home this is FedPer (Arivazhagan et
     al. 2019), with the first ones LG-FedAvg (Liang et al. 2020), with normalisation and its statistics FedBN (Li et al.
-    2021). All layers move at once (FedSim in Pillutla et al. 2022).
+    2021). All layers move at once (FedSim in Pillutla et al. 2022); with ``alternate`` what stays moves first and the
+    rest then (FedAlt, the same), which with the last layers at home is FedRep (Collins et al. 2021).
 
     For methods of one phase that send parameters down and an update of them up, alone or as a field ``params``, and
     correct for no drift. The clients' own models are evaluated as personal ones.
@@ -49,6 +53,8 @@ class Personalised(Wrapper):
     """Patterns of the names of parameters that stay."""
     statistics: bool = False
     """Whether the model's running statistics (batch norm) stay too."""
+    alternate: LocalSGD | None = None
+    """Local steps of what stays, the rest held fixed; ``inner``'s then move the rest alone."""
 
     def check(self) -> None:
         """Refuse methods whose states or phases know the parameters that stay."""
@@ -82,12 +88,27 @@ class Personalised(Wrapper):
         self, client: Callable, message: Any, state: Any, own: dict, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """Local steps of the client's own model; its update goes up without what stays."""
+        first = None if self.alternate is None else self._alternated(message, own, data)
+        if first is not None:
+            own = {name: _named(first.params)[name] for name in own}
+            data = data.with_loss(partial(_holding, own))
         output = client(_changed(message, partial(_filled, own=own)), state, data)
         ends = {} if data.carried.params is None else _named(data.carried.params)
         if list(_named(getattr(output.upload, "params", output.upload))) != list(ends):
             raise FedraxError("Personalised needs local steps and an upload (or a field params of it) like the model")
         upload = _changed(output.upload, partial(_without, names=own))
-        return output._replace(upload=upload), {name: ends[name] for name in own}
+        if first is None:
+            return output._replace(upload=upload), {name: ends[name] for name in own}
+        info = {**output.info, "gradients": output.info["gradients"] + first.info["gradients"]}
+        return output._replace(upload=upload, info=info), own
+
+    def _alternated(self, message: Any, own: dict, data: ClientData) -> LocalResult:
+        """Steps of what stays."""
+        assert self.alternate is not None
+        start = _filled(getattr(message, "params", message), own)
+        rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
+        apart = data.with_carried(Carried(data.carried.statistics)).with_loss(partial(_holding, rest))
+        return dataclasses.replace(self.alternate, carry=False).run(apart, start)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: no update of what stays."""
@@ -105,6 +126,20 @@ def _changed(message: Any, change: Callable[[Tree], Tree]) -> Any:
 
 def _named(params: Tree) -> dict[str, Tree]:
     return dict(zip(tree.leaf_names(params), jax.tree.leaves(params), strict=True))
+
+
+def _holding(fixed: dict[str, Tree], losses: Callable) -> Callable:
+    """The loss with the parameters named in ``fixed`` held there, so that their gradient is zero."""
+
+    def loss(params: Tree, batch: Tree, key: Array) -> Array:
+        return losses(_placed(params, fixed), batch, key)
+
+    return loss
+
+
+def _placed(params: Tree, values: dict[str, Tree]) -> Tree:
+    leaves = [values.get(name, leaf) for name, leaf in _named(params).items()]
+    return jax.tree.structure(params).unflatten(leaves)
 
 
 def _without(params: Tree, names: Collection[str]) -> Tree:

@@ -1,4 +1,4 @@
-"""Quantised uploads: short whole numbers on the wire, unbiased."""
+"""Short whole numbers on the wire: quantised uploads, unbiased, and quantised messages."""
 
 from __future__ import annotations
 
@@ -65,12 +65,48 @@ class Quantised(Wrapper):
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: the numbers that the levels stand for."""
+        return receive(_values(upload))
 
-        def value(part: Any) -> Any:
-            if not isinstance(part, Quantities):
-                return part
-            if isinstance(part.scale, Quantities):  # of a Quantised inside, whose scale is quantised here
-                return part._replace(scale=value(part.scale))
-            return part.levels.astype(part.scale.dtype) * part.scale
 
-        return receive(jax.tree.map(value, upload, is_leaf=lambda part: isinstance(part, Quantities)))
+@hyperparameters
+class QuantisedDown(Wrapper):
+    """What the server of ``inner`` sends as whole numbers of ``bits`` bits, rounded to the nearest.
+
+    Each array goes down as q = round(u / s) with s = max |u| / (2^(bits - 1) - 1), and clients start from s q, which is
+    off by up to s / 2: training may stall as far from where it would end. What the server keeps is not rounded. Whole
+    numbers travel as they are.
+    """
+
+    inner: Algorithm = FedAvg()
+    bits: Literal[8, 16] = 16
+    """Bits of each number; an array takes a scale of four bytes besides."""
+
+    def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
+        """``inner``'s message, quantised."""
+        return jax.tree.map(self._quantised, broadcast(state))
+
+    def _quantised(self, u: Array) -> Array | Quantities:
+        if not jnp.issubdtype(u.dtype, jnp.floating) or not u.size:
+            return u
+        levels = 2 ** (self.bits - 1) - 1
+        scale = jnp.max(jnp.abs(u)) / levels
+        return Quantities(jnp.round(u / jnp.where(scale > 0, scale, 1)).astype(_TYPES[self.bits]), scale)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """From the numbers that the levels stand for."""
+        return client(_values(message), state, data), own
+
+
+def _values(parts: Tree) -> Tree:
+    """The numbers that the levels of a tree's :class:`Quantities` stand for."""
+
+    def value(part: Any) -> Any:
+        if not isinstance(part, Quantities):
+            return part
+        if isinstance(part.scale, Quantities):  # of a wrapper inside, whose scale is quantised here
+            return part._replace(scale=value(part.scale))
+        return part.levels.astype(part.scale.dtype) * part.scale
+
+    return jax.tree.map(value, parts, is_leaf=lambda part: isinstance(part, Quantities))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -13,14 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.contract.algorithm import Algorithm, ClientOutput
-from fedrax.contract.client_data import ClientData
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.feedback import ErrorFeedback
 from fedrax.contract.fields import Bound, Static
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.wrapper import Wrapper
-from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
@@ -55,7 +51,7 @@ class Sparse:
 
 
 @hyperparameters
-class TopK(Wrapper):
+class TopK(ErrorFeedback):
     """Of each client's update the largest numbers alone go up; what is left is added to its next update.
 
     With the rest e_i and the update u: e_i + u is cut to its k = ceil(``fraction`` d) numbers of largest magnitude, of
@@ -71,35 +67,7 @@ class TopK(Wrapper):
     fraction: Static[Annotated[float, Bound(gt=0, le=1)]] = 0.1
     """Share of the numbers that travel."""
 
-    def init_client_own(self, params: Tree) -> Tree:
-        """A rest for each phase: nothing is left out yet."""
-        return tuple(tree.zeros_like(params) for _ in self.inner.phases)
-
-    def around_client(
-        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
-    ) -> tuple[ClientOutput, Tree]:
-        """The largest numbers of update and rest go up."""
-        output = client(message, state, data)
-        rest, *others = own  # of this phase; by the end of the round the first phase's is in front again
-        upload, update = output.upload, self._update(output.upload, rest)
-        whole = tree.add(rest, update)
-        size = sum(leaf.size for leaf in jax.tree.leaves(whole))
-        sent = Sparse.largest(whole, max(1, math.ceil(self.fraction * size)))
-        upload = sent if update is upload else upload._replace(params=sent)
-        return output._replace(upload=upload), (*others, tree.sub(whole, sent.dense()))
-
-    def _update(self, upload: Tree, like: Tree) -> Tree:
-        update, shapes = getattr(upload, "params", upload), lambda t: [leaf.shape for leaf in jax.tree.leaves(t)]
-        if jax.tree.structure(update) != jax.tree.structure(like) or shapes(update) != shapes(like):
-            name = type(self.inner).__name__
-            raise FedraxError(
-                f"TopK needs an upload, or a field params of it, in the shape of the model: {name} has none"
-            )
-        if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(update)):
-            raise FedraxError("TopK picks among floating numbers: put what makes whole numbers of them around TopK")
-        return update
-
-    def around_receive(self, receive: Callable, upload: Tree) -> Tree:
-        """What ``inner`` receives: zero where nothing was sent."""
-        sparse = lambda part: isinstance(part, Sparse)  # noqa: E731
-        return receive(jax.tree.map(lambda part: part.dense() if sparse(part) else part, upload, is_leaf=sparse))
+    def compressed(self, values: Tree) -> Sparse:
+        """The largest numbers."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(values))
+        return Sparse.largest(values, max(1, math.ceil(self.fraction * size)))

@@ -1,0 +1,72 @@
+"""q-FedAvg: federated averaging for the fair objective q-FFL (Li, Sanjabi, Beirami and Smith 2020)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import NonNegative, hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+_TINY = 1e-10
+"""Added to a client's loss, as the authors do: a loss of zero has no powers below zero."""
+
+
+class Server(NamedTuple):
+    """Global parameters and the server optimizer's state."""
+
+    params: Tree
+    optimizer: Tree
+
+
+class Upload(NamedTuple):
+    """F_i^q Delta_i, and what the sums of these are divided by; both in units of L = 1 / eta."""
+
+    params: Tree
+    scale: Array
+
+
+@hyperparameters
+class QFedAvg(Algorithm):
+    """Minimises sum_i p_i f_i^(q+1) / (q + 1): the greater q, the more the clients count that do badly. Algorithm 2.
+
+    With F_i = f_i(x) over all of a client's data and L = 1 / eta for the unknown Lipschitz constant, client i sends
+    F_i^q L Delta_i and h_i = q F_i^(q-1) |L Delta_i|^2 + L F_i^q, and x <- x + sum_i p_i F_i^q L Delta_i / sum_i p_i
+    h_i. The losses must not be negative. q = 0 is FedAvg.
+    """
+
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
+    q: NonNegative = 1.0
+    """How much fairness counts."""
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params, self.server_optimizer.init(params))
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """F_i at the global parameters, then local SGD from there."""
+        loss, _ = data.full_gradient(message, self.local.reduction)  # the compiler drops the gradient, which is unused
+        result = self.local.run(data, message)
+        delta, lr = tree.sub(result.params, message), self.local.step_size(data.round)
+        power = (loss + _TINY) ** self.q
+        curvature = self.q * (loss + _TINY) ** (self.q - 1) * tree.dot(delta, delta)
+        # A schedule may have brought the step size down to zero, and with it Delta_i.
+        scale = curvature / jnp.where(jnp.asarray(lr) > 0, lr, 1) + power
+        upload = jax.tree.map(lambda d: (power * d).astype(d.dtype), delta)
+        return ClientOutput(upload=Upload(upload, scale), info=result.info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step of the server optimizer on the fair mean of the updates."""
+        update, scale = cohort.mean
+        delta = tree.scale(1 / scale, update)
+        params, state = self.server_optimizer.step(server.params, server.optimizer, delta, cohort.round)
+        return Server(params, state), {}

@@ -1,0 +1,116 @@
+"""Scaffnew, or ProxSkip: local steps that accelerate (Mishchenko, Malinovsky, Stich and Richtarik 2022)."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.fields import Bound
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters."""
+
+    params: Tree
+
+
+class Client(NamedTuple):
+    """h_i, which becomes the gradient of f_i at the optimum."""
+
+    control: Tree
+
+
+class Moved(NamedTuple):
+    """Between the two exchanges of a round: h_i, and where the local steps ended."""
+
+    control: Tree
+    params: Tree
+
+
+@hyperparameters
+class Scaffnew(Algorithm):
+    """Local steps along g_i - h_i until a coin of chance p says to meet, then h_i <- h_i + p / eta (x - x_i).
+
+    The coin is tossed after each step, and all clients see the same one: a round has T local steps, T geometric with
+    mean 1 / p and alike for the whole cohort (``local`` does not say how many). Then x is the mean of the x_i; the
+    second exchange of the round sends it to those it is the mean of, who renew h_i by it (Algorithm 2). Where all
+    clients take part in every round that x is also what opens the next round, and need travel but once.
+
+    The paper has all clients take part. With a part of them this is TAMUNA without compression (Condat et al. 2023):
+    the h_i still sum to zero, as only means over the cohort are taken off.
+    """
+
+    local: LocalSGD = LocalSGD()
+    p: Annotated[float, Bound(gt=0, le=1)] = 0.2
+    """The chance of meeting after a local step."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """The h_i sum to zero in the plain mean; running statistics would have to follow x in the second exchange."""
+        return Requirements(uniform_weights=True, no_statistics=True)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """First the local steps, then x comes back."""
+        back = Phase(self.broadcast, self.renew, lambda server, cohort: (server, {}))
+        return (Phase(self.broadcast, self.client, self.server), back)
+
+    def check(self) -> None:
+        """Refuse a number of local steps, and steps that are not along gradients."""
+        if self.local.steps is not None or self.local.epochs is not None:
+            raise FedraxError("Scaffnew draws the number of local steps: leave local.steps and local.epochs out, set p")
+        between = ("momentum", "clip", "prox", "optimizer")
+        used = next((name for name in between if getattr(self.local, name) is not None), None)
+        if used is not None:
+            raise FedraxError(f"Scaffnew takes x - x_i for eta times gradients: leave local.{used} out")
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params)
+
+    def init_client(self, params: Tree) -> Client:
+        """h_i = 0."""
+        return Client(tree.zeros_like(params))
+
+    def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
+        """T local steps from the global parameters."""
+        steps = geometric(data.shared_stream("steps"), self.p)
+        result = self.local.run(
+            data.with_steps(steps), message, lambda g, x, memory, step: (tree.sub(g, state.control), memory)
+        )
+        delta = tree.sub(result.params, message)
+        info = {**result.info, "local_steps": result.steps}
+        return ClientOutput(upload=delta, state=Moved(state.control, result.params), info=info)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """x is the mean of the x_i."""
+        return Server(tree.add(server.params, cohort.mean)), {}
+
+    def renew(self, message: Tree, state: Moved, data: ClientData) -> ClientOutput:
+        """h_i by the distance to the mean."""
+        lr: Array = jnp.asarray(self.local.step_size(data.round))
+        # A schedule may have brought the step size down to zero: such steps say nothing of the gradient.
+        rate = jnp.where(lr > 0, self.p / jnp.where(lr > 0, lr, 1), 0)
+        control = tree.add_scaled(state.control, rate, tree.sub(message, state.params))
+        return ClientOutput(upload=(), state=Client(control))
+
+
+def geometric(key: Array, p: Array | float) -> Array:
+    """Tosses of a coin of chance p up to the first success, int32: 1 + floor(log U / log(1 - p)), U uniform on (0, 1].
+
+    In float32 whatever the run's precision, so that both precisions toss alike.
+    """
+    uniform = 1 - jax.random.uniform(key, (), jnp.float32)
+    failures = jnp.log(uniform) / jnp.log1p(-jnp.asarray(p, jnp.float32))
+    return 1 + jnp.floor(failures).astype(jnp.int32)

@@ -1,0 +1,84 @@
+"""signSGD with majority vote, and SIGNUM (Bernstein, Wang, Azizzadenesheli and Anandkumar 2018)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.compiled.signs import Signs
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import Decay, hyperparameters
+from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.requirements import Requirements
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters."""
+
+    params: Tree
+
+
+class Client(NamedTuple):
+    """m_i, the client's mean of past gradients; an empty tuple without momentum."""
+
+    momentum: Tree
+
+
+@hyperparameters
+class SignSGD(Algorithm):
+    """One step a round: each client sends the signs of its gradient, a bit each, and x <- x - eta sign(sum of signs).
+
+    The gradient is that of one batch. With ``beta`` the signs are those of m_i <- beta m_i + (1 - beta) g_i, which a
+    client keeps: SIGNUM. Weight decay is the server's, x <- x - eta (sign(...) + decay x). Where the votes are equal x
+    stays, and a gradient of zero votes as a positive one. Algorithm 3; eta is ``local.lr``.
+    """
+
+    local: LocalSGD = LocalSGD(lr=1e-3, steps=1)
+    beta: Decay | None = None
+    """Momentum on the clients."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """Each client has one vote."""
+        return Requirements(uniform_weights=True)
+
+    def check(self) -> None:
+        """Refuse what belongs to local steps."""
+        for name in ("momentum", "clip", "prox", "optimizer"):
+            if getattr(self.local, name) is not None:
+                hint = "set beta" if name == "momentum" else f"leave local.{name} out"
+                raise FedraxError(f"SignSGD takes one step a round, the server's, along signs: {hint}")
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params)
+
+    def init_client(self, params: Tree) -> Client:
+        """m_i = 0."""
+        return Client(() if self.beta is None else tree.zeros_like(params))
+
+    def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
+        """The signs of the gradient, or of the momentum."""
+        loss, gradient = Step(self.local, data, 0).gradient(message)
+        if self.beta is not None:
+            gradient = tree.add(tree.scale(self.beta, state.momentum), tree.scale(1 - self.beta, gradient))
+            state = Client(gradient)
+        info = {"loss": loss, "gradients": self.local.samples(data, 1)}
+        return ClientOutput(upload=Signs.of(gradient), state=state, info=info)
+
+    def receive(self, upload: Signs) -> Tree:
+        """1 and -1."""
+        return upload.values()
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step along the signs that most clients have."""
+        # The sum of votes is a whole number: rounded to it, equal votes are zero to the last bit.
+        votes = jax.tree.map(lambda mean: jnp.sign(jnp.round(mean * cohort.size)), cohort.mean)
+        direction = self.local.decayed(votes, server.params)
+        return Server(tree.add_scaled(server.params, -self.local.step_size(cohort.round), direction)), {}

@@ -1,0 +1,126 @@
+"""What is special to q-FedAvg, Scaffnew, signSGD and Ditto, beside their numbers and identities."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from fedrax import (
+    Batch,
+    Ditto,
+    FedAvg,
+    Federation,
+    FedraxError,
+    FedSGD,
+    LocalSGD,
+    QFedAvg,
+    Scaffnew,
+    Script,
+    SignSGD,
+    simulate,
+)
+from fedrax.algorithms.scaffnew import geometric
+from fedrax.contract.hyperparameters import check
+from tests import reference
+from tests.algorithms.problems import make_problem
+
+PROBLEM = make_problem("quadratic")
+LOCAL = LocalSGD(lr=0.05, steps=3, batch_size="full")
+
+
+def run(method: Any, **settings: Any) -> Any:
+    """All clients in every round."""
+    defaults = {"rounds": 60, "cohort_size": 7, "devices": 1, "eval_every": 1000}
+    return simulate(method, PROBLEM.task, PROBLEM.federation, **(defaults | settings))
+
+
+def test_fairness_lowers_the_worst_clients_loss_and_the_spread():
+    spread, worst = [], []
+    for q in (0.0, 2.0):
+        params = run(QFedAvg(LOCAL, q=q)).params
+        bounds = PROBLEM.federation.offsets
+        x, y = PROBLEM.federation.train
+        losses = PROBLEM.task.loss(params, Batch(x, y), jax.random.key(0))
+        means = [float(np.mean(losses[i:j])) for i, j in itertools.pairwise(bounds)]
+        spread.append(np.std(means))
+        worst.append(max(means))
+    assert spread[1] < 0.9 * spread[0]
+    assert worst[1] < 0.95 * worst[0]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
+def test_tosses_are_geometric(p: float):
+    """Mean and chances of the first numbers within five standard errors of 20,000 draws."""
+    draws = np.asarray(jax.jit(jax.vmap(lambda k: geometric(k, p)))(jax.random.split(jax.random.key(0), 20_000)))
+    assert draws.min() == 1
+    assert abs(draws.mean() - 1 / p) <= 5 * np.sqrt((1 - p) / p**2 / len(draws))
+    for k in (1, 2, 3):
+        chance = p * (1 - p) ** (k - 1)
+        assert abs((draws == k).mean() - chance) <= 5 * np.sqrt(chance * (1 - chance) / len(draws))
+
+
+def test_the_cohort_takes_as_many_steps_and_each_round_others():
+    """``local_steps`` is a mean over the cohort: a whole number where all take as many."""
+    method = Scaffnew(LocalSGD(lr=0.01, batch_size=2), p=0.15)
+    steps = [event["local_steps"] for event in run(method, rounds=8, cohort_size=3).events]
+    assert all(abs(s - round(s)) < 1e-5 for s in steps)
+    assert len({round(s) for s in steps}) > 3
+    other = [event["local_steps"] for event in run(method, rounds=8, cohort_size=3, seed=1).events]
+    assert steps != other
+
+
+def test_h_sums_to_zero_whoever_takes_part():
+    result = run(Scaffnew(LocalSGD(lr=0.05, batch_size=2), p=0.4), rounds=6, cohort_size=3, dtype="float64")
+    controls = np.array([result.client_state(i).control["w"] for i in range(7)])
+    assert np.abs(controls).max() > 1e-2
+    np.testing.assert_allclose(controls.sum(0), 0, atol=1e-13)
+
+
+def test_votes_that_are_equal_move_nothing():
+    """Two clients, opposite gradients; then a third decides. One step is eta long in each coordinate, or none."""
+    x = np.array([[1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
+    y = np.array([1.0, -1.0, 1.0])
+    federation = Federation.from_arrays(x, y, offsets=np.arange(4), shuffle=False)
+    settings: dict[str, Any] = {"rounds": 1, "devices": 1}
+    method = SignSGD(LocalSGD(lr=0.25, batch_size="full"))
+    two = simulate(method, PROBLEM.task, federation, script=Script(cohorts=[[0, 1]]), **settings)
+    np.testing.assert_array_equal(two.params["w"], [0, 0.25, 0, 0.25])
+    three = simulate(method, PROBLEM.task, federation, script=Script(cohorts=[[0, 1, 2]]), **settings)
+    np.testing.assert_array_equal(three.params["w"], [0.25] * 4)
+
+
+def test_a_vote_is_a_bit():
+    event = run(SignSGD(LocalSGD(lr=0.1)), rounds=1).events[-1]
+    assert (event["bytes_up"], event["bytes_down"]) == (7, 7 * 16)  # four numbers, of which a byte holds eight
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Scaffnew(LocalSGD(steps=3)), "Scaffnew draws the number of local steps"),
+        (Scaffnew(LocalSGD(clip=0.1)), "leave local.clip out"),
+        (Scaffnew(p=0.0), "Scaffnew.p must be greater than 0"),
+        (SignSGD(LocalSGD(momentum=0.9)), "along signs: set beta"),
+        (SignSGD(LocalSGD(clip=0.9)), "along signs: leave local.clip out"),
+        (Ditto(FedAvg(LOCAL), lam=-1.0), "Ditto.lam must be at least 0"),
+        (QFedAvg(LOCAL, q=-0.5), "QFedAvg.q must be at least 0"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_bad_values_end_in_a_sentence(method: Any, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        check(method)
+
+
+def test_dittos_own_steps_beside_another_global_method():
+    """v_i moves by its own rule: lambda = 0 is gradient descent alone, whatever the global method does."""
+    own = LocalSGD(lr=0.05, steps=2, batch_size="full")
+    result = run(Ditto(FedSGD(), lam=0.0, own_steps=own), rounds=2, cohort_size=7, dtype="float64")
+    client, w = PROBLEM.clients(reference.Local())[3], np.zeros(4)
+    for _ in range(4):
+        w = w - 0.05 * client.full_gradient(w)
+    np.testing.assert_allclose(result.client_state(3).own["w"], w, rtol=1e-10)

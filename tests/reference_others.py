@@ -1,0 +1,252 @@
+"""Fair, extrapolated, accelerated, voting and personal methods, robust rules and attacks once more, in NumPy float64.
+
+Nothing here comes from fedrax; see ``reference``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from tests.reference import Client, Method, Part, Vector, factor, join, split
+
+
+def updates(method: Method, parts: list[Part]) -> np.ndarray:
+    """What plain local steps from x add to it, a row for each client of the cohort."""
+    return np.array([method.clients[p.client].descend(method.x, p).params - method.x for p in parts])
+
+
+@dataclass
+class FedExP(Method):
+    epsilon: float = 1e-3
+
+    def round(self, parts):
+        deltas = updates(self, parts)
+        mean = sum(p.weight * d for p, d in zip(parts, deltas, strict=True))
+        squares = sum(p.weight * float(d @ d) for p, d in zip(parts, deltas, strict=True))
+        self.x = self.x + max(1.0, squares / (2 * (float(mean @ mean) + self.epsilon))) * mean
+
+
+@dataclass
+class QFedAvg(Method):
+    """In the paper's order: L = 1 / eta, Delta w, Delta_k and h_k. A loss has the authors' 1e-10 added."""
+
+    q: float = 1.0
+
+    def round(self, parts):
+        above, below = 0, 0.0
+        for p in parts:
+            client = self.clients[p.client]
+            losses = client.problem.losses(self.x, client.a, client.b)
+            loss = (losses.sum() if client.local.reduction == "sum" else losses.mean()) + 1e-10
+            lipschitz = 1 / (client.local.lr * factor(client.local.schedule, p.round))
+            dw = lipschitz * (self.x - client.descend(self.x, p).params)
+            above = above + p.weight * loss**self.q * dw
+            below += p.weight * (self.q * loss ** (self.q - 1) * float(dw @ dw) + lipschitz * loss**self.q)
+        self.x = self.rule.step(self.x, -above / below, parts[0].round)
+
+
+@dataclass
+class Scaffnew(Method):
+    p: float = 0.2
+
+    def start(self):
+        self.h = [np.zeros_like(self.x) for _ in self.clients]
+
+    def round(self, parts):
+        ends = {}
+        for part in parts:
+            own = lambda g, x, t, h=self.h[part.client]: g - h  # noqa: E731
+            ends[part.client] = self.clients[part.client].descend(self.x, part, own)
+        self.x = np.mean([end.params for end in ends.values()], axis=0)
+        for i, end in ends.items():
+            self.h[i] = self.h[i] + self.p / end.eta * (self.x - end.params)
+
+    def client_state(self, i):
+        return {"control": self.h[i]}
+
+
+@dataclass
+class SignSGD(Method):
+    beta: float | None = None
+
+    def start(self):
+        self.m = [np.zeros_like(self.x) for _ in self.clients]
+
+    def round(self, parts):
+        votes = np.zeros_like(self.x)
+        for p in parts:
+            client = self.clients[p.client]
+            gradient = client.gradient(self.x, client.batches()[0])
+            if self.beta is not None:
+                gradient = self.m[p.client] = self.beta * self.m[p.client] + (1 - self.beta) * gradient
+            votes = votes + np.where(gradient >= 0, 1, -1)
+        local = self.clients[0].local
+        eta = local.lr * factor(local.schedule, parts[0].round)
+        self.x = self.x - eta * (np.sign(votes) + local.weight_decay * self.x)
+
+    def client_state(self, i):
+        return {} if self.beta is None else {"momentum": self.m[i]}
+
+
+@dataclass
+class Ditto(Method):
+    inner: Any = None
+    lam: float = 1.0
+
+    def start(self):
+        self.v = [self.x for _ in self.clients]
+
+    def round(self, parts):
+        x = self.inner.x
+        for p in parts:
+            pull = lambda v: self.lam * (v - x)  # noqa: E731
+            self.v[p.client] = self.clients[p.client].descend(self.v[p.client], p, term=pull).params
+        self.inner.round(parts)
+        self.x = self.inner.x
+
+    def client_state(self, i):
+        return {"own": self.v[i]}
+
+
+# ------------------------------------------------------------------------------- compression, around FedAvg
+
+
+@dataclass
+class EFSign(Method):
+    inner: Any = None
+
+    def start(self):
+        self.rest = [np.zeros_like(self.x) for _ in self.clients]
+
+    def round(self, parts):
+        mean = 0
+        for p, u in zip(parts, updates(self, parts), strict=True):
+            whole = self.rest[p.client] + u
+            sent = np.abs(whole).mean() * np.where(whole >= 0, 1, -1)
+            self.rest[p.client] = whole - sent
+            mean = mean + p.weight * sent
+        self.x = self.inner.rule.step(self.x, mean, parts[0].round)
+
+    def client_state(self, i):
+        return {"own": self.rest[i]}
+
+
+@dataclass
+class QuantisedDown(Method):
+    inner: Any = None
+    bits: int = 16
+
+    def round(self, parts):
+        exact, problem = self.x, self.clients[0].problem
+        arrays, levels = split(problem, self.x), 2 ** (self.bits - 1) - 1
+        steps = {name: np.abs(a).max() / levels for name, a in arrays.items()}
+        self.x = join(problem, {name: np.round(a / steps[name]) * steps[name] for name, a in arrays.items()})
+        mean = sum(p.weight * u for p, u in zip(parts, updates(self, parts), strict=True))
+        self.x = self.inner.rule.step(exact, mean, parts[0].round)
+
+
+# ----------------------------------------------------------------------------------------------- robust rules
+
+
+def median(u: np.ndarray, weights: np.ndarray) -> Vector:
+    return np.median(u, axis=0)
+
+
+def trimmed_mean(u: np.ndarray, weights: np.ndarray, trim: float = 0.2) -> Vector:
+    cut = math.floor(trim * len(u))
+    return np.array([np.mean(sorted(column)[cut : len(u) - cut]) for column in u.T])
+
+
+def norm_bound(u: np.ndarray, weights: np.ndarray, bound: float = 1.0) -> Vector:
+    lengths = [math.sqrt(row @ row) for row in u]
+    assert min(lengths) < bound < max(lengths) or len(u) < 4
+    return sum(w * row * min(1.0, bound / n) for w, row, n in zip(weights, u, lengths, strict=True))  # type: ignore[return-value]
+
+
+def geometric_median(u: np.ndarray, weights: np.ndarray, iterations: int = 8, nu: float = 1e-6) -> Vector:
+    z = weights @ u
+    for _ in range(iterations):
+        b = np.array([w / max(nu, math.sqrt((z - row) @ (z - row))) for w, row in zip(weights, u, strict=True)])
+        z = b @ u / b.sum()
+    return z
+
+
+def krum(u: np.ndarray, weights: np.ndarray, attackers: int = 1, keep: int = 1) -> Vector:
+    scores = []
+    for i, row in enumerate(u):
+        squares = sorted(float((row - other) @ (row - other)) for j, other in enumerate(u) if j != i)
+        scores.append(sum(squares[: max(len(u) - attackers - 2, 1)]))
+    return u[np.argsort(scores, kind="stable")[:keep]].mean(0)
+
+
+RULES = {
+    "Median": median,
+    "TrimmedMean": trimmed_mean,
+    "NormBound": norm_bound,
+    "GeometricMedian": geometric_median,
+    "Krum": krum,
+}
+
+
+@dataclass
+class Robust(Method):
+    """Around FedAvg."""
+
+    inner: Any = None
+    rule: Any = ("Median", {})
+
+    def __post_init__(self) -> None:
+        self.using, self.rule = self.rule, None
+        super().__post_init__()
+
+    def round(self, parts):
+        self.take(updates(self, parts), parts)
+
+    def take(self, u: np.ndarray, parts: list[Part]) -> None:
+        """The server's step on the cohort's uploads, sorted by client."""
+        order = np.argsort([p.client for p in parts])
+        name, options = self.using
+        mean = RULES[name](u[order], np.array([parts[k].weight for k in order]), **options)
+        self.x = self.inner.x = self.inner.rule.step(self.x, mean, parts[0].round)
+
+
+# ---------------------------------------------------------------------------------------------------- attacks
+
+
+@dataclass
+class Attacked(Method):
+    """Around FedAvg, or around Robust around it."""
+
+    inner: Any = None
+    attack: Any = ("Scaling", {})
+    listed: tuple = ()
+
+    def start(self):
+        name, options = self.attack
+        if name == "LabelFlip":
+            for i in self.listed:
+                c = self.clients[i]
+                self.clients[i] = Client(c.problem, c.a, options["classes"] - 1 - c.b, c.local)
+
+    def round(self, parts):
+        u, name = updates(self, parts), self.attack[0]
+        bad = np.array([p.client in self.listed for p in parts])
+        if name == "Scaling":
+            u[bad] *= self.attack[1]["factor"]
+        elif name == "ALittle" and bad.any():
+            n, m = len(u), int(bad.sum())
+            needed = math.floor(n / 2 + 1) - m
+            further = (n - m - needed) / (n - m) if n > m else 1.0
+            z = max(NormalDist().inv_cdf(min(max(further, 0.5), 0.999)), 0.0)
+            u[bad] = u[bad].mean(0) - z * u[bad].std(0)
+        if isinstance(self.inner, Robust):
+            self.inner.take(u, parts)
+        else:
+            mean = sum(p.weight * row for p, row in zip(parts, u, strict=True))
+            self.inner.x = self.inner.rule.step(self.inner.x, mean, parts[0].round)
+        self.x = self.inner.x

@@ -1,0 +1,261 @@
+"""Robust rules and attacks: what they compute, that defences hold, and what cannot be combined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax import (
+    MIFA,
+    Attacked,
+    FedAvg,
+    Federation,
+    FedraxError,
+    LocalSGD,
+    Quantised,
+    Result,
+    Robust,
+    Scaffnew,
+    Scaffold,
+    Script,
+    Upcycled,
+    classification,
+    hyperparameters,
+    simulate,
+    sweep,
+    tree,
+)
+from fedrax.contract.aggregation import GeometricMedian, Krum, Median, NormBound, TrimmedMean
+from fedrax.contract.algorithm import Algorithm, Cohort
+from fedrax.models import Logistic
+from fedrax.wrappers.attacked import ALittle, Gaussian, LabelFlip, Scaling
+from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, run
+from tests.wrappers.own_methods import Masked
+
+FEDAVG = FedAvg(local=LOCAL)
+
+
+ROWS = 7
+
+
+def cohort_of(uploads: Any, order: Any = None, rows: int = ROWS) -> Cohort:
+    """Uploads of clients 0, 1, ... as a server finds them: in some order of ``rows``, with zeros in those of nobody."""
+    size = len(jax.tree.leaves(uploads)[0])
+    places = np.arange(rows) if order is None else np.asarray(order)
+
+    def put(values: Any, empty: float = 0) -> Any:
+        values = np.asarray(values)
+        padded = np.concatenate([values, np.full((rows - size, *values.shape[1:]), empty, values.dtype)])
+        return jnp.asarray(padded[places], jnp.float32 if values.dtype == float else None)
+
+    facts = {"size": jnp.float32(size), "num_clients": 99, "round": jnp.int32(0), "key": jax.random.key(0)}
+    clients, weights = put(np.arange(size, dtype=np.int32), 99), put(np.full(size, 1 / size))
+    return Cohort((), (), (), clients, weights, **facts, uploads=jax.tree.map(put, uploads))  # type: ignore[arg-type]
+
+
+aggregate = jax.jit(lambda rule, cohort: rule(cohort))
+
+
+# -- rules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6])
+@pytest.mark.parametrize(
+    "rule",
+    [Median(), TrimmedMean(0.2), NormBound(0.5), GeometricMedian(), Krum(keep=2)],
+    ids=lambda r: type(r).__name__,
+)
+def test_rules_look_at_the_cohort_alone_in_any_order(rule: Any, size: int):
+    """Rows beyond the cohort lie elsewhere on other devices, and hold zeros, which would draw everything near."""
+    rng = np.random.default_rng(size)
+    uploads = {"a": 5 + rng.normal(size=(size, 3, 2)), "b": rng.normal(size=(size, 4))}
+    one, other = (aggregate(rule, cohort_of(uploads, order)) for order in (None, rng.permutation(ROWS)))
+    alone = rule(cohort_of(uploads, rows=size)) if size == 5 else one
+    for values in (other, alone):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), values, one)
+
+
+def test_the_geometric_median_is_where_the_pulls_cancel():
+    """The gradient of sum |z - u_k|, a sum of unit vectors, is zero there."""
+    points = np.random.default_rng(0).normal(size=(7, 3)) + np.array([40, 0, 0])
+    points[0] = [-900, 5, 5]
+    z = np.asarray(aggregate(GeometricMedian(iterations=200), cohort_of({"z": points}))["z"])
+    ways = (points - z) / np.linalg.norm(points - z, axis=1, keepdims=True)
+    assert np.linalg.norm(ways.sum(0)) < 1e-2
+    assert abs(z[0] - 40) < 2
+
+
+def test_mutual_neighbours_score_alike_and_the_number_decides():
+    """n - f - 2 = 1 neighbour counts: of the nearest two, whose distances are the same, the lower number is taken."""
+    points = np.array([[9.0, 0], [0, 0.1], [0, 0.2], [5, 5], [-7, 3]])
+    for order in (None, [4, 2, 5, 3, 6, 1, 0]):
+        chosen = aggregate(Krum(attackers=2), cohort_of({"z": points}, order))["z"]
+        np.testing.assert_allclose(chosen, points[1], rtol=1e-6)
+
+
+# -- defence -------------------------------------------------------------------------------------------------------
+
+CLIENTS = 20
+
+
+def clean_federation() -> Federation:
+    """Clients alike, whose labels a linear model finds."""
+    rng = np.random.default_rng(1)
+    x, weight = rng.normal(size=(1000, 6)).astype(np.float32), rng.normal(size=(6, 3))
+    y, owner = (x @ weight).argmax(1), np.arange(600) % CLIENTS
+    return Federation.from_arrays(x[:600], y[:600], owner, test=(x[600:], y[600:]), num_classes=3)
+
+
+CLEAN = clean_federation()
+
+
+def accuracy(method: Algorithm) -> float:
+    """After ten rounds with every client."""
+    task = classification(Logistic().build((6,), 3))
+    result = simulate(method, task, CLEAN, rounds=10, cohort_size=CLIENTS, eval_every=10, devices=2)
+    assert result.events[-1].get("malicious", 0.2) == pytest.approx(0.2)
+    return float(result.events[-1]["test_accuracy"])
+
+
+def test_a_fifth_of_flipped_signs_ruins_the_mean_and_no_robust_rule():
+    """Flipped and five times as long: 0.8 - 5 * 0.2 < 0, the mean points uphill."""
+    inner, attack = FedAvg(local=LocalSGD(lr=0.3, steps=5, batch_size=10)), Scaling(-5.0)
+    assert accuracy(inner) > 0.9
+    assert accuracy(Attacked(inner, attack)) < 0.34
+    for rule in (Median(), Krum(attackers=4, keep=5)):
+        assert accuracy(Attacked(Robust(inner, rule), attack)) > 0.88
+
+
+def test_noise_is_each_clients_own_and_colluders_send_the_same():
+    uploads = {"a": np.random.default_rng(2).normal(size=(6, 4))}
+    cohort, malicious = cohort_of(uploads), jnp.arange(ROWS) < 3
+    attack = jax.jit(lambda attack, cohort: attack(cohort, malicious)["a"])
+    drawn = np.asarray(attack(Gaussian(2.0), cohort))
+    backwards = np.asarray(attack(Gaussian(2.0), cohort_of(uploads, np.arange(ROWS)[::-1])))
+    np.testing.assert_array_equal(backwards[::-1], drawn)
+    assert len(np.unique(drawn[:6])) == 24
+    honest, sent = uploads["a"][:3], np.asarray(attack(ALittle(z=1.5), cohort))
+    np.testing.assert_allclose(sent, np.broadcast_to(honest.mean(0) - 1.5 * honest.std(0), (ROWS, 4)), rtol=1e-5)
+
+
+def test_the_papers_z_of_24_in_50():
+    """Baruch et al. 2019, section 3.2: two more are needed, Phi(z) = 24 / 26 and z = 1.43."""
+    rng = np.random.default_rng(3)
+    uploads, malicious = {"a": rng.normal(size=(50, 2))}, jnp.arange(50) < 24
+    honest = uploads["a"][:24]
+    z = (honest.mean(0) - np.asarray(ALittle()(cohort_of(uploads, rows=50), malicious)["a"][0])) / honest.std(0)
+    np.testing.assert_allclose(z, 1.426, atol=2e-3)
+
+
+@pytest.mark.parametrize(("share", "clients", "count"), [(0.2, (), 20), (0.5, (), 50), (0.9, (3, 98), 2)])
+def test_who_is_malicious(share: float, clients: tuple[int, ...], count: int):
+    wrapper = Attacked(FEDAVG, share=share, clients=clients)
+    bad = np.asarray(wrapper.malicious(jnp.arange(100), 100))
+    assert bad.sum() == count
+    assert not np.asarray(wrapper.malicious(jnp.arange(100, 120), 100))[1:].any()
+    if clients:
+        assert bad[list(clients)].all()
+    else:
+        other = Attacked(FEDAVG, share=share, draw=1)
+        assert (bad != np.asarray(other.malicious(jnp.arange(100), 100))).any()
+        assert bool(wrapper.malicious(jnp.int32(7), 100)) == bad[7]
+
+
+# -- with everything else ------------------------------------------------------------------------------------------
+
+
+ATTACKED = Attacked(Robust(Quantised(FEDAVG, bits=8), TrimmedMean(0.3)), ALittle(), share=0.5)
+SHORT: dict[str, Any] = {"rounds": 2, "cohort_size": 5}
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Result:
+    """What the plans are compared with."""
+    return run(ATTACKED, **SHORT, devices=1)
+
+
+@pytest.mark.parametrize("plan", [{"plan": "vmap", "chunk": 2}, {"plan": "loop"}], ids=["vmap", "loop"])
+def test_plans_agree(plan: dict[str, Any], one_device: Result):
+    """Decoded uploads, attackers that collude, and two devices with unlike numbers of clients."""
+    assert_close(run(ATTACKED, **SHORT, **plan), one_device)
+
+
+def test_bytes_are_those_of_the_method_inside():
+    plain, robust = (run(m, rounds=1).events[-1] for m in (FEDAVG, Attacked(Robust(FEDAVG))))
+    assert (plain["bytes_up"], plain["bytes_down"]) == (robust["bytes_up"], robust["bytes_down"])
+    assert plain["bytes_up"] == 3 * MODEL_BYTES
+
+
+def test_a_grid_of_bounds_runs_together():
+    methods = [Attacked(Robust(FEDAVG, NormBound(bound)), Scaling(-3.0), share=0.4) for bound in (0.05, 0.5)]
+    options: dict[str, Any] = {"rounds": 2, "cohort_size": 4, "eval_every": 100}
+    together = sweep(methods, TASK, FEDERATION, mode="together", **options)
+    for method, (one,) in zip(methods, together, strict=True):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            one.params,
+            run(method, **options).params,
+        )
+    assert tree.norm(tree.sub(together[0][0].params, together[1][0].params)) > 1e-4
+
+
+def test_labels_flip_on_malicious_clients_alone():
+    flip = LabelFlip(classes=3)
+    np.testing.assert_array_equal(flip.flipped(jnp.array([[0, 2], [1, -1]])), [[2, 0], [1, -1]])
+    honest = run(Attacked(FEDAVG, flip, clients=(7,)), rounds=1, cohort_size=8)
+    flipped = run(Attacked(FEDAVG, flip, share=1.0), rounds=1, cohort_size=8)
+    for result, same in ((honest, 7 / 8), (flipped, 0.0)):
+        assert result.events[-1]["malicious"] == pytest.approx(1 - same)
+    assert tree.norm(tree.sub(honest.params, flipped.params)) > 1e-3
+
+
+@hyperparameters
+class First:
+    """A rule of one's own."""
+
+    def __call__(self, cohort: Cohort) -> Any:
+        """The upload of the client of least number."""
+        return jax.tree.map(lambda u: u[jnp.argmin(cohort.clients)], cohort.uploads)
+
+
+def test_a_rule_of_ones_own():
+    one = run(Robust(FEDAVG, First()), rounds=1, script=Script(cohorts=[[5, 2, 4]]))  # type: ignore[arg-type]
+    alone = run(FEDAVG, rounds=1, script=Script(cohorts=[[2]]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one.params, alone.params)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Robust(Masked(local=LOCAL)), "Masked hands its server sums, whose parts nobody sees"),
+        (Robust(MIFA(local=LOCAL, memory="server")), "MIFA hands its server updates that it remembers"),
+        (Attacked(Masked(local=LOCAL)), "Attacked goes around methods whose clients upload"),
+        (Robust(Upcycled(Attacked(FEDAVG))), "put Attacked around Robust"),
+        (Robust(FEDAVG, TrimmedMean(0.5)), "rule.trim must be less than 0.5"),
+        (Attacked(FEDAVG, clients=(2, 2)), "must hold different numbers from 0"),
+        (Attacked(FEDAVG, clients=(8,)), "must hold numbers from 0 to 7"),
+    ],
+    ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody"],
+)
+def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        run(method, rounds=1)
+
+
+def test_rules_that_count_heads_refuse_weights():
+    with pytest.raises(FedraxError, match="Robust is defined for uniform aggregation weights only"):
+        run(Robust(FEDAVG), rounds=1, weights="samples")
+    run(Robust(FEDAVG, GeometricMedian()), rounds=1, weights="samples")
+
+
+@pytest.mark.parametrize(
+    "inner", [Scaffold(local=LOCAL), Scaffnew(local=LocalSGD(lr=0.05, batch_size=2))], ids=["Scaffold", "Scaffnew"]
+)
+def test_uploads_of_several_parts_and_phases_that_upload_nothing(inner: Algorithm):
+    honest, attacked = (run(m, rounds=2) for m in (inner, Attacked(Robust(inner, GeometricMedian()), share=0.0)))
+    assert attacked.events[-1]["bytes_up"] == honest.events[-1]["bytes_up"]
+    assert tree.norm(tree.sub(attacked.params, honest.params)) > 0
