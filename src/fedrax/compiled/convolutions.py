@@ -71,6 +71,8 @@ def convolution(inputs: list[Array], params: dict) -> Array | None:
     if params["batch_group_count"] == x.shape[batch] > 1 and math.prod(places) <= _MOST_TAPS:
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         y = _depthwise_gradient(images, upstream, window, places)[None]
+    elif (y := _over_all_pixels(x, kernel, numbers, window, params)) is not None:
+        pass
     else:
         x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*entries, into, out)
         if params["batch_group_count"] > 1:
@@ -83,6 +85,30 @@ def convolution(inputs: list[Array], params: dict) -> Array | None:
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
+
+
+def _over_all_pixels(x: Array, kernel: Array, numbers: Any, window: Window, params: dict) -> Array | None:
+    """The gradient of a kernel of one entry: what it saw [pixels, C] and its upstream [pixels, D], one product [C, D].
+
+    Here C is called the batch. Both lie as they are wanted, with no transposed copy; None for anything else.
+    """
+    batch, *summed = numbers.lhs_spec
+    out, *over = numbers.rhs_spec
+    last = (x.ndim - 1, kernel.ndim - 1)
+    single = params["feature_group_count"] == params["batch_group_count"] == 1 and (batch, out) == last
+    if not single or any(map(any, window.pads)) or any(gap > 1 for gap in window.gaps):
+        return None
+    order = sorted(range(len(summed)), key=lambda i: summed[i])
+    if [over[i] for i in order] != list(range(last[1])):  # the two go over the pixels in another order
+        return None
+    steps = dict(zip(summed[1:], window.dilation, strict=True))
+    seen = x[tuple(slice(None, None, steps.get(axis, 1)) for axis in range(x.ndim))]
+    if seen.shape[:-1] != kernel.shape[:-1]:  # the kernel has several places
+        return None
+    pixels = math.prod(kernel.shape[:-1])
+    columns, upstream = seen.reshape(pixels, -1), kernel.reshape(pixels, -1)
+    y = lax.dot_general(columns, upstream, (((0,), (0,)), ((), ())), params["precision"])
+    return y.reshape(len(y), *(1 for _ in window.strides), -1)
 
 
 def _out_shape(x: Array, kernel: Array, params: dict) -> tuple[int, ...]:
