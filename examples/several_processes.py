@@ -8,7 +8,7 @@ import sys
 
 import fedrax
 from fedrax.data import Federation, load
-from fedrax.data.partition import Dirichlet
+from fedrax.data.partition import DirichletClients
 from fedrax.models import TwoNN
 
 if len(sys.argv) == 4:
@@ -16,7 +16,7 @@ if len(sys.argv) == 4:
     fedrax.join_processes(coordinator, int(processes), int(process))
 
 data = load("digits")
-federation = Federation.from_dataset(data, Dirichlet(alpha=0.3, clients=30), seed=0)
+federation = Federation.from_dataset(data, DirichletClients(alpha=0.3, clients=30), seed=0)
 task = fedrax.classification(TwoNN().build(data.train.x.shape[1:], data.num_classes))
 method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.1, epochs=2))
 result = fedrax.simulate(method, task, federation, rounds=30, cohort_size=10, eval_every=10)

@@ -144,11 +144,12 @@ def test_a_run_of_other_numbers_does_not_resume(name: str, tmp_path: Path):
 
 
 def test_another_activation_does_not_resume(tmp_path: Path):
-    run(SCAFFOLD, task=task(jnp.tanh), rounds=2, directory=tmp_path)
+    often = {"eval_every": 2, "task": task(jnp.tanh)}
+    run(SCAFFOLD, **often, rounds=2, directory=tmp_path)
     with pytest.raises(FedraxError, match="its program differ"):
-        run(SCAFFOLD, task=task(jnp.sin), rounds=4, directory=tmp_path, resume=True)
-    resumed = run(SCAFFOLD, task=task(jnp.tanh), rounds=4, directory=tmp_path, resume=True)  # another object, as code
-    assert_identical(resumed, run(SCAFFOLD, task=task(jnp.tanh), rounds=4))
+        run(SCAFFOLD, **often | {"task": task(jnp.sin)}, rounds=4, directory=tmp_path, resume=True)
+    again = often | {"task": task(jnp.tanh)}  # another object, the same program
+    assert_identical(run(SCAFFOLD, **again, rounds=4, directory=tmp_path, resume=True), run(SCAFFOLD, **often))
 
 
 def test_another_version_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -94,7 +94,7 @@ class Second:
     def finish(self, result): pass
     def event(self, event):
         if process == 1 and event["round"] == 4:
-            time.sleep(50) if what == "sleeps" else os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(40) if what == "sleeps" else os.kill(os.getpid(), signal.SIGKILL)
 
 settings = {"rounds": 8, "cohort_size": 4, "eval_every": 2, "checkpoint_every": 2}
 try:

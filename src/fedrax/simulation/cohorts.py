@@ -106,9 +106,13 @@ def check_list(clients: tuple[int, ...], num_clients: int) -> np.ndarray:
 def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:
     """The available clients of each round of a trace file."""
     path = participation.trace
-    table = read_csv(path)
+    wanted = f"the availability trace {path} is not a CSV with columns round, client"
+    try:
+        table = read_csv(path)
+    except FedraxError as error:
+        raise FedraxError(f"{wanted}: {error}") from error
     if not {"round", "client"} <= set(table.columns):
-        raise FedraxError(f"the availability trace {path} is not a CSV with columns round, client")
+        raise FedraxError(wanted)
     table = table.select("round", "client")
     if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
         raise FedraxError(f"the availability trace {path} must hold whole numbers only")

@@ -19,8 +19,8 @@ from fedrax.simulation.settings import Script, Settings
 from fedrax.tree import Tree
 
 _WHOLE = 1 << 28
-"""Bytes of an array that are read as they are; of a larger one, pieces spread over all of it."""
-_PIECES = 1 << 10
+"""Bytes of an array that are read as they are; of a larger one, which may lie on disk, pieces spread over all of it."""
+_PIECES, _PIECE = 64, 1 << 20
 _FREE: dict[str, Any] = {"rounds": 0, "checkpoint_every": None, "samples": "auto", "states": "auto"}
 """Settings that a resumed run may change."""
 
@@ -80,7 +80,7 @@ def _digest(parts: Iterable[Any]) -> str:
             made.update(np.ascontiguousarray(array).data if array.size else b"")
             continue
         rows = np.unique(np.linspace(0, len(array) - 1, _PIECES).astype(int))
-        size = max(1, _WHOLE // _PIECES * len(array) // array.nbytes)
+        size = max(1, _PIECE * len(array) // array.nbytes)
         for row in rows:
             made.update(np.ascontiguousarray(array[row : row + size]).data)
     return made.hexdigest()
