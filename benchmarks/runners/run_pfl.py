@@ -48,9 +48,10 @@ def federated_dataset(workload: Workload, arrays: Arrays) -> FederatedDataset:
     users = [
         PyTorchTensorDataset((x[arrays.rows(k)], y[arrays.rows(k)]), user_id=str(k)) for k in range(workload.clients)
     ]
-    # Balancing workers by data size makes pfl look thousands of users ahead: the sampler must never end.
+    # Balancing workers by data size makes pfl look thousands of users ahead: the sampler must never end. Without it
+    # workers share out whole cohorts only where their number divides them.
     order = itertools.cycle(arrays.cohorts.ravel().tolist())
-    uneven = len(set(np.diff(arrays.offsets).tolist())) > 1
+    uneven = len(set(np.diff(arrays.offsets).tolist())) > 1 or workload.cohort % 2 > 0
     sizes = {k: arrays.size(k) for k in range(workload.clients)} if uneven else None
     return FederatedDataset(lambda user: users[user], lambda: next(order), sizes)
 
