@@ -100,18 +100,6 @@ def sections(session: Session) -> list[str]:
         "bounds",
         "foreign CPU",
     )
-    heaviest = [
-        (
-            f"{workload} {p['algorithm']}",
-            " ".join(word for word in (row["layer"], row["what"], row["direction"]) if word),
-            row["shapes"],
-            f"{row['share']:.0%}",
-            f"{row['achieved']:.3g} {row['unit']}",
-            f"{row['of_limit']:.0%}",
-        )
-        for workload, p, _ in runs
-        for row in p["heaviest"][:3]
-    ]
     sentences = "\n".join(f"- {name}: {profile['verdict']['sentence']}" for name, profile in names.items())
     return [
         "# Where a round's time goes",
@@ -122,7 +110,23 @@ def sections(session: Session) -> list[str]:
         markdown_table(head, achieved),
         sentences,
         "## The heaviest operations",
-        markdown_table(("", "operation", "shapes", "share", "achieves", "of limit"), heaviest),
+        markdown_table(("", "operation", "shapes", "share", "achieves", "of limit"), heaviest(session)),
+    ]
+
+
+def heaviest(session: Session) -> list[tuple[str, ...]]:
+    """Rows of a table: the three operations of each run that take longest."""
+    return [
+        (
+            f"{run['workload']} {run['profile']['algorithm']}",
+            " ".join(word for word in (row["layer"], row["what"], row["direction"]) if word),
+            row["shapes"],
+            f"{row['share']:.0%}",
+            f"{row['achieved']:.3g} {row['unit']}",
+            f"{row['of_limit']:.0%}",
+        )
+        for run in session.runs
+        for row in run["profile"]["heaviest"][:3]
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import tomlkit
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from fedrax import files
 from fedrax.report import curves
@@ -114,7 +115,7 @@ def exact_from(one: Run, rank: int) -> int | None:
 
 def draw(found: dict[int, list[Method]]) -> Figure:
     """Errors above, ranks below, a column for each true rank."""
-    sketch = Figure(figsize=(3 * len(found), 5.6), layout="constrained")
+    sketch = Figure(figsize=(2.4 * len(found), 5), layout="constrained")
     grid = sketch.subplots(len(METRICS), len(found), squeeze=False, sharex=True)
     for column, (rank, methods) in enumerate(found.items()):
         for row, (metric, name) in enumerate(METRICS.items()):
@@ -130,8 +131,9 @@ def draw(found: dict[int, list[Method]]) -> Figure:
             else:
                 axes.set_title(f"true rank {rank}", fontsize="medium")
                 axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter(NullFormatter())
             if column == 0:
                 axes.set_ylabel(name)
             axes.grid(color="0.92", linewidth=0.7)

@@ -93,11 +93,7 @@ def prepare(
     directory: Path | None = None,
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
-    check(algorithm)
-    check(settings, "run")
-    check_method(algorithm)
-    if algorithm.local_steps is not None:
-        algorithm.local_steps.check_sizes(federation.sizes)
+    _check(algorithm, settings, federation)
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
     with explained(algorithm):
@@ -141,10 +137,17 @@ def prepare(
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=info,
         traced=traced,
-        identity=None
-        if directory is None
-        else identify(algorithm, settings, federation, script, traced.program, start),
+        identity=identify(algorithm, settings, federation, script, traced.program, start) if directory else None,
     )
+
+
+def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> None:
+    """Refuse what no run can be made of."""
+    check(algorithm)
+    check(settings, "run")
+    check_method(algorithm)
+    if algorithm.local_steps is not None:
+        algorithm.local_steps.check_sizes(federation.sizes)
 
 
 def _name(algorithm: Algorithm) -> str:
