@@ -13,7 +13,9 @@ import pytest
 
 import fedrax
 from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, cli, hyperparameters, tree
-from tests.simulation.problems import make_federation, run
+from fedrax.data import load
+from fedrax.models import Logistic
+from tests.simulation.problems import TASK, make_federation, run
 
 FEDERATION = make_federation(test_rows=0)
 
@@ -137,3 +139,24 @@ def test_impure_methods_are_found_out():
 
     with pytest.raises(FedraxError, match="must be pure functions of their arguments"):
         check_algorithm(method(server=server))
+
+
+ARGUMENTS = {
+    "did you mean 'rounds'": {"round": 5},
+    "did you mean 'cohort_size'": {"cohortsize": 5},
+    r"the algorithm is the class FedAvg: give an object, FedAvg\(...\)": {"algorithm": FedAvg},
+    "the algorithm must be a fedrax.Algorithm, not str": {"algorithm": "fedavg"},
+    "the task must be a fedrax.Task, not Model: classification": {"task": Logistic().build((4,), 3)},
+    "the federation must be a fedrax.Federation, not Dataset: divide it with": {"federation": load("digits")},
+    "the federation must be a fedrax.Federation, not tuple": {"federation": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("says", ARGUMENTS)
+def test_what_is_given_to_simulate_and_sweep(says: str):
+    given = {"algorithm": FedAvg(), "task": TASK, "federation": FEDERATION} | ARGUMENTS[says]
+    algorithm, task, federation = (given.pop(name) for name in ("algorithm", "task", "federation"))
+    with pytest.raises(FedraxError, match=says):
+        fedrax.simulate(algorithm, task, federation, **given)
+    with pytest.raises(FedraxError, match=says):
+        fedrax.sweep([algorithm], task, federation, **given)

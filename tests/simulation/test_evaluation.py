@@ -1,6 +1,6 @@
 """Losses and metrics of the global parameters, against NumPy."""
 
-import dataclasses
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
+from fedrax.models import Linear
 from fedrax.simulation import evaluate, plans
 from fedrax.simulation.evaluate import Evaluator, compiled_evaluation
 from tests.simulation.problems import FEATURES, FEDERATION, TASK, make_federation, run
@@ -68,6 +69,31 @@ def test_per_client(offsets: list[int]):
         np.testing.assert_allclose(result[f"test_{name}_worst_client"], worst, rtol=1e-6)
         np.testing.assert_allclose(result[f"test_{name}_client_mean"], np.mean(means), rtol=1e-6)
         np.testing.assert_allclose(result[f"test_{name}_client_std"], np.std(means), rtol=1e-5)
+        np.testing.assert_allclose(result[f"test_{name}_client_p10"], np.percentile(means, 10), rtol=1e-5)
+        behind = [b - a for a, b in pairwise(offsets) if b > a]
+        assert result[f"test_{name}_worst_client_samples"] == behind[means.index(worst)]
+
+
+def test_metrics_have_a_direction():
+    """The worst client of an error is the one with the largest, and a target is reached from above."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 3)).astype(np.float32)
+    y, owner = (x @ np.ones(3) + np.repeat([0, 0, 0, 5], 10)).astype(np.float32), np.repeat(np.arange(4), 10)
+    federation = fedrax.Federation.from_arrays(x, y, owner, test=(x, y), test_client_ids=owner)
+    task = fedrax.regression(Linear().build((3,), 1))
+    bias = lambda params, batch: (task.outputs(params, batch.x)[:, 0] - batch.y) ** 2  # type: ignore[misc]  # noqa: E731
+    own = replace(task, metrics={"regret": bias, "score": lambda *a: -bias(*a)}, lower_is_better=("regret",))
+    for kind, falling, rising in ((task, "mse", None), (own, "regret", "score")):
+        result = run(task=kind, federation=federation, rounds=6, cohort_size=4, eval_every=1, per_client=True)
+        last = result.events[-1]
+        assert last[f"test_{falling}_worst_client"] > last[f"test_{falling}_client_mean"]
+        assert last[f"test_{falling}_worst_client_samples"] == 10
+        errors = [value for _, value in result.metric(f"test_{falling}")]
+        reached = result.to_target(f"test_{falling}", errors[3])
+        assert errors[0] > errors[3] and reached is not None and reached["rounds"] == 4
+        if rising is not None:
+            assert last[f"test_{rising}_worst_client"] < last[f"test_{rising}_client_mean"]
+            assert result.to_target(f"test_{rising}", -errors[3])["rounds"] == 4  # type: ignore[index]
 
 
 def test_which_rounds_and_what():
@@ -110,4 +136,4 @@ def test_no_test_data():
 
 def test_target_without_accuracy():
     with pytest.raises(FedraxError, match="metric accuracy"):
-        run(task=dataclasses.replace(TASK, metrics={}), target=0.5)
+        run(task=replace(TASK, metrics={}), target=0.5)

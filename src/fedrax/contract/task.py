@@ -7,7 +7,7 @@ losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sa
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +60,8 @@ class Task:
     """(outputs, y) -> losses [B]."""
     measures: Callable[[Params], dict[str, Array]] | None = None
     """parameters -> numbers by name that say something of them without any data; reported with every evaluation."""
+    lower_is_better: tuple[str, ...] = ()
+    """The metrics of which a smaller value is better, as of a loss; of all others a larger one is."""
 
     def evaluation_loss(self, params: Params, batch: Batch) -> Array:
         """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
@@ -150,7 +152,8 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
         output = _one_a_label(output, y)
         return _over_positions((output - y.astype(output.dtype)) ** 2)
 
-    return _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression", truth)
+    task = _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression", truth)
+    return replace(task, lower_is_better=("mse", "frobenius_error"))
 
 
 def _supervised(

@@ -87,7 +87,7 @@ class Evaluator:
     def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
         self.rows = len(jax.tree.leaves(samples)[0])
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
-        self.offsets = offsets
+        self.task, self.offsets = task, offsets
         self._run, self._starts = compiled_evaluation(task, mesh, self.rows)
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
@@ -103,10 +103,7 @@ class Evaluator:
                 flat[start : start + len(chunk)] = chunk
 
     def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
-        """Means over samples as ``{prefix}_{name}``; per client also the worst, mean and deviation over clients.
-
-        The worst client is the one with the largest loss, or the smallest value of any other metric.
-        """
+        """Means over samples as ``{prefix}_{name}``; per client also what :func:`over_clients` says."""
         result = {}
         for name, values in self.per_sample(params).items():
             result |= self.summary(values, f"{prefix}_{name}", name, per_client)
@@ -119,15 +116,26 @@ class Evaluator:
             sizes = np.diff(self.offsets)
             # the last offset ends the last client: rows after it are of clients outside the federation
             sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
-            result |= over_clients(sums[sizes > 0] / sizes[sizes > 0], key, name)
+            result |= over_clients(sums, sizes, key, is_lower_better(self.task, name))
         return result
 
 
-def over_clients(values: np.ndarray, key: str, name: str) -> dict[str, float]:
-    """Worst, mean and deviation of a metric's values, a client each."""
-    worst = values.max() if name == "loss" else values.min()
+def is_lower_better(task: Any, name: str) -> bool:
+    """Whether smaller values of a metric are better."""
+    return name == "loss" or name in task.lower_is_better
+
+
+def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better: bool) -> dict[str, float]:
+    """A metric over the clients that have samples: the worst client and how many samples stand behind it, percentiles,
+    mean and deviation. ``sums`` [N] of the metric over each client's ``sizes`` [N] samples.
+    """
+    values, sizes = sums[sizes > 0] / sizes[sizes > 0], sizes[sizes > 0]
+    worst = int(values.argmax() if lower_is_better else values.argmin())
+    percentiles = {f"{key}_client_p{p}": float(np.percentile(values, p)) for p in (10, 50, 90)}
     return {
-        f"{key}_worst_client": float(worst),
+        f"{key}_worst_client": float(values[worst]),
+        f"{key}_worst_client_samples": int(sizes[worst]),
+        **percentiles,
         f"{key}_client_mean": float(values.mean()),
         f"{key}_client_std": float(values.std()),
     }
@@ -137,7 +145,8 @@ class StreamedEvaluator(Evaluator):
     """The same on samples that stay on the host: the devices get a few chunks at a time, the next while at work."""
 
     def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
-        self.rows, self.samples, self.offsets = len(jax.tree.leaves(samples)[0]), samples, offsets
+        self.task, self.offsets = task, offsets
+        self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
         self._run, self._sharding = compiled_piece(task, mesh), NamedSharding(mesh, P(AXIS))
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows

@@ -24,7 +24,7 @@ from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.engine import AXIS, Engine
-from fedrax.simulation.evaluate import over_clients, sample_values
+from fedrax.simulation.evaluate import is_lower_better, over_clients, sample_values
 from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.states import rows_of
@@ -87,13 +87,12 @@ class PersonalEvaluator:
 
     def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
         sizes, result = np.diff(self._offsets), {}
-        there = sizes > 0
         for kind, values in sums.items():
             for name, of_clients in values.items():
                 key = f"{self._prefix}_{kind}_{name}"
                 result[key] = float(of_clients.sum() / sizes.sum())
                 if self.settings.per_client:
-                    result |= over_clients(of_clients[there] / sizes[there], key, name)
+                    result |= over_clients(of_clients, sizes, key, is_lower_better(self.task, name))
         return result
 
     @property

@@ -27,6 +27,8 @@ class Result:
     stopped: str
     """"rounds", or "target" where the target accuracy ended the run early."""
     directory: Path | None = None
+    lower_is_better: tuple[str, ...] = ()
+    """The task's metrics of which a smaller value is better."""
     statistics: Tree = ()
     """The model's running statistics after the last round, averaged over clients; empty where it has none."""
     trajectory: list[Tree] = field(default_factory=list)
@@ -51,15 +53,19 @@ class Result:
     def to_target(self, metric: str, value: float) -> dict[str, float] | None:
         """Rounds, bytes (both ways, all clients) and seconds until ``metric`` first reaches ``value``, or None.
 
-        Losses reach a value from above, every other metric from below.
+        A metric whose smaller values are better, as the task says, reaches a value from above, others from below.
         """
-        return to_target(self.events, metric, value)
+        return to_target(self.events, metric, value, self.lower_is_better)
 
 
-def to_target(events: list[Event], metric: str, value: float) -> dict[str, float] | None:
-    """As :meth:`Result.to_target`, from events."""
+def to_target(
+    events: list[Event], metric: str, value: float, lower_is_better: tuple[str, ...] = ("mse",)
+) -> dict[str, float] | None:
+    """As :meth:`Result.to_target`, from events; ``lower_is_better`` names metrics besides the loss."""
+    words = metric.split("_")
+    falls = "loss" in words or any(f"_{name}" in f"_{metric}" for name in lower_is_better)
     for event in events:
-        if metric in event and (event[metric] <= value if "loss" in metric else event[metric] >= value):
+        if metric in event and (event[metric] <= value if falls else event[metric] >= value):
             return {
                 "rounds": event["round"],
                 "bytes": event["bytes_down"] + event["bytes_up"],

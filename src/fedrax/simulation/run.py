@@ -16,8 +16,9 @@ import numpy as np
 from fedrax.compiled.cores import abandon_processes, use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
-from fedrax.data import Federation
-from fedrax.errors import FedraxError
+from fedrax.data import Dataset, Federation
+from fedrax.errors import FedraxError, unknown
+from fedrax.models import Model
 from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
@@ -66,7 +67,8 @@ def simulate(
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
     """
-    settings = dataclasses.replace(settings or Settings(), **changes)
+    settings = changed_settings(settings, changes)
+    check_arguments(algorithm, task, federation)
     use_all_cores()
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
@@ -77,6 +79,28 @@ def simulate(
         setup = prepare(algorithm, task, federation, settings, params, script, path)
         with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
             return Run(setup, storage_of(setup), sinks, keep_clients, place, [] if trajectory else None).finish(resume)
+
+
+def changed_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:
+    """``settings`` with single fields replaced; FedraxError with the nearest name for one that there is not."""
+    known = [field.name for field in dataclasses.fields(Settings)]
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
+    return dataclasses.replace(settings or Settings(), **changes)
+
+
+def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
+    """Refuse a class where its object is meant, and things in each other's places."""
+    wanted = {"algorithm": (algorithm, Algorithm), "task": (task, Task), "federation": (federation, Federation)}
+    for name, (value, kind) in wanted.items():
+        if isinstance(value, kind):
+            continue
+        if isinstance(value, type):
+            raise FedraxError(f"the {name} is the class {value.__name__}: give an object, {value.__name__}(...)")
+        hint = ": divide it with Federation.from_dataset" if isinstance(value, Dataset) else ""
+        hint = hint or (": classification(model) makes a task of it" if isinstance(value, Model) else "")
+        raise FedraxError(f"the {name} must be a fedrax.{kind.__name__}, not {type(value).__name__}{hint}")
 
 
 def storage_of(setup: Setup) -> Storage:
@@ -218,6 +242,7 @@ class Run:
             plan=setup.info.plan,
             stopped=stopped,
             directory=setup.directory,
+            lower_is_better=setup.task.lower_is_better,
             statistics=carry.statistics,
             trajectory=self.trajectory or [],
             store=self.storage.store(carry),

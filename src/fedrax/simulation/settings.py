@@ -69,7 +69,8 @@ class Settings:
     eval_train: bool = False
     """Also evaluate on all clients' training data."""
     per_client: bool = False
-    """Also report metrics per client: the worst, the mean and the standard deviation over clients."""
+    """Also report metrics per client: the worst, with its number of samples, percentiles, mean and standard deviation
+    over clients."""
     finetune: Count | None = None
     """Also report metrics of each client's own copy of the global model after so many epochs of its local steps."""
     target: Annotated[float, Bound(gt=0, le=1)] | None = None

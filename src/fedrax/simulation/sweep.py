@@ -33,7 +33,7 @@ from fedrax.simulation.events import Event, events_of
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.result import Result
-from fedrax.simulation.run import LONGEST_BLOCK, simulate
+from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, simulate
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, make_evaluators, prepare
 from fedrax.tree import Tree
@@ -64,7 +64,9 @@ def sweep(
 
     Raises FedraxError if the algorithms cannot run together.
     """
-    settings = dataclasses.replace(settings or Settings(), **changes)
+    settings = changed_settings(settings, changes)
+    for algorithm in algorithms:
+        check_arguments(algorithm, task, federation)
     use_all_cores()
     if not algorithms or not seeds:
         raise FedraxError("a sweep needs at least one algorithm and one seed")
@@ -206,6 +208,7 @@ class _Together:
             events=events[:-1] if diverged else events,
             plan=self.plan,
             stopped="diverged" if diverged else "rounds",
+            lower_is_better=self.setups[z].task.lower_is_better,
             statistics=mine.statistics,
             store=mine.store,
             homes=self.setups[z].planner.rows(),
