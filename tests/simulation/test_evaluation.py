@@ -137,3 +137,14 @@ def test_no_test_data():
 def test_target_without_accuracy():
     with pytest.raises(FedraxError, match="metric accuracy"):
         run(task=replace(TASK, metrics={}), target=0.5)
+
+
+def test_results_and_federations_print_as_a_few_lines():
+    result = run(rounds=3, eval_every=2, per_client=True)
+    said = repr(result).splitlines()
+    assert said[0].startswith("Result: 3 rounds (rounds), scan") and "array" not in repr(result)
+    assert f"  test loss: {result.events[-1]['test_loss']:.4g}" in said
+    sizes = FEDERATION.sizes
+    described = repr(FEDERATION).splitlines()
+    assert described[0].endswith(f"8 clients of {sizes.min()} to {sizes.max()} training samples, {sizes.sum()} in all")
+    assert described[1:] == ["  x float32 [4], y int32 []: 3 classes", "  23 test samples"]

@@ -6,6 +6,7 @@ losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sa
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -227,13 +228,14 @@ def _one_a_label(output: Array, y: Array | np.ndarray) -> Array:
 
 
 def _check_size(shapes: Params) -> None:
-    """Refuse a model that no memory holds, before any is taken."""
+    """Refuse a model that this machine's memory cannot hold, before any of it is taken."""
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    if count > _MOST_PARAMETERS:
-        raise FedraxError(f"the model has {count:.2g} parameters: more than any machine holds")
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    if hasattr(os, "sysconf") and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise FedraxError(
+            f"the model has {count:.2g} parameters, {needed / 1e9:.3g} GB: more than this machine's memory"
+        )
 
-
-_MOST_PARAMETERS = 2**40
 
 _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""

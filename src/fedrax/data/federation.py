@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64  # bytes; JAX on the CPU takes over an array so aligned without copying it
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Federation:
     """Samples grouped by client, with no object per client: a million clients are two arrays.
 
@@ -58,6 +58,18 @@ class Federation:
         for part, samples in (("training", self.train), ("test", self.test)):
             where = f"federation {self.name!r}, {part} part"
             check_samples(samples, self.num_classes, where, self.pixels, self.padding)
+
+    def __repr__(self) -> str:
+        """A few lines: who has how much of what."""
+        sizes, x, y = self.sizes, self.train.x, self.train.y
+        rows = f"{sizes.min():,} to {sizes.max():,}" if sizes.min() < sizes.max() else f"{sizes.max():,}"
+        kind = "targets" if self.num_classes is None else f"{self.num_classes} classes"
+        owned = "" if self.test_offsets is None else ", each client's own"
+        return (
+            f"Federation {self.name!r}: {self.num_clients:,} clients of {rows} training samples, {len(y):,} in all\n"
+            f"  x {x.dtype} {list(x.shape[1:])}, y {y.dtype} {list(y.shape[1:])}: {kind}\n"
+            f"  {len(self.test.y):,} test samples{owned}"
+        )
 
     @property
     def num_clients(self) -> int:

@@ -12,7 +12,7 @@ from fedrax.simulation.events import Event
 from fedrax.tree import Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The outcome of a run."""
 
@@ -39,6 +39,17 @@ class Result:
     """The row of each client that took part."""
     initial_client: Any = None
     """What a client keeps before it takes part."""
+
+    def __repr__(self) -> str:
+        """A few lines: how far it came, and the last numbers of what was evaluated."""
+        last: dict[str, float] = {}
+        for event in self.events:
+            last |= event
+        sent = (last.get("bytes_down", 0) + last.get("bytes_up", 0)) / 1e6
+        lines = [f"Result: {len(self.events)} rounds ({self.stopped}), {self.plan}, {sent:.4g} MB sent"]
+        shown = [name for name in last if name.startswith(("train_", "test_"))]
+        lines += [f"  {name.replace('_', ' ')}: {last[name]:.4g}" for name in shown]
+        return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
 
     def client_state(self, client: int) -> Tree:
         """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part)."""
