@@ -51,6 +51,14 @@ def open_to_append(path: Path) -> TextIO:
     return open(path, "a", encoding="utf-8", opener=_no_links)
 
 
+def below(folder: Path, name: str) -> Path:
+    """The absolute path that ``name`` means in ``folder``; FedraxError for the home of somebody who is not there."""
+    try:
+        return (folder / Path(name).expanduser()).resolve()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise FedraxError(f"{name!r} is no path: {error}.") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
     write_bytes(path, text.encode())

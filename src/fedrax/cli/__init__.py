@@ -49,9 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"fedrax: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if any("\0" in argument for argument in arguments):
+        raise FedraxError("an argument holds a NUL character, which no name or path does.")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = (f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())

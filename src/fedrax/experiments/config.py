@@ -22,6 +22,7 @@ from fedrax.contract.hyperparameters import refuse_undecorated
 from fedrax.errors import FedraxError, unknown
 from fedrax.experiments.methods import KNOWN_AS, algorithms
 from fedrax.experiments.own_code import Trust, import_named
+from fedrax.files import below
 
 Table = dict[str, Any]
 
@@ -197,7 +198,7 @@ class Reader:
         """``value`` as the first alternative that it fits, paths before strings; MISSING if there is none."""
         for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
             if kind.type is Path and isinstance(value, str):
-                return (self.folder / Path(value).expanduser()).resolve()
+                return below(self.folder, value)
             if kind.words and kind.holds(value):
                 if kind.items:
                     items = [self._plain(f, item) for f, item in kind.each(value)]

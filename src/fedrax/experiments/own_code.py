@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from fedrax.compiled.cores import cache_directory
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import write_text
+from fedrax.files import below, write_text
 
 Trust = Literal["typed", "beside", "none"]
 """Code from anywhere; from the folder of the file that names it and from registered packages; none."""
@@ -38,7 +38,7 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
     The path is relative to ``folder``. Importing runs the code; FedraxError for what ``trust`` does not cover.
     """
     source, _, attribute = name.rpartition(":")
-    path = (folder / Path(source).expanduser()).resolve() if source.endswith(".py") else None
+    path = below(folder, source) if source.endswith(".py") else None
     source = source if path is None else str(path)
     if source not in _allowed:
         _check_trust(source, path, folder.resolve(), trust)
