@@ -258,7 +258,7 @@ class Run:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            if self.setup.alone:
+            if self.setup.alone or "RESOURCE_EXHAUSTED" in str(error):  # the latter is this process's own
                 raise
             abandon_processes()
             cause = str(error).splitlines()[0]
