@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
+import stat
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -16,34 +19,82 @@ if TYPE_CHECKING:
     import polars as pl
 
 MAX_FILE = 1 << 20
-"""Bytes of an experiment file."""
+"""Bytes of an experiment file, and of a CSV file's header."""
+MAX_CSV, MAX_COLUMNS = 4 << 30, 100_000
+"""Bytes and columns of a CSV file."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, whose folder is made, that takes the place of ``path`` once it is complete and on disk.
 
-    On any error the old file stays and nothing of the new one does; FedraxError where it cannot be written.
+    On any error the old file stays and nothing of the new one does; FedraxError where it cannot be written. All of it
+    happens in the one folder that was opened first, whatever is put in the folder's place meanwhile.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = f".{path.name}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # what a killed process left, or a link that somebody planted
-        with open(part, "xb", opener=_no_links) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError):
-            raise FedraxError(f"cannot write {path}: {error.strerror or error}") from error
-        raise
+        with _folder(path.parent) as folder:
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(part, dir_fd=folder)  # what a killed process left, or a link that somebody planted
+                with open(part, "xb", opener=partial(_no_links, folder=folder)) as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(part, dir_fd=folder)
+                raise
+    except OSError as error:
+        raise FedraxError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+@contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """The folder's descriptor."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _no_links(path: str, flags: int, folder: int | None = None) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+
+
+@contextmanager
+def reading(path: Path, limit: int | None = None) -> Iterator[BinaryIO]:
+    """A regular file to read, of at most ``limit`` bytes.
+
+    FedraxError for a file that is not there or too large, and for pipes and devices, which may have no end. What else
+    goes wrong in reading is an OSError as usual.
+    """
+    try:
+        file = open(path, "rb", opener=_not_waiting)  # noqa: SIM115 - closed below
+    except FileNotFoundError as error:
+        raise FedraxError(f"there is no file {path}.") from error
+    except (OSError, ValueError) as error:
+        raise FedraxError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    with file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise FedraxError(f"{path} cannot be read: it is not a regular file.")
+        if limit is not None and facts.st_size > limit:
+            raise FedraxError(f"{path} is too large: {facts.st_size:,} bytes, where at most {limit:,} are read.")
+        yield file
+
+
+def _not_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
+
+
+def inflated_limit(stored: int) -> int:
+    """How many bytes are taken out of ``stored`` compressed ones: 256 MiB, or 64 times as many if that is more."""
+    return max(256 << 20, 64 * stored)
 
 
 def open_to_append(path: Path) -> TextIO:
@@ -77,15 +128,15 @@ def read_csv(path: Path) -> pl.DataFrame:
     """
     import polars as pl
 
-    if not path.is_file():
-        raise FedraxError(f"there is no file {path}.")
     try:
-        with open(path, "rb") as file:
+        with reading(path, MAX_CSV) as file:
             if file.read(4).startswith(_COMPRESSED):
                 raise FedraxError(f"{path} is compressed: unpack it first.")
             file.seek(0)
             header = next(csv.reader([file.readline(MAX_FILE).decode("utf-8-sig")]), [])
-        twice = next((name for name in header if header.count(name) > 1), None)
+        if len(header) > MAX_COLUMNS:
+            raise FedraxError(f"{path} has {len(header):,} columns, where at most {MAX_COLUMNS:,} are read.")
+        twice = next((name for name, count in Counter(header).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"{path} has two columns {twice!r}.")
         return pl.read_csv(path, infer_schema_length=None, glob=False)
@@ -100,11 +151,8 @@ _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x7
 def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML file; FedraxError if it is not one."""
     try:
-        if path.stat().st_size > MAX_FILE:
-            raise FedraxError(f"{path} is too large for an experiment file (limit: 1 MiB).")
-        return tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise FedraxError(f"there is no file {path}.") from error
+        with reading(path, MAX_FILE) as file:
+            return tomllib.loads(file.read().decode("utf-8"))
     except RecursionError as error:
         raise FedraxError(f"{path} cannot be read as TOML: brackets in brackets, too deep.") from error
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors

@@ -294,10 +294,10 @@ def test_full_disk(
     """Whichever file meets the full disk, the sentence names it, and no part of it stays behind."""
     replace = os.replace
 
-    def full(source: str | os.PathLike, target: str | os.PathLike) -> None:
+    def full(source: str | os.PathLike, target: str | os.PathLike, **folders: int) -> None:
         if Path(target).name == files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(source, target)
+        replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", full)
     outcome = fedrax("run", tiny, "--out", "r", "--quiet")

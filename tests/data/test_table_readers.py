@@ -179,7 +179,7 @@ def test_a_path_is_a_file_and_not_a_pattern(tmp_path):
 def test_csv_that_is_no_file(special, tmp_path):
     if special == "fifo":
         os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(FedraxError, match="there is no file"):
+    with pytest.raises(FedraxError, match="not a regular file"):
         load("csv", path=tmp_path / special)
 
 

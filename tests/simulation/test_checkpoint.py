@@ -1,6 +1,8 @@
 """State on disk: whole or refused; a checkpoint that cannot be written leaves the one before."""
 
 import errno
+import io
+import json
 import os
 import subprocess
 import sys
@@ -102,7 +104,7 @@ def test_a_full_disk_leaves_the_old_one(saved: Path, monkeypatch: pytest.MonkeyP
             patch.setattr(module, name, full)
             with pytest.raises(FedraxError, match="No space left on device"):
                 checkpoint.save(saved, {"a": np.ones(4)}, {})
-        assert bytes_of(saved) == before
+        assert bytes_of(saved) == before | {checkpoint.PREVIOUS: before[checkpoint.FILE]}
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path):
@@ -172,3 +174,55 @@ def test_fewer_rounds_than_are_done(tmp_path: Path):
 def test_no_directory_to_resume():
     with pytest.raises(FedraxError, match="no directory"):
         run(resume=True)
+
+
+# -- digests, formats, and the checkpoint before --------------------------------------------------------------------
+
+
+def test_an_array_that_is_not_as_it_was_written_is_refused(saved: Path):
+    """Also where the checksum of the ZIP file agrees: an array was replaced, with all that belongs to it."""
+    with zipfile.ZipFile(saved / checkpoint.FILE) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    other = io.BytesIO()
+    np.save(other, np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3))
+    members["000000:a.npy"] = other.getvalue()
+    with zipfile.ZipFile(saved / checkpoint.FILE, "w") as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    for read in (lambda: checkpoint.load(saved, LIKE), lambda: checkpoint.verify(saved / checkpoint.FILE)):
+        with pytest.raises(FedraxError, match="the array 000000:a is not as it was written"):
+            read()
+
+
+@pytest.mark.parametrize(("version", "says"), [(3, "a newer fedrax, in format 3"), (None, "an older fedrax")])
+def test_another_format_is_named(version: int | None, says: str, saved: Path):
+    with zipfile.ZipFile(saved / checkpoint.FILE, "w") as file, file.open("meta.npy", "w") as member:
+        text = json.dumps({"round": 3} | ({} if version is None else {"format": version}))
+        np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8))
+    for read in (lambda: checkpoint.load(saved, LIKE), lambda: checkpoint.load_meta(saved)):
+        with pytest.raises(FedraxError, match=says):
+            read()
+
+
+def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
+    """A damaged checkpoint is a sentence that names the whole one before it; put back, the run goes on bit for bit."""
+    run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path)
+    where = tmp_path / "checkpoint"
+    assert [checkpoint.verify(where / name)["round"] for name in (checkpoint.FILE, checkpoint.PREVIOUS)] == [6, 4]
+    content = bytearray((where / checkpoint.FILE).read_bytes())
+    content[200] ^= 1
+    (where / checkpoint.FILE).write_bytes(content)
+    with pytest.raises(FedraxError, match=r"damaged.*the one before it, of round 4, is whole.*fedrax doctor"):
+        run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path, resume=True)
+    assert checkpoint.verify(where / checkpoint.PREVIOUS)["round"] == 4
+    (where / checkpoint.FILE).unlink()
+    with pytest.raises(FedraxError, match="the one before it, of round 4, is whole"):
+        run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path, resume=True)
+    (where / checkpoint.PREVIOUS).rename(where / checkpoint.FILE)
+    resumed = run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path, resume=True)
+    assert_identical(resumed, run(SCAFFOLD, rounds=6))
+
+
+def test_a_finished_run_without_client_states_keeps_none_of_them(tmp_path: Path):
+    run(SCAFFOLD, rounds=4, checkpoint_every=2, directory=tmp_path, keep_clients=False)
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [checkpoint.FILE]

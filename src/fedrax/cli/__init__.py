@@ -1,13 +1,17 @@
-"""The command line: ``fedrax run``, ``compare``, ``resume``, ``profile``, ``list``, ``partition``, ``show``.
+"""The command line: ``fedrax run``, ``compare``, ``resume`` and the other ``COMMANDS``.
 
 Each command is a module of this package, imported when it is asked for, so that ``fedrax --help`` is instant.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fedrax.errors import FedraxError
 
@@ -16,6 +20,7 @@ COMMANDS = {
     "compare": "run several algorithms with several seeds on one partition; a table and curves",
     "resume": "go on with an interrupted run",
     "show": "tables and curves of finished or running runs",
+    "doctor": "what a run's directory holds, what is damaged, what can be saved",
     "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
     "profile": "where a round's time goes, and what bounds it",
     "list": "list algorithms, data sets, models, partitions",
@@ -37,23 +42,48 @@ commands:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for input that cannot be used, 130 after Ctrl-C."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _dispatch(arguments)
-    except FedraxError as error:
-        print(f"fedrax: {error}", file=sys.stderr)
-        return 2
+        status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("fedrax: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
-        sys.stderr.close()
+        _forget_output()
         return 0
-    except OSError as error:
-        if error.filename is None:
+    except (Exception, SystemExit) as error:
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        print(f"fedrax: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"fedrax: {sentence}", file=sys.stderr)
         return 2
+
+
+def _sentence(error: BaseException) -> str | None:
+    """What to say of an error: the library's own sentence, whose code it was, what the system does not do, or None."""
+    if isinstance(error, FedraxError):
+        return str(error)
+    own_code = sys.modules.get("fedrax.experiments.own_code")
+    if own_code is not None and (theirs := own_code.traceback_of(error)) is not None:
+        return theirs
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _OUTPUT:
+        _forget_output()
+        return f"cannot write the output: {error.strerror}"
+    return None
+
+
+_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+
+
+def _forget_output() -> None:
+    """What is still to be written goes nowhere, or Python would try once more at its end, and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

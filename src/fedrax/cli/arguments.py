@@ -17,7 +17,6 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro import constructors
 
-from fedrax import files
 from fedrax.contract.fields import fields_of, hints_of
 from fedrax.errors import FedraxError
 from fedrax.experiments import config, experiment
@@ -152,7 +151,7 @@ def parse_experiment(
     if args and re.fullmatch(r"[^-].*\.py:\w+", args[0]):
         args = ["--algorithm", *args]
     path = Path(args[0]) if args and not args[0].startswith("-") else None
-    table = {} if path is None else files.read_table(path)
+    table = {} if path is None else experiment.read_file(path)
     source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder)  # explains that this is a file for `fedrax compare`

@@ -24,7 +24,9 @@ from fedrax.experiments.config import ALGORITHM
 from fedrax.experiments.experiment import Experiment
 from fedrax.report import curves, sinks, tables
 from fedrax.report.runs import Method, default_target, main_metric, read_run, summarise, summary_line
-from fedrax.simulation import Interrupted, NonFiniteError, simulate, use_all_cores
+from fedrax.simulation import Interrupted, NonFiniteError, checkpoint, simulate, use_all_cores
+from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.run import check_same
 from fedrax.text import plain
 
 DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax compare FILE.toml... [flags]`.
@@ -64,6 +66,7 @@ def main(args: list[str]) -> int:
         comparison.state_of(run, out / place)
     use_all_cores()
     _, task, federation = experiment.build(planned[0][0], options.data_dir)
+    check_kept(planned, task, federation, out)
     try:
         run_all(planned, task, federation, out, options)
     except KeyboardInterrupt as stop:
@@ -71,6 +74,18 @@ def main(args: list[str]) -> int:
         return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
     report(spec, comparison.methods_in(spec, out), out, options, args)
     return 0
+
+
+def check_kept(planned: list[tuple[Experiment, Path]], task: Any, federation: Any, out: Path) -> None:
+    """Refuse, before anything runs, runs that were made of other data, another program or another version."""
+    for spec, place in planned:
+        run = comparison.state_of(spec, out / place)
+        if run is None or not (run.finished or checkpoint.exists(out / place / CHECKPOINT)):
+            continue
+        try:
+            check_same(spec.algorithm, task, federation, spec.run, out / place)
+        except FedraxError as error:
+            raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
 
 
 def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:

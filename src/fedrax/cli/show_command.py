@@ -41,6 +41,8 @@ def main(args: list[str]) -> int:
     options = parse(ShowOptions, args, "fedrax show", DESCRIPTION)
     if not options.directories:
         raise FedraxError("which runs? fedrax show DIR...")
+    if options.target is not None and not 0 < options.target <= 1:
+        raise FedraxError(f"the target is an accuracy in (0, 1], not {options.target}.")
     found = {run.directory.resolve(): run for path in options.directories for run in find_runs(path)}
     methods = group(list(found.values()))
     metric = main_metric(methods)

@@ -4,18 +4,21 @@ Nothing here unpickles, and nothing is decompressed beyond the size that the che
 """
 
 import gzip
+import math
 import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedrax.errors import FedraxError
+from fedrax.files import inflated_limit, reading
 
 MAX_BYTES = 16 << 30  # the largest array taken from a file
-MAX_INFLATION = 1032  # deflate cannot expand by more than this
 IDX_UINT8 = 0x08
 
 
@@ -50,54 +53,86 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     The format of MNIST: two zero bytes, the type (0x08), the number of axes, their lengths as big-endian
     uint32, the data. Raises FedraxError if any of that is not so, or the file is shorter or longer.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as file:
-            header = file.read(4 + 4 * ndim)
-            if len(header) < 4 + 4 * ndim or header[:4] != bytes([0, 0, IDX_UINT8, ndim]):
-                raise FedraxError(f"{path} is not an IDX file of bytes with {ndim} axes.")
-            shape = tuple(int(n) for n in np.frombuffer(header, ">u4", offset=4))
-            size = int(np.prod(shape, dtype=object))
-            if size > min(MAX_BYTES, path.stat().st_size * MAX_INFLATION):
-                raise FedraxError(f"{path} announces an array of shape {shape}, more than the file can hold.")
-            data = file.read(size)
-            if len(data) < size:
-                raise FedraxError(f"{path} is truncated: {len(data)} of {size} bytes.")
-            if file.read(1):
-                raise FedraxError(f"{path} holds more than its header announces, an array of shape {shape}.")
-    except (OSError, EOFError, zlib.error) as error:
-        raise FedraxError(f"{path} cannot be read: {error}.") from error
+    with reading(path) as stored:
+        try:
+            with gzip.open(stored) if path.suffix == ".gz" else nullcontext(stored) as file:
+                return _idx_array(file, ndim, path, os.fstat(stored.fileno()).st_size)
+        except (OSError, EOFError, zlib.error) as error:
+            raise FedraxError(f"{path} cannot be read: {error}.") from error
+
+
+def _idx_array(file: Any, ndim: int, path: Path, stored: int) -> np.ndarray:
+    header = file.read(4 + 4 * ndim)
+    if len(header) < 4 + 4 * ndim or header[:4] != bytes([0, 0, IDX_UINT8, ndim]):
+        raise FedraxError(f"{path} is not an IDX file of bytes with {ndim} axes.")
+    shape = tuple(int(n) for n in np.frombuffer(header, ">u4", offset=4))
+    size = math.prod(shape)
+    if size > min(MAX_BYTES, inflated_limit(stored) if path.suffix == ".gz" else stored):
+        raise FedraxError(f"{path} announces an array of shape {shape}, more than {_can_hold(path, stored)}")
+    data = file.read(size)
+    if len(data) < size:
+        raise FedraxError(f"{path} is truncated: {len(data)} of {size} bytes.")
+    if file.read(1):
+        raise FedraxError(f"{path} holds more than its header announces, an array of shape {shape}.")
     return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _can_hold(path: Path, stored: int) -> str:
+    """The end of a sentence about too much."""
+    if path.suffix != ".gz":
+        return "the file can hold."
+    return f"the {inflated_limit(stored) >> 20:,} MiB that are taken from a compressed file of its size: unpack it."
 
 
 def read_npz(path: Path, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """The arrays ``keys`` and those of ``optional`` that are there, from an NPZ file.
 
-    Raises FedraxError for a missing key, an array of Python objects, or sizes that do not agree.
+    All headers are read and compared with the sizes before any data is. Raises FedraxError for a missing key, an array
+    of Python objects or of nothing, and sizes that do not agree.
     """
-    arrays, total = {}, 0
-    keys = tuple(keys)
+    arrays, keys = {}, tuple(keys)
     try:
-        with zipfile.ZipFile(path) as archive:
-            stored = [name.removesuffix(".npy") for name in archive.namelist()]
-            for key in (*keys, *(k for k in optional if k in stored)):
-                if key not in stored:
-                    raise FedraxError(f"{path} has no array {key!r}; it has {', '.join(stored) or 'none'}.")
-                info = archive.getinfo(key + ".npy")
-                total += info.file_size
-                if total > MAX_BYTES:
-                    raise FedraxError(f"{path} holds more than {MAX_BYTES >> 30} GiB.")
-                with archive.open(info) as member:
-                    _check_npy_header(member, info.file_size, f"array {key!r} of {path}")
+        with reading(path) as stored, zipfile.ZipFile(stored) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            names = [name.removesuffix(".npy") for name in members]
+            for key in keys:
+                if f"{key}.npy" not in members:
+                    raise FedraxError(f"{path} has no array {key!r}; it has {', '.join(names) or 'none'}.")
+            wanted = {key: members[f"{key}.npy"] for key in (*keys, *optional) if f"{key}.npy" in members}
+            _check_members(archive, wanted, path, os.fstat(stored.fileno()).st_size)
+            for key, info in wanted.items():
                 with archive.open(info) as member:
                     arrays[key] = np.lib.format.read_array(member, allow_pickle=False)
-    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise FedraxError(f"{path} cannot be read as an NPZ file: {error}.") from error
+    except FedraxError:
+        raise
+    except Exception as error:  # a damaged file may break NumPy, zipfile and the decompressors in any way
+        raise FedraxError(f"{path} cannot be read as an NPZ file: {error or type(error).__name__}.") from error
     return arrays
 
 
-def _check_npy_header(file, size: int, what: str) -> None:
-    """Refuse an array of objects, or one whose shape does not agree with its ``size`` in bytes."""
+def _check_members(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], path: Path, stored: int) -> None:
+    """Refuse what is larger than it may be, objects, and arrays of one part (_train, _test) of unlike lengths."""
+    total, rows = 0, {}
+    for key, info in members.items():
+        total += info.file_size
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise FedraxError(f"array {key!r} of {path} is compressed as NumPy does not: save it with np.savez.")
+        if total > min(MAX_BYTES, inflated_limit(stored)):
+            raise FedraxError(
+                f"{path} announces {total:,} bytes, more than the {inflated_limit(stored):,} that are taken from"
+                f" a file of its size (at most {MAX_BYTES:,}): save it with np.savez, not compressed."
+            )
+        with archive.open(info) as member:
+            shape = _check_npy_header(member, info.file_size, f"array {key!r} of {path}")
+        part = key.rpartition("_")[2]
+        first = rows.setdefault(part, (key, shape[:1]))
+        if first[1] != shape[:1] and part in ("train", "test"):
+            other = f"{first[0]!r} and {key!r} of {path} are not n samples with n labels"
+            raise FedraxError(f"{other}: they have {first[1]} and {shape[:1]} rows.")
+
+
+def _check_npy_header(file: Any, size: int, what: str) -> tuple[int, ...]:
+    """The shape; refuses an array of objects or of nothing, or one that does not agree with its ``size`` in bytes."""
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(file)
     if version not in readers:
@@ -105,5 +140,8 @@ def _check_npy_header(file, size: int, what: str) -> None:
     shape, _, dtype = readers[version](file)
     if dtype.hasobject:
         raise FedraxError(f"{what} holds Python objects, which are not read from files.")
-    if file.tell() + int(np.prod(shape, dtype=object)) * dtype.itemsize != size:
+    if min(shape, default=1) < 0 or file.tell() + math.prod(shape) * dtype.itemsize != size:
         raise FedraxError(f"{what} has shape {shape} and dtype {dtype}, which its {size} bytes are not.")
+    if shape[:1] > (0,) and (dtype.itemsize == 0 or 0 in shape):
+        raise FedraxError(f"{what} has {shape[0]} rows of nothing.")
+    return shape

@@ -4,16 +4,19 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
 import polars as pl
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from fedrax.data.files import MAX_BYTES, cache_directory
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import inflated_limit, reading
 
 
 def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
@@ -23,6 +26,8 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
     Decoded images are kept in the cache directory under the checksum of the file, so that a second load is
     a memory map. Raises FedraxError if a column is missing or an image is not a JPEG or PNG of ``size``.
     """
+    with reading(path) as file:
+        stored = os.fstat(file.fileno()).st_size
     try:
         schema = pl.read_parquet_schema(path)
         for column in ("img", label):
@@ -30,14 +35,17 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
                 raise unknown(f"column of {path}", column, schema)
         if not schema[label].is_integer() or "bytes" not in getattr(schema["img"], "to_schema", dict)():
             raise FedraxError(f"{path} needs a column 'img' with encoded bytes and an integer column {label!r}.")
-        labels = pl.read_parquet(path, columns=[label])[label]
+        rows = int(pl.scan_parquet(path, glob=False).select(pl.len()).collect().item())
+        shape = (rows, size[1], size[0], 3)
+        if rows > stored or math.prod(shape) > min(MAX_BYTES, inflated_limit(stored)):
+            raise FedraxError(f"{path} announces {rows:,} images, more than its {stored:,} bytes can hold.")
+        labels = pl.read_parquet(path, columns=[label], glob=False)[label]
         with path.open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        shape = (len(labels), size[1], size[0], 3)
         cached = cache_directory() / f"{path.parent.name}-{path.stem}-{checksum[:16]}.npy"
         images = _read_cached(cached, shape)
         if images is None:
-            encoded = pl.read_parquet(path, columns=["img"])["img"].struct.field("bytes")
+            encoded = pl.read_parquet(path, columns=["img"], glob=False)["img"].struct.field("bytes")
             images = _decode_images(encoded, shape, path)
             _write_cached(cached, images)
         names = _class_names(pl.read_parquet_metadata(path), label)
@@ -49,17 +57,20 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
 
 
 def _decode_images(encoded: pl.Series, shape: tuple[int, int, int, int], path: Path) -> np.ndarray:
-    if int(np.prod(shape, dtype=object)) > MAX_BYTES:
-        raise FedraxError(f"{path} holds more than {MAX_BYTES >> 30} GiB of images.")
     images = np.empty(shape, np.uint8)
     size = (shape[2], shape[1])
     for row, data in enumerate(encoded):
         try:
-            with Image.open(io.BytesIO(data or b""), formats=("JPEG", "PNG")) as image:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                Image.open(io.BytesIO(data or b""), formats=("JPEG", "PNG")) as image,
+            ):
                 if image.size != size:  # known before any pixel is decompressed
                     raise FedraxError(f"{path}, row {row}: the image is {image.size}, not {size} pixels.")
                 images[row] = np.asarray(image.convert("RGB"))
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        except FedraxError:
+            raise
+        except Exception as error:  # a damaged image may break the decoders in any way; too large ones have their own
             raise FedraxError(f"{path}, row {row}: not a readable JPEG or PNG image ({error}).") from error
     return images
 

@@ -4,6 +4,7 @@ Libraries that take long to import are imported by the readers that need them.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,8 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
     """
     from sklearn.datasets import fetch_openml
 
+    if not re.fullmatch(r"[\w.()+,=-]+", dataset):  # it becomes part of an address and of a file's name
+        raise FedraxError(f"{dataset!r} is no name of openml.org, which are letters, digits and ._-+,=().")
     cache = cache_directory() / "openml"
     try:
         x, y = fetch_openml(
@@ -219,7 +222,7 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
             parser="liac-arff",
             n_retries=1,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what the network brings may break the reader in any way
         raise FedraxError(
             f"OpenML data set {dataset!r}, version {version}, could not be fetched ({error}); "
             f"its first use needs the network, later ones the cache {cache}."

@@ -134,7 +134,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 def read(paths: list[Path]) -> Comparison:
     """The comparison of one file, or of the methods of several that share data, partition, model and run."""
-    parts = [from_table(files.read_table(path), str(path), path.parent) for path in paths]
+    parts = [from_table(experiment.read_file(path), str(path), path.parent) for path in paths]
     first = parts[0]
     for path, part in zip(paths[1:], parts[1:], strict=True):
         for name in SHARED:
@@ -154,7 +154,9 @@ def state_of(spec: Experiment, directory: Path) -> Run | None:
     file = directory / "experiment.toml"
     if not file.exists():
         return None
-    if file.read_text("utf-8", "replace") != tomlkit.dumps(experiment.to_table(spec)):
+    with files.reading(file, files.MAX_FILE) as kept:
+        same = kept.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
+    if not same:
         raise FedraxError(f"{directory} holds a run of another experiment: choose another --out.")
     return read_run(directory)
 

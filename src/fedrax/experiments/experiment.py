@@ -142,7 +142,15 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
 def read(path: str | Path, trust: Trust = "beside") -> Experiment:
     """The experiment of a TOML file, checked; ``trust`` says which code it may name."""
     path = Path(path)
-    return from_table(read_table(path), str(path), path.parent, trust)
+    return from_table(read_file(path), str(path), path.parent, trust)
+
+
+def read_file(path: Path) -> Table:
+    """The table of an experiment's TOML file; FedraxError for one that says nothing: its defaults are nobody's wish."""
+    table = read_table(path)
+    if not set(table) - {"name", "normalise", "seeds", "target"}:
+        raise FedraxError(f"{path} says nothing of an experiment: no [data], [model], [algorithm], [run], ...")
+    return table
 
 
 def uses_own_code(part: Any) -> bool:

@@ -15,6 +15,7 @@ import importlib.util
 import os
 import secrets
 import sys
+import traceback
 import types
 from functools import cache
 from importlib.metadata import entry_points
@@ -23,13 +24,17 @@ from typing import Any, Literal
 
 from fedrax.compiled.cores import cache_directory
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import below, write_text
+from fedrax.files import MAX_FILE, below, reading, write_text
 
 Trust = Literal["typed", "beside", "none"]
 """Code from anywhere; from the folder of the file that names it and from registered packages; none."""
 SEAL = "own-code.seal"
 _allowed: set[str] = set()
 """What has been trusted in this process: an experiment is read more than once."""
+_modules: set[str] = set()
+"""Names of the modules imported here."""
+_FRAMES = 4
+"""Of the user's own, in a traceback."""
 
 
 def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str, Any]:
@@ -49,10 +54,22 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
         raise
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise FedraxError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
+    _modules.add(module.__name__)
     if not hasattr(module, attribute):
         public = [known for known in vars(module) if not known.startswith("_")]
         raise unknown(f"name in {source}:", attribute, public)
     return f"{source}:{attribute}", getattr(module, attribute)
+
+
+def traceback_of(error: BaseException) -> str | None:
+    """That the error comes from the user's own code, and where, or None where it does not."""
+    files = {str(getattr(sys.modules.get(name), "__file__", None)) for name in _modules}
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    if not own:
+        return None
+    places = "".join(traceback.format_list(own[-_FRAMES:]))
+    what = "".join(traceback.format_exception_only(error)).strip()
+    return f"your own code ended this, {Path(own[-1].filename).name} in line {own[-1].lineno}:\n{places}{what}"
 
 
 def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> None:
@@ -95,14 +112,16 @@ def seal(directory: Path) -> None:
 def is_sealed(directory: Path) -> bool:
     """Whether ``seal`` said so of the experiment as it is now."""
     try:
-        kept = (directory / SEAL).read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        with reading(directory / SEAL, MAX_FILE) as file:
+            kept = file.read().decode("ascii").strip()
+    except (FedraxError, OSError, UnicodeDecodeError):
         return False
     return hmac.compare_digest(kept, _digest(directory))
 
 
 def _digest(directory: Path) -> str:
-    content = str(directory.resolve()).encode() + b"\0" + (directory / "experiment.toml").read_bytes()
+    with reading(directory / "experiment.toml", MAX_FILE) as file:
+        content = str(directory.resolve()).encode() + b"\0" + file.read()
     return hmac.new(_key(), content, hashlib.sha256).hexdigest()
 
 

@@ -43,8 +43,8 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do."""
-        target = self.table["run"].get("target")
-        reached = target is not None and to_target(self.events, "test_accuracy", target) is not None
+        target = self.table["run"].get("target", "none")
+        reached = target != "none" and to_target(self.events, "test_accuracy", target) is not None
         return len(self.events) >= self.rounds or reached or self.failure is not None
 
     @property
@@ -70,14 +70,24 @@ class Method:
 
 def read_run(directory: Path) -> Run:
     """The run in ``directory``; FedraxError if there is none or its files are damaged."""
-    table = read_table(directory / "experiment.toml")
-    run, algorithm = table.get("run"), table.get("algorithm")
-    if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
-        raise FedraxError(f"{directory / 'experiment.toml'} is not the complete experiment of a run.")
+    table = read_experiment(directory)
     events = read_events(directory) if (directory / "events.jsonl").exists() else []
     failed = directory / FAILURE  # empty where a full disk left no room for the state
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
     return Run(directory, table, events, None if failure is None else str(failure))
+
+
+def read_experiment(directory: Path) -> dict[str, Any]:
+    """The table of a run's experiment.toml, in which seed, rounds and target are numbers; FedraxError otherwise."""
+    table = read_table(directory / "experiment.toml")
+    run, algorithm = table.get("run"), table.get("algorithm")
+    if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
+        raise FedraxError(f"{directory / 'experiment.toml'} is not the complete experiment of a run.")
+    for key, kind in (("seed", int), ("rounds", int), ("target", (int, float))):
+        value = run.get(key, "none")
+        if (value != "none" or key != "target") and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise FedraxError(f"{directory / 'experiment.toml'}: run.{key} is {value!r:.40}, which is no number.")
+    return table
 
 
 def find_runs(path: Path) -> list[Run]:
@@ -95,7 +105,7 @@ def group(runs: Sequence[Run]) -> list[Method]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
-        groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True), []).append(run)
+        groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
     names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
     names.append([str(runs[0].table["algorithm"].get("name", "")) for runs in groups.values()])
     names.append([runs[0].directory.name for runs in groups.values()])

@@ -1,12 +1,19 @@
-"""A run's state on disk: one file, replaced as a whole, so that a crash leaves the old one or the new one."""
+"""A run's state on disk: one file, replaced as a whole, so that a crash leaves the old one or the new one.
+
+It is an NPZ file, not compressed. Its last member, ``meta``, is JSON: the version of the format, a digest of each
+array, and what the run says of itself. The file before it stays beside it, for the day when a disk has lost a bit.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +22,19 @@ import numpy as np
 
 from fedrax import tree
 from fedrax.errors import FedraxError
-from fedrax.files import replacing
+from fedrax.files import reading, replacing
 from fedrax.tree import Tree
 
-FILE = "state.npz"
-_META_BYTES = 1 << 20
+FILE, PREVIOUS = "state.npz", "previous.npz"
+FORMAT = 2
+"""1 had no digests."""
+_META_BYTES = 16 << 20
 _HEADER_BYTES = 1 << 10
 _PIECE_BYTES = 8 << 20
+
+
+class DamagedError(FedraxError):
+    """A file that is no checkpoint, or one no longer."""
 
 
 class InPieces(Protocol):
@@ -35,19 +48,63 @@ class InPieces(Protocol):
         ...
 
 
-def save(directory: Path, state: Tree, meta: dict[str, Any]) -> None:
+class _Digested:
+    """A member of the file, of which a digest is taken as it is read or written."""
+
+    def __init__(self, member: Any):
+        self._member, self._hash = member, hashlib.blake2b(digest_size=16)
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        return self._member.write(data)
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._member.read(size)
+        self._hash.update(data)
+        return data
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def check(self, name: str, digests: dict[str, str]) -> None:
+        """ValueError unless all was read that was once written, and nothing else."""
+        if self.read(1) or self.digest() != digests.get(name):
+            raise ValueError(f"the array {name} is not as it was written")
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool = True) -> None:
     """Write a pytree of arrays and a JSON-able ``meta`` to ``directory``; raises FedraxError if it cannot.
 
-    Leaves may be :class:`InPieces`. The file is an NPZ file.
+    Leaves may be :class:`InPieces`. The checkpoint that is there already stays as ``previous.npz`` if asked for.
     """
     leaves = {
         f"{i:06d}:{n}": x for i, (n, x) in enumerate(zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True))
     }
-    leaves["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    _keep_previous(directory)
+    digests = {}
     with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
         for name, leaf in leaves.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                _write(member, leaf)
+                digested = _Digested(member)
+                _write(digested, leaf)
+            digests[name] = digested.digest()
+        with archive.open("meta.npy", "w") as member:
+            text = json.dumps({"format": FORMAT, "digests": digests, "meta": meta})
+            np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
+    if not keep_previous:
+        with suppress(OSError):
+            (directory / PREVIOUS).unlink()
+
+
+def _keep_previous(directory: Path) -> None:
+    """Another name for the checkpoint that is there, so that its successor does not take it away: no copy."""
+    with suppress(OSError):
+        if (directory / FILE).exists():
+            (directory / PREVIOUS).unlink(missing_ok=True)
+            os.link(directory / FILE, directory / PREVIOUS)
 
 
 def _write(member: Any, leaf: Any) -> None:
@@ -61,8 +118,8 @@ def _write(member: Any, leaf: Any) -> None:
 
 
 def exists(directory: Path) -> bool:
-    """Whether ``directory`` holds a checkpoint."""
-    return (directory / FILE).is_file()
+    """Whether ``directory`` holds a checkpoint, or something in its place."""
+    return any(os.path.lexists(directory / name) for name in (FILE, PREVIOUS))
 
 
 def discard(directory: Path) -> None:
@@ -74,9 +131,13 @@ def discard(directory: Path) -> None:
             raise FedraxError(f"cannot remove {directory}: {error.strerror}") from error
 
 
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
 def load_meta(directory: Path) -> dict[str, Any]:
     """The checkpoint's ``meta``."""
-    return _read(directory / FILE, None)[1]
+    with _archive(directory / FILE) as archive:
+        return _description(archive, directory / FILE)[0]
 
 
 def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tree, dict[str, Any]]:
@@ -84,14 +145,98 @@ def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tre
 
     The leaves below ``in_pieces``, a name of the first level, are not read but :class:`Stored`.
     """
-    return _read(directory / FILE, like, in_pieces)
+    path, (expected, structure) = directory / FILE, jax.tree.flatten(like)
+    with _archive(path) as archive:
+        (meta, digests), arrays = _description(archive, path), []
+        _check_sizes(archive, tree.num_bytes(like))
+        names = sorted(_arrays_in(archive))
+        if len(names) == len(expected):
+            apart = [in_pieces in name.partition(":")[2].split("/")[:1] for name in names]
+            for name, away in zip(names, apart, strict=True):
+                arrays.append(Stored(path, name, digests) if away else _read(archive, name, digests))
+    same = len(arrays) == len(expected) and all(
+        a.shape == e.shape and a.dtype == e.dtype for a, e in zip(arrays, expected, strict=True)
+    )
+    if not same:
+        raise FedraxError(f"the checkpoint {path} belongs to another algorithm or model")
+    return jax.tree.unflatten(structure, arrays), meta
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The ``meta`` of a checkpoint's file of which every byte has been read and found as it was written."""
+    with _archive(path) as archive:
+        meta, digests = _description(archive, path)
+        if set(digests) != _arrays_in(archive):
+            raise ValueError("it does not hold the arrays that were written")
+        for name in sorted(_arrays_in(archive)):
+            with archive.open(f"{name}.npy") as member:
+                digested = _Digested(member)
+                while digested.read(_PIECE_BYTES):
+                    pass
+                digested.check(name, digests)
+    return meta
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with reading(path) as file, zipfile.ZipFile(file) as archive:
+            yield archive
+    except FedraxError:
+        raise
+    except Exception as error:  # a damaged file may break NumPy and zipfile in any way
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: Exception) -> DamagedError:
+    """What to raise for a file that cannot be read."""
+    return DamagedError(f"the checkpoint {path} is damaged or not a checkpoint: {error or type(error).__name__}")
+
+
+def _description(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the run says of itself, and the arrays' digests."""
+    info = archive.getinfo("meta.npy")
+    if info.file_size > _META_BYTES:
+        raise ValueError("its description is too long")
+    with archive.open(info) as member:
+        array = np.lib.format.read_array(member, allow_pickle=False)
+    found = json.loads(array.tobytes().decode())
+    if not isinstance(found, dict):
+        raise ValueError("it holds no description")
+    version = found.get("format", 1)
+    if isinstance(version, int) and version > FORMAT:
+        raise FedraxError(
+            f"the checkpoint {path} was written by a newer fedrax, in format {version}; this one reads format {FORMAT}:"
+            " go on with the newer one"
+        )
+    if version != FORMAT:
+        raise FedraxError(
+            f"the checkpoint {path} was written by an older fedrax, in format {version!r:.20}; this one reads format"
+            f" {FORMAT}: finish the run with the older one, or run it anew"
+        )
+    meta, digests = found.get("meta"), found.get("digests")
+    if not (isinstance(meta, dict) and isinstance(digests, dict)):
+        raise ValueError("it holds no digests")
+    return meta, digests
+
+
+def _arrays_in(archive: zipfile.ZipFile) -> set[str]:
+    return {name.removesuffix(".npy") for name in archive.namelist()} - {"meta"}
+
+
+def _read(archive: zipfile.ZipFile, name: str, digests: dict[str, str]) -> np.ndarray:
+    with archive.open(f"{name}.npy") as member:
+        digested = _Digested(member)
+        array = np.lib.format.read_array(digested, allow_pickle=False)
+        digested.check(name, digests)
+        return array
 
 
 class Stored:
     """An array in a checkpoint, :class:`InPieces`."""
 
-    def __init__(self, path: Path, name: str):
-        self.path, self.name = path, name
+    def __init__(self, path: Path, name: str, digests: dict[str, str]):
+        self.path, self.name, self._digests = path, name, digests
         with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as member:
             self.shape, self.dtype = self._header(member)
 
@@ -106,53 +251,21 @@ class Stored:
         """All rows in order, a few at a time; FedraxError if they are damaged, at the latest after the last ones."""
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(f"{self.name}.npy") as member:
-                self._header(member)
+                digested = _Digested(member)
+                self._header(digested)
                 row = math.prod(self.shape[1:])
                 step = max(1, _PIECE_BYTES // max(1, row * self.dtype.itemsize))
                 for first in range(0, self.shape[0], step):
                     rows = min(step, self.shape[0] - first)
-                    data = member.read(rows * row * self.dtype.itemsize)
+                    data = digested.read(rows * row * self.dtype.itemsize)
                     yield np.frombuffer(data, self.dtype).reshape(rows, *self.shape[1:])
-                if member.read(1):
-                    raise ValueError(f"{self.name} is too long")
-        except Exception as error:  # as in _read
+                digested.check(self.name, self._digests)
+        except Exception as error:  # as in _archive
             raise damaged(self.path, error) from error
 
 
-def damaged(path: Path, error: Exception) -> FedraxError:
-    """What to raise for a file that cannot be read."""
-    return FedraxError(f"the checkpoint {path} is damaged or not a checkpoint: {error}")
-
-
-def _read(path: Path, like: Tree | None, in_pieces: str | None = None) -> tuple[Tree, dict[str, Any]]:
-    expected, structure = jax.tree.flatten(like)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = sorted(set(file.files) - {"meta"})
-            _check_sizes(file.zip.infolist(), None if like is None else tree.num_bytes(like))
-            meta = json.loads(file["meta"].tobytes().decode())
-            arrays = []
-            if like is not None and len(names) == len(expected):
-                apart = [in_pieces in name.partition(":")[2].split("/")[:1] for name in names]
-                arrays = [Stored(path, n) if away else file[n] for n, away in zip(names, apart, strict=True)]
-    except Exception as error:  # a damaged file may break NumPy, zipfile and the decompressors in any way
-        raise damaged(path, error) from error
-    if not isinstance(meta, dict):
-        raise FedraxError(f"the checkpoint {path} is damaged: it holds no description")
-    if like is None:
-        return None, meta
-    same = len(arrays) == len(expected) and all(
-        a.shape == e.shape and a.dtype == e.dtype for a, e in zip(arrays, expected, strict=True)
-    )
-    if not same:
-        raise FedraxError(f"the checkpoint {path} belongs to another algorithm or model")
-    return jax.tree.unflatten(structure, arrays), meta
-
-
-def _check_sizes(members: list, state_bytes: int | None) -> None:
+def _check_sizes(archive: zipfile.ZipFile, state_bytes: int) -> None:
     """Refuse to unpack more than a checkpoint of this state holds."""
-    sizes = {member.filename: member.file_size for member in members}
-    if sizes.pop("meta.npy", 0) > _META_BYTES:
-        raise ValueError("its description is too long")
-    if state_bytes is not None and sum(sizes.values()) > state_bytes + _HEADER_BYTES * len(sizes):
+    sizes = [member.file_size for member in archive.infolist() if member.filename != "meta.npy"]
+    if sum(sizes) > state_bytes + _HEADER_BYTES * len(sizes):
         raise ValueError("it is larger than this run's state")

@@ -6,6 +6,7 @@ Keys that hold times begin with ``seconds``; all others are the same in every ru
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,10 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.files import open_to_append, replacing
+from fedrax.files import open_to_append, reading, replacing
 
 Event = dict[str, Any]
 FILE = "events.jsonl"
+MAX_BYTES = 2 << 30
+"""Bytes of a file of events: millions of rounds."""
+_LINE = 1 << 20
+_COUNTED = ("clients", "bytes_down", "bytes_up", "gradients")
 _HIDDEN = ("sound", "bad")
 """Of a round's record: what the simulator asks, not people."""
 
@@ -99,20 +104,41 @@ def line(event: Event) -> str:
 
 def read_events(directory: Path) -> list[Event]:
     """The events of a run directory; an unfinished last line, as a crash leaves it, is passed over."""
-    path, events = directory / FILE, []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FedraxError(f"cannot read the events of {directory}: {error}") from error
-    for number, text in enumerate(lines[:-1], 1):
-        try:
-            event = json.loads(text)
-            if not isinstance(event, dict) or event.get("round") != number:
-                raise ValueError("not the event of the round that belongs here")
-        except ValueError as error:
-            raise FedraxError(f"{path}, line {number}, is not an event: {error}") from error
-        events.append(event)
+    events, wrong = read_whole_events(directory)
+    if wrong is not None:
+        raise FedraxError(f"{directory / FILE}, line {len(events) + 1}, is not an event: {wrong}")
     return events
+
+
+def read_whole_events(directory: Path) -> tuple[list[Event], str | None]:
+    """The events up to the first line that is none, and what is wrong with that one (None: nothing)."""
+    events: list[Event] = []
+    try:
+        with reading(directory / FILE, MAX_BYTES) as file:
+            while (text := file.readline(_LINE)).endswith(b"\n"):
+                try:
+                    events.append(_event(text, len(events) + 1))
+                except (ValueError, RecursionError) as error:
+                    return events, str(error)
+    except OSError as error:
+        raise FedraxError(f"cannot read the events of {directory}: {error}") from error
+    return events, "it is too long" if len(text) == _LINE else None
+
+
+def _event(text: bytes, number: int) -> Event:
+    """The event of round ``number`` in a line of JSON; ValueError for anything else."""
+    event = json.loads(text.decode())
+    if not isinstance(event, dict) or event.get("round") != number:
+        raise ValueError("not the event of the round that belongs here")
+    for key in ("round", *_COUNTED, "seconds"):
+        if key not in event:
+            raise ValueError(f"it has no {key!r}")
+    for key, value in event.items():
+        kinds = int if key in ("round", *_COUNTED) else (int, float)
+        wrong = not isinstance(value, kinds) or isinstance(value, bool)
+        if wrong or (key in (*_COUNTED, "seconds") and not 0 <= value < math.inf):
+            raise ValueError(f"{key!r} is {value!r:.40}")
+    return event
 
 
 def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Event], seconds: float) -> list[Event]:

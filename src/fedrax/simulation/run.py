@@ -27,7 +27,7 @@ from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
 from fedrax.simulation.result import Result
-from fedrax.simulation.saving import fresh, restore, save
+from fedrax.simulation.saving import check_kept, fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.storage import Portion, Spill, Storage, Streamer
@@ -79,6 +79,15 @@ def simulate(
         setup = prepare(algorithm, task, federation, settings, params, script, path)
         with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
             return Run(setup, storage_of(setup), sinks, keep_clients, place, [] if trajectory else None).finish(resume)
+
+
+def check_same(
+    algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, directory: Path | str
+) -> None:
+    """FedraxError where ``simulate`` with these would compute other numbers than ``directory`` holds. Runs nothing."""
+    use_all_cores()
+    with arithmetic(settings.dtype):
+        check_kept(prepare(algorithm, task, federation, settings, directory=Path(directory)))
 
 
 def changed_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint
-from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.engine import Carry
 from fedrax.simulation.events import Event, read_events
 from fedrax.simulation.identity import difference
@@ -46,11 +47,27 @@ def restore(setup: Setup, storage: Storage) -> tuple[Carry, list[Event]]:
     where = setup.directory / CHECKPOINT
     if not checkpoint.exists(where):
         return fresh(setup, storage), []
-    meta = checkpoint.load_meta(where)
-    assert setup.identity is not None
-    if (differs := difference(meta.get("identity"), setup.identity)) is not None:
-        raise FedraxError(f"the checkpoint in {setup.directory} belongs to another experiment: {differs}")
-    done, rounds = meta["round"], setup.settings.rounds
+    try:
+        return _at_checkpoint(setup, storage, where)
+    except checkpoint.DamagedError as error:
+        raise FedraxError(f"{error}; {_what_helps(setup.directory)}") from error
+
+
+def _what_helps(directory: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    try:
+        done = checkpoint.verify(directory / CHECKPOINT / checkpoint.PREVIOUS).get("round")
+    except FedraxError:
+        return f"see what is left: fedrax doctor {directory}"
+    return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
+
+
+def _at_checkpoint(setup: Setup, storage: Storage, where: Path) -> tuple[Carry, list[Event]]:
+    assert setup.directory is not None
+    if not (where / checkpoint.FILE).is_file():
+        raise checkpoint.DamagedError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
+    meta = _known_again(setup, where)
+    done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
         raise FedraxError(f"{setup.directory} is at round {done}, beyond the {rounds} asked for")
     if done < rounds and setup.stateful and not meta["rows"]:
@@ -61,6 +78,36 @@ def restore(setup: Setup, storage: Storage) -> tuple[Carry, list[Event]]:
     if len(events) < done:
         raise FedraxError(f"{setup.directory} has {len(events)} events, fewer than its checkpoint's {done}")
     return setup.engine.put(saved.server, saved.statistics, _stored(setup, storage, saved)), events[:done]
+
+
+def check_kept(setup: Setup) -> None:
+    """FedraxError unless what the run's directory holds was computed from the same as this run would be.
+
+    It is known by its checkpoint, or by the state that a failure has left.
+    """
+    assert setup.directory is not None
+    there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.directory / name)]
+    if not there:
+        raise FedraxError(f"{setup.directory} has no checkpoint to be known by")
+    for name in there:
+        _known_again(setup, setup.directory / name)
+
+
+def _known_again(setup: Setup, where: Path) -> dict[str, Any]:
+    """The description of a checkpoint of this run."""
+    meta = checkpoint.load_meta(where)
+    assert setup.identity is not None
+    if (differs := difference(meta.get("identity"), setup.identity)) is not None:
+        raise FedraxError(f"the checkpoint in {setup.directory} belongs to another experiment: {differs}")
+    return meta
+
+
+def round_of(meta: dict[str, Any], where: Path) -> int:
+    """The round after which a checkpoint was written, from its description, which is checked."""
+    counts = [meta.get(key) for key in ("round", "rows")]
+    if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 2**31 for n in counts):
+        raise checkpoint.damaged(where / checkpoint.FILE, ValueError("its description has no round or no rows"))
+    return meta["round"]
 
 
 def _like(setup: Setup, rows: int) -> Saved:
@@ -89,4 +136,4 @@ def save(setup: Setup, storage: Storage, name: str, carry: Carry, done: int, cli
         owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
     meta = {"round": done, "rows": len(owners), "identity": setup.identity, "algorithm": setup.info.algorithm}
     saved = Saved(setup.engine.whole_server(carry), carry.statistics, store, owners)
-    checkpoint.save(setup.directory / name, saved, meta | more)
+    checkpoint.save(setup.directory / name, saved, meta | more, keep_previous=clients)
