@@ -2,6 +2,8 @@
 #   make demo   the first comparison, offline, on the bundled digits
 #   make test   the whole test suite
 #   make lint   ruff and pyright
+#   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
+#   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
 #   make docs   the documentation, into docs/_build/html
 #   make figures  what README and documentation show of the demo, into docs/results
 # PYTHON=/path/to/python3.12 chooses the interpreter; any from 3.11 on will do.
@@ -10,13 +12,27 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test lint docs figures clean
+.PHONY: demo test oldest reliability lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+oldest:
+	$(firstword $(PYTHON)) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python tests/oldest.py pyproject.toml > .venv-oldest/oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet --only-binary :all: --requirement .venv-oldest/oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-oldest/bin/python -m pytest -n auto --dist loadfile
+
+reliability: .venv/.dev
+	$(BIN)/python -m tests.fuzz configurations 2000
+	$(BIN)/python -m tests.fuzz arrays 2000
+	$(BIN)/python -m tests.fuzz files 1000
+	$(BIN)/python -m tests.fuzz runs 500
+	$(BIN)/python -m tests.kill --runs 200
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -34,7 +50,7 @@ figures: .venv/.user
 	cp runs/figures/table.md docs/results/digits.md
 
 clean:
-	rm -rf .venv docs/_build
+	rm -rf .venv .venv-oldest docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml

@@ -6,14 +6,16 @@ compiler makes of every method is compared with NumPy in ``tests/algorithms``, s
 
 from typing import Any
 
+import jax
 from jax._src import compiler
 
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False  # later ones know no such option
 _options_of = compiler.get_compile_options
 
 

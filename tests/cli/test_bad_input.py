@@ -117,6 +117,23 @@ CASES = {
     "brackets": Case("run x.toml", "brackets in brackets", file("x.toml", "a = " + "[" * 3000)),
     "a number beyond all": Case("run x.toml", "must be a finite number", toml("lr = 0.1", "lr = 1" + "0" * 400)),
     "steps beyond 32 bits": Case("run --algorithm.local.steps 2147483648", "fit into 32 bits"),
+    "rounds beyond 32 bits": Case("run --run.rounds 9223372036854775808", "fit into 32 bits"),
+    "milestones beyond 32 bits": Case(
+        "run x.toml",
+        "fit into 32 bits",
+        toml("lr = 0.1", "lr = 0.1, schedule = { name = 'step_decay', milestones = [1180591620717411303424] }"),
+    ),
+    "devices beyond numbers": Case("run --run.devices 1000000000000", "devices"),
+    "channels of no width": Case("run --model cnn --model.channels 0 4", "must be at least 1"),
+    "alpha that is no number": Case("run --partition dirichlet_clients --partition.alpha nan", "alpha"),
+    "clients beyond memory": Case("run --partition iid --partition.clients 1000000000000", "too few"),
+    "a folder named experiment.toml": Case(
+        "resume r", "not a run directory", lambda folder: (folder / "r" / "experiment.toml").mkdir(parents=True)
+    ),
+    "pipe for a file": Case("run x.toml", "not a regular file", lambda folder: os.mkfifo(folder / "x.toml")),
+    "device for a file": Case("run x.toml", "not a regular file", lambda f: (f / "x.toml").symlink_to("/dev/zero")),
+    "name of OpenML": Case("run --data openml --data.dataset two\u00a0words", "no name of openml.org"),
+    "empty file": Case("run x.toml", "says nothing of an experiment", file("x.toml", "")),
     "target of zero": Case("compare --algorithms fedavg --target 0", "accuracy in"),
     "target beyond one": Case("run --run.target 7", "must be at most 1"),
     "home of nobody": Case("run --data csv --data.path ~nosuchuser/d.csv", "nosuchuser"),

@@ -1,0 +1,153 @@
+"""`fedrax doctor`: what it says of damaged runs, what it saves, and that it never makes anything worse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedrax
+from fedrax.simulation.directory import owned
+from tests.cli.conftest import TINY, Outcome
+from tests.simulation.problems import bytes_of, without_times
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four rounds with a checkpoint after each."""
+    from fedrax.cli import main
+
+    folder = tmp_path_factory.mktemp("doctor")
+    (folder / "x.toml").write_text(TINY + "checkpoint_every = 1\n")
+    assert main(["run", str(folder / "x.toml"), "--out", str(folder / "r"), "--quiet"]) == 0
+    return folder / "r"
+
+
+def flip(name: str) -> Damage:
+    """One bit of a file."""
+
+    def damage(run: Path) -> None:
+        content = bytearray((run / name).read_bytes())
+        content[len(content) // 3] ^= 1
+        (run / name).write_bytes(content)
+
+    return damage
+
+
+def cut(name: str) -> Damage:
+    """The second half of a file."""
+
+    def damage(run: Path) -> None:
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def last_event(text: bytes) -> Damage:
+    """Another last line of the events."""
+
+    def damage(run: Path) -> None:
+        lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+        (run / "events.jsonl").write_bytes(b"".join(lines[:-1]) + text)
+
+    return damage
+
+
+STATE, BEFORE = "checkpoint/state.npz", "checkpoint/previous.npz"
+SAVED = {
+    "state flipped": (flip(STATE), "go back to the checkpoint before, of round 3"),
+    "state cut": (cut(STATE), "go back to the checkpoint before, of round 3"),
+    "state lost": (lambda run: (run / STATE).unlink(), "go back to the checkpoint before, of round 3"),
+    "state a folder": (
+        lambda run: ((run / STATE).unlink(), (run / STATE).mkdir()),
+        "go back to the checkpoint before, of round 3",
+    ),
+    "events": (last_event(b'{"round": 4, "clients": "three"}\n'), "keep the first 3 lines"),
+    "previous": (flip(BEFORE), "set the damaged checkpoint before aside"),
+    "left over": (lambda run: (run / ".events.jsonl.part").write_text("{"), "remove .events.jsonl.part"),
+    "failure": (lambda run: (run / "failure").mkdir(), "set failure aside"),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_can_be_saved_is_saved(name: str, whole: Path, tmp_path: Path, fedrax: Any):
+    """And goes on to the same end; what was damaged is still there."""
+    damage, says = SAVED[name]
+    run = tmp_path / "r"
+    shutil.copytree(whole, run)
+    damage(run)
+    before = bytes_of(run)
+    outcome = fedrax("doctor", "r")
+    assert outcome.status == 1 and f"--save would {says}" in outcome.out, outcome
+    assert bytes_of(run) == before
+    outcome = fedrax("doctor", "r", "--save")
+    assert outcome.status == 0 and "it can go on from round" in outcome.out, outcome
+    after = list(bytes_of(run).values())
+    assert all(content in after for file, content in before.items() if not file.endswith(".part"))
+    assert fedrax("doctor", "r").status == 0
+    assert fedrax("resume", "r", "--quiet") == Outcome(0, "", "")
+    assert events(run) == events(whole)
+    assert fedrax("show", "r").status == 0
+
+
+def events(run: Path) -> list[dict]:
+    return without_times(fedrax.simulation.read_events(run))
+
+
+LOST = {
+    "all checkpoints": (lambda run: (flip(STATE)(run), flip(BEFORE)(run)), "it cannot go on: no checkpoint is whole"),
+    "no events": (lambda run: (run / "events.jsonl").unlink(), "it cannot go on"),
+    "experiment": (cut("experiment.toml"), "its experiment is lost"),
+    "no experiment": (lambda run: (run / "experiment.toml").unlink(), "its experiment is lost"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoint"), "resuming it begins again"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_lost_is_said(name: str, whole: Path, tmp_path: Path, fedrax: Any):
+    damage, says = LOST[name]
+    shutil.copytree(whole, tmp_path / "r")
+    damage(tmp_path / "r")
+    before = bytes_of(tmp_path / "r")
+    outcome = fedrax("doctor", "r", "--save")
+    assert says in outcome.out and "Traceback" not in outcome.err, outcome
+    after = list(bytes_of(tmp_path / "r").values())
+    assert all(content in after for content in before.values())
+
+
+def test_a_whole_run_is_left_alone(whole: Path, fedrax: Any):
+    before = bytes_of(whole)
+    outcome = fedrax("doctor", whole, "--save", "--json")
+    found = json.loads(outcome.out)
+    assert outcome.status == 0 and found["sound"] and not found["helps"]
+    assert {f["name"] for f in found["findings"]} >= {"experiment.toml", "events.jsonl", STATE, BEFORE}
+    assert bytes_of(whole) == before
+
+
+def test_nothing_is_touched_while_a_run_is_writing(whole: Path, tmp_path: Path, fedrax: Any):
+    shutil.copytree(whole, tmp_path / "r")
+    flip(STATE)(tmp_path / "r")
+    before = bytes_of(tmp_path / "r")
+    with owned(tmp_path / "r", resume=True):
+        outcome = fedrax("doctor", "r", "--save")
+    assert outcome.status == 2 and "another run is writing to" in outcome.err
+    assert bytes_of(tmp_path / "r") == before
+
+
+@pytest.mark.parametrize("where", ["nowhere", "x.toml"])
+def test_what_is_no_directory(where: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "x.toml").write_text(TINY)
+    outcome = fedrax("doctor", where)
+    assert outcome.status == 2 and "is no directory" in outcome.err and not (tmp_path / "nowhere").exists()
+
+
+def test_an_empty_directory_can_be_run_in(tmp_path: Path, fedrax: Any):
+    (tmp_path / "r").mkdir()
+    assert "nothing stands in the way" in fedrax("doctor", "r").out

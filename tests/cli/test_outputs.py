@@ -1,0 +1,192 @@
+"""What goes out and cannot: full disks, narrow terminals, readers that leave; and errors of the user's own code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrax import Task
+from fedrax.experiments import experiment
+from tests.cli.conftest import TINY
+from tests.cli.test_bad_input import file
+
+RUN = TINY.replace("eval_every", "seed = 0\neval_every")
+EVENT = (
+    '{"round": 1, "clients": 3, "bytes_down": 8, "bytes_up": 8, "gradients": 6, "seconds": 0.1, "test_accuracy": 0.5}\n'
+)
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Path:
+    """A directory that can be shown, whose table has letters beyond ASCII."""
+    for seed in (0, 1):
+        file(f"r{seed}/experiment.toml", RUN.replace("seed = 0", f"seed = {seed}"))(tmp_path)
+        file(f"r{seed}/events.jsonl", EVENT)(tmp_path)
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str, stdout: Any = subprocess.PIPE, **environment: str) -> Any:
+    """`fedrax ...` as a process of its own."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-m", "fedrax", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_full_disk_behind_the_output_is_a_sentence(shown: Path):
+    with open("/dev/full", "w") as full:
+        done = command(shown, "show", ".", "--json", stdout=full)
+    assert (done.returncode, done.stderr) == (2, "fedrax: cannot write the output: No space left on device\n")
+
+
+def test_a_terminal_of_few_letters_shows_the_others_by_number(shown: Path):
+    done = command(shown, "show", ".", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stderr == "" and "\\xb1" in done.stdout
+
+
+BROKEN_RUNS = {
+    "rounds": (RUN.replace("rounds = 4", "rounds = 'six'"), EVENT, "run.rounds is 'six'"),
+    "seed": (RUN.replace("seed = 0", "seed = 1.5"), EVENT, "run.seed is 1.5"),
+    "target": (RUN + "target = [1]\n", EVENT, "run.target is [1]"),
+    "no run": ("[algorithm]\nname = 'fedavg'\n", EVENT, "not the complete experiment"),
+    "event without bytes": (RUN, EVENT.replace('"bytes_up": 8, ', ""), "it has no 'bytes_up'"),
+    "event without seconds": (RUN, EVENT.replace(', "seconds": 0.1', ""), "it has no 'seconds'"),
+    "clients in words": (RUN, EVENT.replace('"clients": 3', '"clients": "three"'), "'clients' is 'three'"),
+    "negative bytes": (RUN, EVENT.replace('"bytes_up": 8', '"bytes_up": -8'), "'bytes_up' is -8"),
+    "accuracy in words": (RUN, EVENT.replace("0.5", '"half"'), "'test_accuracy' is 'half'"),
+    "infinite seconds": (RUN, EVENT.replace("0.1", "1e999"), "'seconds' is inf"),
+    "truth": (RUN, EVENT.replace("0.5", "true"), "'test_accuracy' is True"),
+    "a list": (RUN, EVENT.replace("0.5", "[0.5]"), "'test_accuracy' is [0.5]"),
+    "brackets": (RUN, "[" * 100_000 + "\n", "is not an event"),
+    "too long": (RUN, "1" * (2 << 20) + "\n", "is too long"),
+    "no text": (RUN, EVENT.encode() + b"\xff\xfe\n", "line 2, is not an event"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_RUNS)
+def test_broken_runs_are_a_sentence(name: str, tmp_path: Path, fedrax: Any):
+    written, events, says = BROKEN_RUNS[name]
+    file("r/experiment.toml", written)(tmp_path)
+    file("r/events.jsonl", events)(tmp_path)
+    outcome = fedrax("show", "r")
+    assert outcome.status == 2 and says in outcome.err and outcome.err.count("\n") == 1, outcome
+
+
+@pytest.mark.parametrize("name", ["experiment.toml", "events.jsonl"])
+def test_a_run_of_pipes_and_devices_does_not_hang(name: str, shown: Path, fedrax: Any):
+    (shown / "r0" / name).unlink()
+    os.mkfifo(shown / "r0" / name)
+    outcome = fedrax("doctor", "r0")
+    assert outcome.status == 1 and "not a regular file" in outcome.out
+    if name == "events.jsonl":
+        assert "not a regular file" in fedrax("show", "r0").err
+
+
+@pytest.mark.parametrize("target", ["0", "7", "-7", "nan"])
+def test_targets_are_accuracies(target: str, shown: Path, fedrax: Any):
+    for arguments in (("show", "."), ("compare", "--algorithms", "fedavg")):
+        outcome = fedrax(*arguments, "--target", target)
+        assert outcome.status == 2 and "accuracy in (0, 1]" in outcome.err
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "name = 'x'\nnormalise = true\n"])
+@pytest.mark.parametrize("name", ["run", "compare", "partition", "profile"])
+def test_a_file_that_says_nothing_runs_nothing(name: str, text: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "x.toml").write_text(text)
+    outcome = fedrax(name, "x.toml")
+    assert outcome.status == 2 and "x.toml says nothing of an experiment" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.toml"]
+
+
+# -- own code ----------------------------------------------------------------------------------------------------------
+
+OWN = """
+from fedrax import FedAvg
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.models import Logistic
+
+def data():
+    raise {error}
+
+def model(input_shape, num_outputs):
+    return helper()
+
+def helper():
+    raise {error}
+
+@hyperparameters
+class Mine(FedAvg):
+    def client(self, *arguments):
+        raise {error}
+"""
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "ValueError('gone')", "KeyError(3)", "OSError('no')"])
+@pytest.mark.parametrize(("part", "line"), [("data", 7), ("model", 13), ("algorithm", 18)])
+def test_errors_of_own_code_are_said_to_be_its_own(part: str, line: int, error: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(OWN.format(error=error))
+    name = {"data": "data", "model": "model", "algorithm": "Mine"}[part]
+    outcome = fedrax("run", f"--{part}", f"mine.py:{name}", "--out", "r", "--quiet")
+    assert outcome.status == 2 and not (tmp_path / "r" / "experiment.toml").exists()
+    assert f"your own code ended this, mine.py in line {line}" in outcome.err, outcome
+    assert outcome.err.splitlines()[-1].startswith(error.partition("(")[0])
+    assert len(outcome.err.splitlines()) < 12 and "site-packages" not in outcome.err
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+TABLE = "".join(f"{i % 7},{(3 * i) % 5},{i % 3}\n" for i in range(48))
+COMPARED = """
+seeds = [0]
+data = { name = "csv", path = "d.csv" }
+partition = { name = "iid", clients = 4 }
+model = "logistic"
+run = { rounds = 2, cohort_size = 2 }
+[[compare]]
+name = "fedavg"
+local = { lr = 0.1, steps = 2 }
+"""
+
+
+@pytest.mark.parametrize("changed", ["data", "version", "program", "checkpoint"])
+def test_finished_runs_of_something_else_are_not_taken(
+    changed: str, tmp_path: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
+    (tmp_path / "c.toml").write_text(COMPARED)
+    assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
+    events = tmp_path / "c" / "fedavg" / "seed-0" / "events.jsonl"
+    before = events.read_bytes()
+    assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
+    if changed == "data":
+        (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE.replace("1,1,", "2,1,"))
+        says = "its data differ"
+    elif changed == "version":
+        monkeypatch.setattr("fedrax.__version__", "99.0")
+        says = "and here is fedrax 99.0"
+    elif changed == "program":
+        made = experiment.classification
+
+        def doubled(*arguments: Any) -> Task:
+            task = made(*arguments)
+            return Task(task.init, lambda params, batch, key: 2 * task.loss(params, batch, key), task.metrics)
+
+        monkeypatch.setattr(experiment, "classification", doubled)
+        says = "its program differ"
+    else:
+        (events.parent / "checkpoint" / "state.npz").unlink()
+        (events.parent / "checkpoint" / "previous.npz").unlink(missing_ok=True)
+        says = "has no checkpoint to be known by"
+    outcome = fedrax("compare", "c.toml", "--out", "c", "--quiet")
+    assert outcome.status == 2 and says in outcome.err and "choose another --out" in outcome.err, outcome
+    assert events.read_bytes() == before

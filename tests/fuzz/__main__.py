@@ -1,0 +1,35 @@
+"""python -m tests.fuzz {configurations, arrays, files, runs} COUNT [SEED]: try so many cases, and say how they went."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+
+import jax
+
+from tests.compiler import compile_quickly
+from tests.fuzz import arrays, configurations, files, runs
+from tests.fuzz.harness import fuzz
+
+KINDS = {
+    "configurations": (configurations.tables, partial(configurations.check, deep=True)),
+    "arrays": (arrays.samples, arrays.check),
+    "files": (files.contents, files.check),
+    "runs": (runs.directories, partial(runs.check, deep=True)),
+}
+
+
+def main(kind: str, count: str, seed: str = "0") -> None:
+    """Try them."""
+    cases, check = KINDS[kind]
+    began = time.monotonic()
+    counts = fuzz(cases(), check, int(count), int(seed))
+    said = ", ".join(f"{number} {what}" for what, number in counts.items())
+    print(f"{kind}: {said} in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+    compile_quickly()
+    main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Data files and experiments of damaged bytes: a sentence, or data in which every number is one."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedrax.data import Dataset, load
+from fedrax.data.images import read_image_table
+from fedrax.data.readers import load_idx
+from fedrax.errors import FedraxError
+from fedrax.files import read_table
+from fedrax.simulation.cohorts import read_trace
+from fedrax.simulation.settings import Availability
+from tests.fuzz.damage import damaged
+
+
+def _bytes(save: object, *arguments: object, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    save(buffer, *arguments, **options)  # type: ignore[operator]
+    return buffer.getvalue()
+
+
+@cache
+def whole() -> dict[str, bytes]:
+    """A good file of each kind, by its name."""
+    rng = np.random.default_rng(0)
+    arrays = {"x_train": rng.random((6, 3)), "y_train": np.arange(6) % 3, "x_test": rng.random((3, 3))}
+    arrays |= {"y_test": np.arange(3), "client_train": np.array(list("aabbcc")), "client_test": np.array(list("abc"))}
+    rows = "".join(f"{a:.2f},{b},u{i % 2},{i % 3}\n" for i, (a, b) in enumerate(rng.random((12, 2))))
+    image = _bytes(Image.new("RGB", (32, 32), (1, 2, 3)).save, "PNG")
+    table = pl.DataFrame({"img": [{"bytes": image, "path": None}] * 2, "label": [0, 1]})
+    idx = bytes([0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 4]) + bytes(range(80))
+    return {
+        "d.csv": ("a,b,user,label\n" + rows).encode(),
+        "plain.npz": _bytes(np.savez, **arrays),
+        "packed.npz": _bytes(np.savez_compressed, **arrays),
+        "train-images-idx3-ubyte": idx,
+        "train-images-idx3-ubyte.gz": gzip.compress(idx, mtime=0),
+        "train.parquet": _bytes(table.write_parquet),
+        "trace.csv": b"round,client\n0,0\n0,2\n1,1\n2,0\n",
+        "x.toml": b"name = 'x'\n[algorithm]\nname = 'fedavg'\nlocal = { lr = 0.1, steps = 2 }\n[run]\nrounds = 4\n",
+    }
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> tuple[str, bytes]:
+    """The name of a file, and what is in it."""
+    name = draw(st.sampled_from(sorted(whole())))
+    return name, draw(damaged(whole()[name]))
+
+
+def check(case: tuple[str, bytes]) -> bool:
+    """Read the file."""
+    name, content = case
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(content)
+        os.environ["FEDRAX_CACHE"] = folder
+        try:
+            read(path)
+        except FedraxError:
+            return False
+    return True
+
+
+def read(path: Path) -> None:
+    """As its users do."""
+    match path.name:
+        case "trace.csv":
+            assert all(len(clients) for clients in read_trace(Availability(path), 3))
+        case "x.toml":
+            assert isinstance(read_table(path), dict)
+        case "train.parquet":
+            images, labels, _ = read_image_table(path, "label", (32, 32))
+            assert images.shape[1:] == (32, 32, 3) and len(images) == len(labels)
+        case name if "idx" in name:
+            labels = bytes([0, 0, 8, 1, 0, 0, 0, 5, 0, 1, 2, 0, 1])
+            for other, content in (("train-labels-idx1", labels), ("t10k-labels-idx1", labels)):
+                (path.parent / f"{other}-ubyte").write_bytes(content)
+            (path.parent / "t10k-images-idx3-ubyte").write_bytes(whole()["train-images-idx3-ubyte"])
+            assert_sound(load_idx(path.parent))
+        case name:
+            options = {"client": "user"} if name == "d.csv" else {}
+            assert_sound(load(name.rpartition(".")[2], path=path, **options))
+
+
+def assert_sound(made: Dataset) -> None:
+    """Finite numbers, labels in their range."""
+    for part in (made.train, made.test):
+        assert np.isfinite(part.x).all() and np.isfinite(part.y).all() and len(part.x) == len(part.y)
+        assert made.num_classes is None or not len(part.y) or 0 <= part.y.min() <= part.y.max() < made.num_classes

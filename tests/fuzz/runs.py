@@ -1,0 +1,112 @@
+"""Damaged directories of runs: shown, examined, saved without a loss, gone on with bit for bit or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from fedrax import Result
+from fedrax.errors import FedraxError
+from fedrax.files import write_text
+from fedrax.report import doctor
+from fedrax.report.runs import read_run
+from fedrax.simulation.directory import owned
+from tests.fuzz.damage import damaged
+from tests.simulation.problems import SCAFFOLD, assert_identical, bytes_of, run
+
+EXPERIMENT = "name = 'x'\n[algorithm]\nname = 'scaffold'\n[run]\nseed = 0\nrounds = 6\n"
+ROUNDS, KEPT = 6, 4
+"""Of the whole run, and of the one that is damaged."""
+OTHERS = ("folder", "fifo", "link", "device", "lost", "empty", "twice", "part")
+
+
+@cache
+def whole() -> dict[str, bytes]:
+    """The files of a run that was interrupted."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(SCAFFOLD, rounds=KEPT, checkpoint_every=2, directory=folder)
+        write_text(Path(folder) / "experiment.toml", EXPERIMENT)
+        return bytes_of(Path(folder))
+
+
+@cache
+def reference() -> Result:
+    """The run that nobody damaged."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(SCAFFOLD, rounds=KEPT, checkpoint_every=2, directory=folder)
+        return run(SCAFFOLD, rounds=ROUNDS, checkpoint_every=2, directory=folder, resume=True)
+
+
+@st.composite
+def directories(draw: st.DrawFn) -> dict[str, bytes | str]:
+    """What becomes of each file that does not stay as it is: other bytes, or something else in its place."""
+    changed = draw(st.lists(st.sampled_from(sorted(whole())), min_size=1, max_size=2, unique=True))
+    return {name: draw(st.sampled_from(OTHERS) | damaged(whole()[name])) for name in changed}
+
+
+def build(folder: Path, changes: dict[str, bytes | str]) -> None:
+    """Write the run with its damage; links lead to ``victim``, beside the folder."""
+    for name, content in whole().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        match changes.get(name, content):
+            case "folder":
+                path.mkdir()
+            case "fifo":
+                os.mkfifo(path)
+            case "link":
+                path.symlink_to(folder.parent / "victim")
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "lost":
+                pass
+            case "empty":
+                path.touch()
+            case "twice":
+                path.write_bytes(content * 2)
+            case "part":
+                path.write_bytes(content)
+                path.with_name(f".{path.name}.part").symlink_to(folder.parent / "victim")
+            case bytes() as other:
+                path.write_bytes(other)
+
+
+def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
+    """Show, examine, save; deep: and go on."""
+    with tempfile.TemporaryDirectory() as outer:
+        folder, victim = Path(outer) / "run", Path(outer) / "victim"
+        folder.mkdir()
+        victim.write_text("precious")
+        build(folder, changes)
+        with suppress(FedraxError):
+            read_run(folder)
+        before = kept(folder)
+        with owned(folder, resume=True):
+            found = doctor.examine(folder)
+            assert kept(folder) == before
+            doctor.save(found)
+            again = doctor.examine(folder)
+            assert not again.remedies, [remedy.words for remedy in again.remedies]
+        left = list(kept(folder).values())
+        assert all(content in left for name, content in before.items() if not name.endswith(".part"))
+        goes_on = False
+        if deep:
+            with suppress(FedraxError):
+                resumed = run(SCAFFOLD, rounds=ROUNDS, checkpoint_every=2, directory=folder, resume=True)
+                assert_identical(resumed, reference())
+                goes_on = True
+        assert victim.read_text() == "precious"
+        shutil.rmtree(folder)
+    return goes_on if deep else found.sound
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """All plain files below a folder, links not followed."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,0 +1,119 @@
+"""python -m tests.kill --runs N [--seed S]: kill N runs, each at one of its writes, and go on with them.
+
+Every process is forked from this one, which has imported all and started nothing: no threads, no devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fedrax.cli import compare_command, main, resume_command, run_command  # noqa: F401 - imported once, for all
+from tests.compiler import compile_quickly
+from tests.kill.writes import EXPERIMENT, at_every_write, go_on, outcome
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+SECONDS = 120
+"""A process that takes longer hangs."""
+
+
+def forked(work: Callable[[], int]) -> int:
+    """The status of a process that does ``work``: negative for the signal that ended it."""
+    child = os.fork()
+    if not child:
+        status = 70
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            status = work()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError(f"it hangs: {SECONDS} s")
+
+
+def counted(command: list[str], into: Path) -> int:
+    """Run the command and write the number of its writes."""
+    count = 0
+
+    def one() -> None:
+        nonlocal count
+        count += 1
+
+    with at_every_write(one):
+        status = main(command)
+    into.write_text(str(count))
+    return status
+
+
+def killed(command: list[str], number: signal.Signals, at: int) -> int:
+    """Run the command, which gets the signal at the write ``at``."""
+    count = 0
+
+    def one() -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), number)
+
+    with at_every_write(one):
+        return main(command)
+
+
+def run_all(runs: int, seed: int, base: Path) -> None:
+    """Kill and go on, and say how it went; AssertionError for the first run that does not come to the same end."""
+    experiment, folder, rng = base / "x.toml", base / "r", random.Random(seed)
+    experiment.write_text(EXPERIMENT)
+    command = go_on(folder, experiment)
+    for _ in range(2):  # the first fills the cache of compiled programs
+        shutil.rmtree(folder, ignore_errors=True)
+        assert forked(lambda: counted(command, base / "count")) == 0
+    writes, whole = int((base / "count").read_text()), outcome(folder)
+    print(f"{writes} places to be killed at", flush=True)
+    ended: dict[str, int] = {}
+    begun = 0
+    for run in range(runs):
+        number, at = SIGNALS[run % len(SIGNALS)], 1 + (run * writes // runs + rng.randrange(3)) % writes
+        shutil.rmtree(folder, ignore_errors=True)
+        where = f"{number.name} at write {at} of {writes}"
+        status = forked(lambda number=number, at=at: killed(command, number, at))
+        allowed = (-number, 128 + number, 0)
+        assert status in allowed and (number != signal.SIGKILL or status == -number), f"{where}: status {status}"
+        begun += (folder / "experiment.toml").exists()
+        after = go_on(folder, experiment)
+        status_after = forked(lambda after=after: main(after))
+        assert status_after == 0, f"{where}: then status {status_after}"
+        assert outcome(folder) == whole, f"{where}: another end"
+        left = [path.name for path in folder.rglob(".*.part")]
+        assert not left, f"{where}: {left} left"
+        key = f"{number.name} -> {status}"
+        ended[key] = ended.get(key, 0) + 1
+    said = ", ".join(f"{key}: {count}" for key, count in sorted(ended.items()))
+    print(f"{runs} killed ({said}); {begun} resumed and {runs - begun} run again, all to the same end bit for bit")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.kill")
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    compile_quickly()
+    with tempfile.TemporaryDirectory() as made:
+        os.environ["FEDRAX_CACHE"] = str(Path(made) / "cache")
+        began = time.monotonic()
+        run_all(given.runs, given.seed, Path(made))
+        print(f"{time.monotonic() - began:.0f} s")

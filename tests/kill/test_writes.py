@@ -1,0 +1,56 @@
+"""What every single write leaves on disk is enough to go on, to the same end; or nothing has begun."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+from fedrax.cli import main
+from tests.kill.writes import EXPERIMENT, at_every_write, go_on, outcome
+
+TRIED = 16
+"""Of the many states of the directory: all before the first round is over would be a third of them."""
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """All files and (None) folders below a folder."""
+    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+
+
+def restore(folder: Path, kept: dict[str, bytes | None]) -> None:
+    """Make the folder hold that."""
+    for name, content in kept.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        else:
+            (folder / name).write_bytes(content)
+
+
+def test_every_write_can_be_the_last(tmp_path: Path):
+    experiment, folder = tmp_path / "x.toml", tmp_path / "r"
+    experiment.write_text(EXPERIMENT)
+    seen: list[dict[str, bytes | None]] = []
+
+    def look() -> None:
+        now = contents(folder)
+        if now not in seen[-1:]:
+            seen.append(now)
+
+    with at_every_write(look):
+        assert main(["run", str(experiment), "--out", str(folder), "--quiet"]) == 0
+    assert len(seen) > 60
+    kinds = {name for kept in seen for name in kept if name.endswith(".part")}
+    files = ("experiment.toml", "events.jsonl", "environment.json", "checkpoint/state.npz")
+    assert kinds == {str(Path(name).with_name(f".{Path(name).name}.part")) for name in files}
+    whole, rng = outcome(folder), random.Random(0)
+    first = next(i for i, kept in enumerate(seen) if "experiment.toml" in kept)
+    tried = [*range(first + 2)][:: max(1, first // 3)] + rng.sample(range(first + 2, len(seen)), TRIED - 4)
+    for number in tried:
+        shutil.rmtree(folder)
+        restore(folder, seen[number])
+        folder.mkdir(exist_ok=True)
+        assert main(go_on(folder, experiment)) == 0, (number, sorted(seen[number]))
+        assert outcome(folder) == whole, (number, sorted(seen[number]))
+        assert not [path for path in folder.rglob("*") if path.name.endswith(".part")]

@@ -1,0 +1,88 @@
+"""Something to do before, in the middle of and after every change of a folder on disk."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EXPERIMENT = """
+name = "killed"
+data = "synthetic"
+partition = "natural"
+model = "logistic"
+algorithm = { name = "scaffold", local = { lr = 0.1, steps = 2, batch_size = 4 } }
+[run]
+rounds = 4
+cohort_size = 3
+eval_every = 2
+checkpoint_every = 1
+"""
+CALLS = ("link", "mkdir", "replace", "rename", "unlink", "fsync", "open", "rmdir")
+"""Functions of ``os`` that change a folder, or wait for it."""
+
+
+@contextmanager
+def at_every_write(act: Callable[[], None]) -> Iterator[None]:
+    """``act()`` before and after each such call of the process, and in the middle of all that is written to files."""
+    originals: dict[str, Any] = {name: getattr(os, name) for name in CALLS}
+    open_file = builtins.open
+
+    def around(call: Any) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
+            if call is originals["open"] and not (len(arguments) > 1 and arguments[1] & (os.O_WRONLY | os.O_RDWR)):
+                return call(*arguments, **options)
+            act()
+            result = call(*arguments, **options)
+            act()
+            return result
+
+        return called
+
+    class Torn(io.FileIO):
+        """A file of which half a write may be there."""
+
+        def write(self, data: Any, /) -> int:
+            view = memoryview(data).cast("B")
+            half = super().write(view[: len(view) // 2]) or 0
+            act()
+            return half + (super().write(view[half:]) or 0)
+
+    def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if not set(mode) & set("wax") or isinstance(file, int):
+            return open_file(file, mode, *arguments, **options)
+        buffered = io.BufferedWriter(Torn(file, mode.strip("bt"), opener=options.get("opener")))
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=options.get("encoding"))
+
+    for name, call in originals.items():
+        setattr(os, name, around(call))
+    builtins.open = opened
+    try:
+        yield
+    finally:
+        for name, call in originals.items():
+            setattr(os, name, call)
+        builtins.open = open_file
+
+
+def go_on(folder: Path, experiment: Path) -> list[str]:
+    """The command after a kill: resume what has begun, else run it again."""
+    begun = (folder / "experiment.toml").exists()
+    return ["resume", str(folder), "--quiet"] if begun else ["run", str(experiment), "--out", str(folder), "--quiet"]
+
+
+def outcome(folder: Path) -> tuple[list[dict], dict[str, str]]:
+    """What must be the same bit for bit: the events but for times, and the digests of all arrays of the state."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
+    with zipfile.ZipFile(folder / "checkpoint" / "state.npz") as file, file.open("meta.npy") as member:
+        described = json.loads(np.lib.format.read_array(member).tobytes().decode())
+    return events, described["digests"]

@@ -1,0 +1,34 @@
+"""python tests/oldest.py pyproject.toml: the oldest version of each package that it allows, as requirements for pip."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+TESTED = ("test",)
+"""Extras whose packages the test suite uses."""
+
+
+def requirements(path: Path) -> list[str]:
+    """All of the project's, and of the extras that the tests use."""
+    project = tomllib.loads(path.read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    found = list(project["dependencies"])
+    wanted = list(TESTED)
+    for extra in wanted:
+        for requirement in extras[extra]:
+            if own := re.fullmatch(r"fedrax\[(.*)\]", requirement):
+                wanted += own.group(1).split(",")
+            else:
+                found.append(requirement)
+    return found
+
+
+def oldest(requirement: str) -> str:
+    """``name==version`` of ``name>=version,<...``."""
+    name, version = re.match(r"([\w\[\]-]+)>=([\d.]+),<[\d.]+$", requirement).groups()  # type: ignore[union-attr]
+    return f"{name}=={version}"
+
+
+if __name__ == "__main__":
+    print("\n".join(map(oldest, requirements(Path(sys.argv[1])))))
