@@ -23,6 +23,7 @@ from tests.simulation.problems import SCAFFOLD, assert_identical, bytes_of, run
 EXPERIMENT = "name = 'x'\n[algorithm]\nname = 'scaffold'\n[run]\nseed = 0\nrounds = 6\n"
 ROUNDS, KEPT = 6, 4
 """Of the whole run, and of the one that is damaged."""
+OFTEN = {"checkpoint_every": 2, "eval_every": 2}
 OTHERS = ("folder", "fifo", "link", "device", "lost", "empty", "twice", "part")
 
 
@@ -30,7 +31,7 @@ OTHERS = ("folder", "fifo", "link", "device", "lost", "empty", "twice", "part")
 def whole() -> dict[str, bytes]:
     """The files of a run that was interrupted."""
     with tempfile.TemporaryDirectory() as folder:
-        run(SCAFFOLD, rounds=KEPT, checkpoint_every=2, directory=folder)
+        run(SCAFFOLD, **OFTEN, rounds=KEPT, directory=folder)
         write_text(Path(folder) / "experiment.toml", EXPERIMENT)
         return bytes_of(Path(folder))
 
@@ -39,8 +40,8 @@ def whole() -> dict[str, bytes]:
 def reference() -> Result:
     """The run that nobody damaged."""
     with tempfile.TemporaryDirectory() as folder:
-        run(SCAFFOLD, rounds=KEPT, checkpoint_every=2, directory=folder)
-        return run(SCAFFOLD, rounds=ROUNDS, checkpoint_every=2, directory=folder, resume=True)
+        run(SCAFFOLD, **OFTEN, rounds=KEPT, directory=folder)
+        return run(SCAFFOLD, **OFTEN, rounds=ROUNDS, directory=folder, resume=True)
 
 
 @st.composite
@@ -98,7 +99,7 @@ def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
         goes_on = False
         if deep:
             with suppress(FedraxError):
-                resumed = run(SCAFFOLD, rounds=ROUNDS, checkpoint_every=2, directory=folder, resume=True)
+                resumed = run(SCAFFOLD, **OFTEN, rounds=ROUNDS, directory=folder, resume=True)
                 assert_identical(resumed, reference())
                 goes_on = True
         assert victim.read_text() == "precious"
