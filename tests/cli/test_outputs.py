@@ -190,3 +190,27 @@ def test_finished_runs_of_something_else_are_not_taken(
     outcome = fedrax("compare", "c.toml", "--out", "c", "--quiet")
     assert outcome.status == 2 and says in outcome.err and "choose another --out" in outcome.err, outcome
     assert events.read_bytes() == before
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg")
+FILES = ("experiment.toml", "events.jsonl", "environment.json", "checkpoint/state.npz")
+
+
+def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
+    victim, out = tmp_path / "victim", tmp_path / "c"
+    victim.write_text("precious")
+    (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
+    (tmp_path / "c.toml").write_text(COMPARED)
+    run = out / "fedavg" / "seed-0"
+    written = [*(out / name for name in OUTPUTS), *(run / name for name in FILES)]
+    places = [path.with_name(f".{path.name}.part") for path in written]
+    places += [*(out / name for name in OUTPUTS), run / "environment.json"]
+    for place in places:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(victim)
+    outcome = fedrax("compare", "c.toml", "--out", "c", "--quiet")
+    assert outcome.status == 0, outcome
+    assert victim.read_text() == "precious"
+    assert not [path for path in out.rglob("*") if path.is_symlink()]

@@ -68,8 +68,8 @@ def traceback_of(error: BaseException) -> str | None:
     if not own:
         return None
     places = "".join(traceback.format_list(own[-_FRAMES:]))
-    what = "".join(traceback.format_exception_only(error)).strip()
-    return f"your own code ended this, {Path(own[-1].filename).name} in line {own[-1].lineno}:\n{places}{what}"
+    where = f"{Path(own[-1].filename).name} in line {own[-1].lineno}"
+    return f"your own code ended this, {where}:\n{places}{type(error).__name__}: {error}"
 
 
 def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> None:

@@ -62,11 +62,13 @@ def examine(directory: Path) -> Examination:
     _failure(made)
     _environment(made)
     usable = {n: f for n, f in states.items() if f is not None and f.rounds is not None and f.rounds <= written}
+    before = states[checkpoint.PREVIOUS]
     if checkpoint.FILE not in usable and checkpoint.PREVIOUS in usable:
-        rounds = usable[checkpoint.PREVIOUS].rounds
-        made.remedies.append(
-            Remedy(f"go back to the checkpoint before, of round {rounds}", lambda: _go_back(directory))
-        )
+        words = f"go back to the checkpoint before, of round {usable[checkpoint.PREVIOUS].rounds}"
+        made.remedies.append(Remedy(words, lambda: _go_back(directory)))
+    elif checkpoint.FILE in usable and before is not None and not before.sound:
+        path = directory / CHECKPOINT / checkpoint.PREVIOUS
+        made.remedies.append(Remedy("set the damaged checkpoint before aside", lambda: _set_aside(path)))
     if wrong:
         words = f"keep the first {written} lines of {events.FILE}, which are whole"
         made.remedies.append(Remedy(words, lambda: _cut(directory, written)))

@@ -106,6 +106,8 @@ class TensorBoardSink:
 
     def start(self, run: RunInfo) -> None:
         """Open the log."""
+        if Path(self._directory).is_symlink():
+            raise FedraxError(f"{self._directory} is a link, into which no log is written: remove it.")
         try:
             self._writer = self._module.SummaryWriter(self._directory)
         except OSError as error:
