@@ -74,7 +74,9 @@ def _inside(value: Any, rules: Rules) -> Any:
     """A parameter of an equation, rewritten where it is or holds a function."""
     if type(value) is tuple:  # branches; named tuples hold no functions
         return tuple(_inside(v, rules) for v in value)
-    if isinstance(value, core.ClosedJaxpr) and _concerns(value, rules):
+    if not _concerns(value, rules):
+        return value
+    if isinstance(value, core.ClosedJaxpr):  # the same class as the next one in later versions of JAX
         inputs = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
             for v in value.jaxpr.invars
