@@ -50,12 +50,14 @@ def cut(name: str) -> Damage:
     return damage
 
 
-def last_event(text: bytes) -> Damage:
-    """Another last line of the events."""
+def last_event(text: bytes | None) -> Damage:
+    """Another last line of the events; None: a number in it that could be true."""
 
     def damage(run: Path) -> None:
-        lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
-        (run / "events.jsonl").write_bytes(b"".join(lines[:-1]) + text)
+        *lines, last = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+        changed = last.replace(b'"train_loss": 2', b'"train_loss": 1').replace(b'"train_loss": 1.', b'"train_loss": 3.')
+        assert changed != last
+        (run / "events.jsonl").write_bytes(b"".join(lines) + (changed if text is None else text))
 
     return damage
 
@@ -70,6 +72,7 @@ SAVED = {
         "go back to the checkpoint before, of round 3",
     ),
     "events": (last_event(b'{"round": 4, "clients": "three"}\n'), "keep the first 3 lines"),
+    "event changed": (last_event(None), "go back to the checkpoint before, of round 3"),
     "previous": (flip(BEFORE), "set the damaged checkpoint before aside"),
     "left over": (lambda run: (run / ".events.jsonl.part").write_text("{"), "remove .events.jsonl.part"),
     "failure": (lambda run: (run / "failure").mkdir(), "set failure aside"),

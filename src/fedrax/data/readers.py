@@ -73,7 +73,7 @@ def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
 
     x, y = bundled(return_X_y=True)
     x = (np.asarray(x) / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    train, test = split_test(y, test_fraction, generator(seed, "test split"))
+    train, test = split_test(np.asarray(y), test_fraction, generator(seed, "test split"))
     samples = as_samples(x, np.asarray(y))
     return Dataset("digits", _rows(samples, train), _rows(samples, test), 10, class_names=tuple("0123456789"))
 

@@ -57,25 +57,25 @@ def examine(directory: Path) -> Examination:
     """Read every byte of the run in ``directory`` and change nothing; the caller holds its lock."""
     made = Examination(directory)
     table = _experiment(made)
-    written, wrong = _events(made)
-    states = {name: _checkpoint(made, name) for name in (checkpoint.FILE, checkpoint.PREVIOUS)}
+    found = _events(made)
+    states = {name: _checkpoint(made, name, found) for name in (checkpoint.FILE, checkpoint.PREVIOUS)}
     _failure(made)
     _environment(made)
-    usable = {n: f for n, f in states.items() if f is not None and f.rounds is not None and f.rounds <= written}
+    usable = {name: state.rounds for name, state in states.items() if state is not None and state.rounds is not None}
     before = states[checkpoint.PREVIOUS]
     if checkpoint.FILE not in usable and checkpoint.PREVIOUS in usable:
-        words = f"go back to the checkpoint before, of round {usable[checkpoint.PREVIOUS].rounds}"
+        words = f"go back to the checkpoint before, of round {usable[checkpoint.PREVIOUS]}"
         made.remedies.append(Remedy(words, lambda: _go_back(directory)))
     elif checkpoint.FILE in usable and before is not None and not before.sound:
         path = directory / CHECKPOINT / checkpoint.PREVIOUS
         made.remedies.append(Remedy("set the damaged checkpoint before aside", lambda: _set_aside(path)))
-    if wrong:
-        words = f"keep the first {written} lines of {events.FILE}, which are whole"
-        made.remedies.append(Remedy(words, lambda: _cut(directory, written)))
+    if not found.sound and found.rounds is not None:
+        words = f"keep the first {found.rounds} lines of {events.FILE}, which are whole"
+        made.remedies.append(Remedy(words, lambda: _cut(directory, found.rounds or 0)))
     for part in leftovers(directory):
         words = f"remove {part.relative_to(directory)}, which a write cut short has left"
         made.remedies.append(Remedy(words, part.unlink))
-    made.verdict = _verdict(directory, table is not None, written, states, usable)
+    made.verdict = _verdict(directory, table is not None, found.rounds or 0, states, usable)
     return made
 
 
@@ -112,32 +112,38 @@ def _experiment(made: Examination) -> dict | None:
     return table
 
 
-def _events(made: Examination) -> tuple[int, bool]:
-    """How many whole events there are, and whether something else follows."""
-    if not os.path.lexists(made.directory / events.FILE):
-        made.findings.append(Finding(events.FILE, "missing: no round is over", True, 0))
-        return 0, False
+def _events(made: Examination) -> Finding:
+    """How many lines are events."""
+    rounds: int | None = 0
     try:
-        found, wrong = events.read_whole_events(made.directory)
+        if not os.path.lexists(made.directory / events.FILE):
+            words, sound = "missing: no round is over", True
+        else:
+            found, wrong = events.read_whole_events(made.directory)
+            rounds, sound = len(found), wrong is None
+            words = f"whole: {rounds} rounds" if wrong is None else f"damaged in line {rounds + 1}: {wrong}"
     except FedraxError as error:
-        made.findings.append(Finding(events.FILE, f"damaged: {error}", False, 0))
-        return 0, False
-    words = f"whole: {len(found)} rounds" if wrong is None else f"damaged in line {len(found) + 1}: {wrong}"
-    made.findings.append(Finding(events.FILE, words, wrong is None, len(found)))
-    return len(found), wrong is not None
+        words, sound, rounds = f"damaged: {error}", False, None
+    made.findings.append(Finding(events.FILE, words, sound, rounds))
+    return made.findings[-1]
 
 
-def _checkpoint(made: Examination, name: str) -> Finding | None:
-    path = made.directory / CHECKPOINT / name
+def _checkpoint(made: Examination, name: str, found: Finding) -> Finding | None:
+    """A checkpoint, which has rounds where the run can go on from it: where the events before it are there, too."""
+    path, shown = made.directory / CHECKPOINT / name, f"{CHECKPOINT}/{name}"
     if not os.path.lexists(path):
         return None
-    shown = f"{CHECKPOINT}/{name}"
     try:
-        rounds = round_of(checkpoint.verify(path), path.parent)
+        meta = checkpoint.verify(path)
+        rounds = round_of(meta, path.parent)
+        if rounds > (found.rounds or 0):
+            finding = Finding(shown, f"whole: round {rounds}, but the events before it are not all there", False)
+        elif events.digest_of(events.read_whole_events(made.directory)[0][:rounds]) != meta.get("events"):
+            finding = Finding(shown, f"whole: round {rounds}, but the events before it have been changed", False)
+        else:
+            finding = Finding(shown, f"whole: round {rounds}", True, rounds)
     except FedraxError as error:
         finding = Finding(shown, f"damaged: {error}", False)
-    else:
-        finding = Finding(shown, f"whole: round {rounds}", True, rounds)
     made.findings.append(finding)
     return finding
 
@@ -186,7 +192,7 @@ def _verdict(directory: Path, known: bool, written: int, states: dict, usable: d
     if not known:
         return "its experiment is lost: it can go on from the program that made it alone (resume=True)"
     first = "" if best == checkpoint.FILE else "with --save, "
-    return f"{first}it can go on from round {usable[best].rounds}: fedrax resume {directory}"
+    return f"{first}it can go on from round {usable[best]}: fedrax resume {directory}"
 
 
 # -- remedies ------------------------------------------------------------------------------------------------------

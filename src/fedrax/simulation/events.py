@@ -5,6 +5,7 @@ Keys that hold times begin with ``seconds``; all others are the same in every ru
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -68,7 +69,7 @@ class EventFile:
 
     def __init__(self, directory: Path, keep: list[Event]):
         """Start the file with the events ``keep``; what a killed run wrote after its checkpoint is dropped."""
-        self.path = directory / FILE
+        self.path, self._hash = directory / FILE, _hash_of(keep)
         with replacing(self.path) as file:
             file.write("".join(line(event) for event in keep).encode())
         try:
@@ -78,11 +79,17 @@ class EventFile:
 
     def append(self, events: list[Event]) -> None:
         """Write events and hand them to the operating system."""
+        text = "".join(line(event) for event in events)
+        self._hash.update(text.encode())
         try:
-            self._file.write("".join(line(event) for event in events))
+            self._file.write(text)
             self._file.flush()
         except OSError as error:
             raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def digest(self) -> str:
+        """Of all events so far: a checkpoint knows by it those that it belongs to."""
+        return self._hash.hexdigest()
 
     def sync(self) -> None:
         """Wait until all events are on disk: a checkpoint must not outlive the events before it."""
@@ -100,6 +107,18 @@ class EventFile:
 def line(event: Event) -> str:
     """An event as a line of JSON."""
     return json.dumps(event) + "\n"
+
+
+def digest_of(events: Sequence[Event]) -> str:
+    """What ``EventFile.digest`` is after these events."""
+    return _hash_of(events).hexdigest()
+
+
+def _hash_of(events: Sequence[Event]) -> Any:
+    made = hashlib.blake2b(digest_size=16)
+    for event in events:
+        made.update(line(event).encode())
+    return made
 
 
 def read_events(directory: Path) -> list[Event]:

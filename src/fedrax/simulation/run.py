@@ -221,9 +221,15 @@ class Run:
         if self.log is not None:
             self.log.sync()
         began = time.monotonic()
-        save(self.setup, self.storage, CHECKPOINT, carry, len(self.events), self.keep_clients or not over)
+        self._save(CHECKPOINT, carry, self.keep_clients or not over)
         took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
         return time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
+
+    def _save(self, name: str, carry: Carry, clients: bool, **more: str) -> None:
+        """Write the state, and by which events it is known."""
+        if self.log is not None:
+            done = len(self.events)
+            save(self.setup, self.storage, name, carry, done, clients, events=self.log.digest(), **more)
 
     def _reached(self, events: list[Event]) -> bool:
         target = self.setup.settings.target
@@ -290,7 +296,7 @@ class Run:
         """Keep the state and raise NonFiniteError."""
         directory = self.setup.directory
         if directory is not None:
-            save(self.setup, self.storage, FAILURE, carry, len(self.events), self.keep_clients, error=message)
+            self._save(FAILURE, carry, self.keep_clients, error=message)
             message += f"; {what} is in {directory / FAILURE}"
         raise NonFiniteError(message)
 

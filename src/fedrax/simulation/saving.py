@@ -14,7 +14,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.engine import Carry
-from fedrax.simulation.events import Event, read_events
+from fedrax.simulation.events import Event, digest_of, read_events
 from fedrax.simulation.identity import difference
 from fedrax.simulation.setup import Setup
 from fedrax.simulation.states import moves, rehoused
@@ -77,6 +77,11 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path) -> tuple[Carry, 
     events = read_events(setup.directory)
     if len(events) < done:
         raise FedraxError(f"{setup.directory} has {len(events)} events, fewer than its checkpoint's {done}")
+    if digest_of(events[:done]) != meta.get("events"):
+        raise FedraxError(
+            f"the events of {setup.directory} are not those that its checkpoint was written after: what they say was"
+            f" changed; see fedrax doctor {setup.directory}"
+        )
     return setup.engine.put(saved.server, saved.statistics, _stored(setup, storage, saved)), events[:done]
 
 
