@@ -105,6 +105,6 @@ def test_the_key_is_its_user_s_alone(tmp_path: Path, proof: Path, fedrax: Any, m
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "raise KeyError('gone')", "import nothing_of_this_name"])
 def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedrax: Any):
-    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "mine.py").write_text(f"\n\n{code}")
     outcome = fedrax("run", "mine.py:Mine")
-    assert outcome.status == 2 and "cannot be imported" in outcome.err
+    assert outcome.status == 2 and "mine.py, line 3, cannot be imported" in outcome.err

@@ -53,7 +53,9 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
     except FedraxError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise FedraxError(f"{source} cannot be imported: {type(error).__name__}: {error}.") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source]
+        at = f", line {lines[-1]}," if lines else ""
+        raise FedraxError(f"{source}{at} cannot be imported: {type(error).__name__}: {error}.") from error
     _modules.add(module.__name__)
     if not hasattr(module, attribute):
         public = [known for known in vars(module) if not known.startswith("_")]
