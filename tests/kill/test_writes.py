@@ -9,7 +9,7 @@ from pathlib import Path
 from fedrax.cli import main
 from tests.kill.writes import EXPERIMENT, at_every_write, go_on, outcome
 
-TRIED = 16
+TRIED = 8
 """Of the many states of the directory: all before the first round is over would be a third of them."""
 
 

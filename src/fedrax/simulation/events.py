@@ -79,16 +79,16 @@ class EventFile:
 
     def append(self, events: list[Event]) -> None:
         """Write events and hand them to the operating system."""
-        text = "".join(line(event) for event in events)
-        self._hash.update(text.encode())
+        for event in events:
+            self._hash.update(_without_times(event))
         try:
-            self._file.write(text)
+            self._file.write("".join(line(event) for event in events))
             self._file.flush()
         except OSError as error:
             raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
 
     def digest(self) -> str:
-        """Of all events so far: a checkpoint knows by it those that it belongs to."""
+        """Of all events so far, but for their times: a checkpoint knows by it those that it belongs to."""
         return self._hash.hexdigest()
 
     def sync(self) -> None:
@@ -117,8 +117,12 @@ def digest_of(events: Sequence[Event]) -> str:
 def _hash_of(events: Sequence[Event]) -> Any:
     made = hashlib.blake2b(digest_size=16)
     for event in events:
-        made.update(line(event).encode())
+        made.update(_without_times(event))
     return made
+
+
+def _without_times(event: Event) -> bytes:
+    return line({key: value for key, value in event.items() if not key.startswith("seconds")}).encode()
 
 
 def read_events(directory: Path) -> list[Event]:
