@@ -1,4 +1,4 @@
-"""What a mechanism lets out: noise alone, of clients with nothing to say, and one client's messages, whatever its data."""
+"""What a mechanism lets out: noise alone, of clients with nothing to say, and messages of a client with wild data."""
 
 from __future__ import annotations
 
@@ -90,18 +90,8 @@ def sent_by(algorithm: Algorithm, x: Any, y: Any, round: int = 0) -> list[Tree]:
         received, state = phase.receive(output.upload), output.state
         sent.append((received, output.each, output.total))
         one = jnp.ones(())
-        cohort = Cohort(
-            received,
-            (),
-            output.total,
-            jnp.zeros(1, jnp.int32),
-            jnp.ones(1),
-            one,
-            N,
-            jnp.int32(round),
-            key,
-            expected=one,
-        )
+        who = (jnp.zeros(1, jnp.int32), jnp.ones(1), one, N, jnp.int32(round))
+        cohort = Cohort(received, (), output.total, *who, key, expected=one)
         server, _ = phase.server(server, cohort)
     return sent
 
@@ -133,7 +123,7 @@ def wild_data() -> list[np.ndarray]:
     ]
 
 
-def zero_task(size: int, classes: int = 0) -> fedrax.Task:
+def zero_task(size: int) -> fedrax.Task:
     """A loss that is zero whatever the parameters, of which there are ``size``."""
     return fedrax.Task(
         init=lambda key: {"w": jnp.zeros(size)}, loss=lambda params, batch, key: 0 * params["w"].sum() * batch.x[:, 0]

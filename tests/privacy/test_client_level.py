@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import fedrax
-from fedrax import FedAvg, FedraxError, LocalSGD, Quantised, Robust, Scaffold, TopK, Wrapper, hyperparameters, upcycle
+from fedrax import FedAvg, FedraxError, LocalSGD, Quantised, Robust, TopK, Wrapper, hyperparameters, upcycle
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat, PerLeaf
 from fedrax.privacy.mechanisms.noise import with_noise
 from fedrax.privacy.releases import Release
 from fedrax.simulation import Poisson
+from fedrax.simulation.cohorts import Sampler
 from tests import reference
 from tests.algorithms.problems import make_problem
-from tests.compiler import compile_quickly
 from tests.privacy.observed import (
     COHORT,
     FEATURES,
@@ -111,8 +111,7 @@ def test_no_adversary_does(x: np.ndarray):
 def test_a_leaf_left_out_is_caught():
     length = length_of_what_is_sent(LeafLeftOut(SCAFFOLD, clip=Flat(C), noise=0.0))
     with pytest.raises(AssertionError):
-        for x in wild_data():
-            assert_bounded(length, x, C)
+        assert_bounded(length, 1e6 * wild_data()[0], C)
 
 
 @pytest.mark.parametrize("at", ["server", "client"])
@@ -172,7 +171,6 @@ def test_a_wrapper_outside_changes_the_stream_and_not_the_scale():
 
 
 def test_a_grid_of_noise_and_bounds_is_one_program():
-    compile_quickly()
     grid = [ClientDP(FedAvg(local=LOCAL), clip=Flat(c), noise=z) for c in (0.1, 1.0) for z in (0.0, 0.5)]
     together = fedrax.sweep(grid, TASK, FEDERATION, rounds=2, cohort_size=3, mode="together")
     assert "in one program" in together[0][0].plan
@@ -206,8 +204,6 @@ def test_clipped_sums_over_the_expected_cohort_against_numpy():
     inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
     options: dict[str, Any] = {"rounds": 5, "cohort_size": 2, "participation": Poisson(), "seed": 3}
     path, result = simulated(ClientDP(inner, clip=Flat(0.25), noise=0.0), **options)
-    from fedrax.simulation.cohorts import Sampler
-
     problem = make_problem()
     sampler = Sampler(fedrax.Settings(**options), problem.federation.sizes)
     x, sizes = problem.x0, set()

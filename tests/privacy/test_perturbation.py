@@ -18,7 +18,7 @@ from fedrax.privacy.releases import Release
 from tests import reference
 from tests.algorithms.problems import make_problem
 from tests.privacy.observed import assert_bounded, assert_gaussian, sent_by, wild_data, zero_task
-from tests.simulation.problems import CLASSES, FEATURES, LOCAL, SIZES, make_federation, run
+from tests.simulation.problems import CLASSES, FEATURES, SIZES, make_federation, run
 
 TAU, SIGMA = 0.7, 1.3
 STEPS = LocalSGD(lr=0.05, steps=3, batch_size=2)
