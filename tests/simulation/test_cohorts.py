@@ -71,7 +71,8 @@ def test_rounds_that_nobody_takes_part_in_change_nothing():
     ):
         assert ("train_loss" in event) == (count > 0)
         if count == 0 and before is not None:
-            assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(*map(jax.tree.leaves, (before, after))))
+            pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+            assert all((np.asarray(a) == np.asarray(b)).all() for a, b in pairs)
     for plan in ("vmap", "loop", "debug"):
         assert_close(run(SCAFFOLD, **options, plan=plan), base)
 
