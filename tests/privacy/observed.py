@@ -18,6 +18,7 @@ from tests.simulation.problems import CLASSES, FEATURES, SIZES, TASK, run
 
 ROUNDS, COHORT, N = 2, 3, len(SIZES)
 SHAPES = {"a": (20, 50), "b": (1000,)}
+OTHER_PLANS: list[dict[str, Any]] = [{"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}]
 
 
 class Seen(NamedTuple):

@@ -25,6 +25,7 @@ from tests.algorithms.problems import make_problem
 from tests.privacy.observed import (
     COHORT,
     FEATURES,
+    OTHER_PLANS,
     ROUNDS,
     Silent,
     assert_bounded,
@@ -151,13 +152,13 @@ def test_noise_at_clients_is_each_ones_own_on_every_plan_and_number_of_devices()
     rows = noise_of(local, apart=True)
     assert len(rows) == ROUNDS * 2 * 2 * COHORT
     assert_gaussian(rows, Z * C)
-    for options in ({"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+    for options in OTHER_PLANS:
         assert_same_noise(noise_of(local, apart=True, **options), rows)
 
 
 def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices():
     rows = noise_of(central, apart=False)
-    for options in ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+    for options in OTHER_PLANS:
         assert_same_noise(noise_of(central, apart=False, **options), rows)
     other = noise_of(central, apart=False, seed=1)
     assert abs(np.corrcoef(other.ravel(), rows.ravel())[0, 1]) < 0.1

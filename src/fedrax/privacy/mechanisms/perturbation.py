@@ -159,7 +159,7 @@ class ObjectivePerturbation(_LocalModels):
                 if jax.tree.structure(params) != jax.tree.structure(noise):
                     raise FedraxError("ObjectivePerturbation needs parameters, or a field params of them, sent down")
                 dots = (jnp.vdot(n, x) for n, x in zip(*map(jax.tree.leaves, (noise, params)), strict=True))
-                return values + (share * sum(dots)).astype(values.dtype)
+                return values + (share * sum(dots, jnp.zeros(()))).astype(values.dtype)
 
             return loss
 
@@ -186,7 +186,7 @@ def linear_noise(key: Array, model: Tree, alpha: Any) -> Tree:
     return jax.tree.map(lambda a: (a * (radius / norm)).astype(a.dtype), direction)
 
 
-def unit_features(x: Array) -> Array:
+def unit_features(x: Any) -> Any:
     """Each sample's features x [B, ...], divided by their length where it is above 1."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise FedraxError("objective perturbation bounds features that are floats: set guarantee = 'none' for others")
