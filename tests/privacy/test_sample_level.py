@@ -146,7 +146,8 @@ MOVED = jax.jit(lambda x: sent_by(private(noise=0.0, rate=1.0), x, jnp.arange(5)
 
 
 def test_what_is_released():
-    assert private(steps=4).releases() == (Release(noise=Z, times=4, unit="sample", batches="shuffled"),)
+    shuffled = Release(noise=Z / 2, times=4, unit="sample", neighbours="replacement", batches="shuffled")
+    assert private(steps=4).releases() == (shuffled,)
     assert private(rate=0.25).releases() == (Release(noise=Z, unit="sample", batches="poisson", rate=0.25),)
 
 
