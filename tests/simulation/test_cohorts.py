@@ -77,6 +77,26 @@ def test_rounds_that_nobody_takes_part_in_change_nothing():
         assert_close(run(SCAFFOLD, **options, plan=plan), base)
 
 
+@pytest.mark.parametrize("method", [fedrax.QFedAvg(local=LOCAL), fedrax.Robust(fedrax.FedAvg(local=LOCAL))])
+def test_servers_that_divide_by_what_came_stay_where_they_are(method: fedrax.Algorithm):
+    result = run(method, cohort_size=1, participation=Poisson(), rounds=8)
+    assert 0 in [event["clients"] for event in result.events]
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(result.params))
+
+
+def test_a_server_that_fails_alone_is_named():
+    class Fails(fedrax.FedAvg):
+        """Divides by the cohort."""
+
+        def server(self, server, cohort):
+            """0 / 0 where nobody came."""
+            moved, info = super().server(server, cohort)
+            return moved._replace(params=jax.tree.map(lambda a: a * (cohort.size / cohort.size), moved.params)), info
+
+    with pytest.raises(fedrax.simulation.NonFiniteError, match="the server state is not finite"):
+        run(fedrax.hyperparameters(Fails)(local=LOCAL), cohort_size=1, participation=Poisson(), rounds=8)
+
+
 def test_a_method_for_cohorts_of_one_size_takes_no_poisson_cohorts():
     with pytest.raises(FedraxError, match="cohort's size varies"):
         run(fedrax.LoSAC(local=BLOCKS), participation=Poisson())
