@@ -67,6 +67,6 @@ class QFedAvg(Algorithm):
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """One step of the server optimizer on the fair mean of the updates."""
         update, scale = cohort.mean
-        delta = tree.scale(1 / scale, update)
+        delta = tree.scale(1 / jnp.where(scale != 0, scale, 1), update)  # zero where nobody took part
         params, state = self.server_optimizer.step(server.params, server.optimizer, delta, cohort.round)
         return Server(params, state), {}

@@ -75,6 +75,8 @@ class StepByStep(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """One client after another."""
+        if not self.slots:
+            return self._nobody(p, message, statistics)
         sums, single, initial = None, [], self.kept[0]
         for k, client in enumerate(self.numbers):
             done = run_client(
@@ -101,6 +103,16 @@ class StepByStep(Executor):
         assert sums is not None
         stacked = jax.tree.map(lambda *e: jnp.stack(e), *single)
         return Gathered(sums, stacked, self.numbers, self.here.places.weight[: len(single)])
+
+    def _nobody(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """Of a cohort without clients: zeros, in the shapes that one would bring."""
+        kept = jax.tree.map(lambda a: jnp.asarray(a[0]), self.store)
+        fixed = (self.program, p, self.algorithm, message, kept, statistics, self.samples, self.here, self.keys)
+        with jax.disable_jit(False):
+            done = jax.eval_shape(lambda: run_client(*fixed, jnp.int32(0)))
+        none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), done.single)
+        sums = no_sums(self.program, self.algorithm, p, kept, done)
+        return Gathered(sums, none, self.numbers, self.here.places.weight[:0])
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""
@@ -131,7 +143,12 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
     debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
     a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
     here = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)
-    slots = here.places.slot
+    slots, at_the_server = (
+        here.places.slot,
+        f"{type(algorithm).__name__}, round {int(here.round) + 1}: the server state",
+    )
+    if not len(slots):  # of a Poisson cohort: nobody else can be to blame
+        return f"{at_the_server} is not finite"
     store = jax.tree.map(lambda a: np.asarray(a[slots]), carry.store)
     on_host = lambda values: jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), values)  # noqa: E731
     here = here._replace(places=here.places._replace(slot=np.arange(len(slots), dtype=np.int32)))
@@ -140,7 +157,7 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
         debug.round(algorithm, start, key, here)
     except NonFiniteError as error:
         return str(error)
-    return f"{type(algorithm).__name__}, round {int(here.round) + 1}: the server state is not finite"
+    return f"{at_the_server} is not finite"
 
 
 def _first(array: Array) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.aggregation import Median, Rule
@@ -59,7 +60,9 @@ class Robust(Wrapper):
     ) -> tuple[Any, Tree, Info]:
         """The rule's aggregate in place of the mean."""
         if jax.tree.leaves(cohort.uploads):
-            robust = jax.tree.map(lambda r, m: r.astype(m.dtype), self.rule(cohort), cohort.mean)
+            anybody = cohort.size > 0
+            kept = lambda r, m: jnp.where(anybody, r, m).astype(m.dtype)  # noqa: E731
+            robust = jax.tree.map(kept, self.rule(cohort), cohort.mean)
             cohort = cohort._replace(mean=robust)
         state, info = server(state, cohort)
         return state, own, info

@@ -1,0 +1,1 @@
+"""Private methods: what they add, what they spend, and how it is checked."""
