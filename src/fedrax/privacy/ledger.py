@@ -1,0 +1,108 @@
+"""A run's ledger: who took part how often, what that has cost, and in which round a budget ends.
+
+Who takes part is decided by the seed and by nobody's data. So where nothing is hidden, each client has spent what its
+own participations cost, and the number of the run is that of the client who took part most. A round that touches no
+data costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedrax.errors import FedraxError
+from fedrax.privacy.accounting import Accountant
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has spent: for no ``unit`` of data more than (``epsilon``, ``delta``)."""
+
+    epsilon: float
+    """Sound; inf where nothing protects a release."""
+    delta: float
+    unit: str
+    """Whose presence or data the number is about: a "client" or a "sample"."""
+    neighbours: str
+    """Whether it is there, "presence", or has other data, "replacement"."""
+    by: str
+    """The accountant whose bound is the smallest."""
+    count: int
+    """Rounds, or participations of the client with the most of them, that were counted."""
+    epsilon_paper: float | None = None
+    """What the method's paper claims, where it claims something else."""
+
+    def __str__(self) -> str:
+        of = {"presence": f"presence of a {self.unit}", "replacement": f"replacement of a {self.unit}'s data"}
+        of["replacement"] = of["replacement"] if self.unit == "client" else "replacement of a sample"
+        said = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({of[self.neighbours]}; {self.by})"
+        return said if self.epsilon_paper is None else f"{said}, epsilon {self.epsilon_paper:.4g} by the paper"
+
+
+class Ledger:
+    """The account of a run with ``clients`` clients, ``units`` units of data and maybe a ``budget``, an epsilon.
+
+    Raises FedraxError for a budget that no noise holds; warns of a delta with which one unit may be laid open.
+    """
+
+    def __init__(self, accountant: Accountant, clients: int, units: int, budget: float | None = None):
+        self.accountant, self.budget = accountant, budget
+        self.counts = np.zeros(clients, np.int32)
+        self.rounds = 0
+        if budget is not None and not accountant.protects:
+            raise FedraxError(
+                f"a release without noise has no finite epsilon: no budget of {budget:g} holds;"
+                " give the method a noise above 0, or leave epsilon_budget out"
+            )
+        if accountant.delta >= 1 / units:
+            warnings.warn(
+                f"delta = {accountant.delta:g} is not below 1/{units}: a method may publish the data of one"
+                f" {accountant.unit} of {units} and keep this promise; take a smaller delta",
+                stacklevel=2,
+            )
+
+    @property
+    def count(self) -> int:
+        """What the accountant counts: rounds, or those of the client that took part most."""
+        return self.rounds if self.accountant.by_rounds else int(self.counts.max())
+
+    def spend(self, clients: np.ndarray) -> dict[str, Any]:
+        """Enter one round's clients; what an event says of it: ``epsilon`` is None where there is no finite one."""
+        np.add.at(self.counts, clients, 1)
+        self.rounds += 1
+        epsilon, paper = self.accountant.epsilon(self.count), self.accountant.epsilon_paper(int(self.counts.max()))
+        said: dict[str, Any] = {"epsilon": epsilon if math.isfinite(epsilon) else None}
+        return said if paper is None else said | {"epsilon_paper": paper if math.isfinite(paper) else None}
+
+    @property
+    def spent(self) -> Spent:
+        """The account as it is now."""
+        of, count = self.accountant, self.count
+        epsilon, by = of.bound(count)
+        return Spent(
+            epsilon, of.delta, of.unit, of.neighbours, by, count, of.epsilon_paper(int(self.counts.max()))
+        )
+
+    def last_round(self, rounds: int, cohort: Callable[[int], np.ndarray]) -> int:
+        """The last of ``rounds`` rounds, ``cohort(r)`` the clients of each from 0, that the budget allows."""
+        if self.budget is None:
+            return rounds
+        most = self.accountant.counts_within(self.budget, max(rounds, 1))
+        if self.accountant.by_rounds or most >= rounds:
+            return min(most, rounds)
+        counts = np.zeros_like(self.counts)
+        for r in range(rounds):
+            mine = cohort(r)
+            counts[mine] += 1
+            if len(mine) and counts[mine].max() > most:
+                return r
+        return rounds
+
+    def restore(self, counts: np.ndarray, rounds: int) -> None:
+        """Go on from what a checkpoint holds."""
+        self.counts, self.rounds = np.array(counts, np.int32), rounds
