@@ -1,4 +1,4 @@
-"""The command line: ``fedrax run``, ``compare``, ``resume``, ``profile``, ``list``, ``partition``, ``show``.
+"""The command line: ``fedrax run``, ``compare``, ``resume``, ``show`` and the other ``COMMANDS``.
 
 Each command is a module of this package, imported when it is asked for, so that ``fedrax --help`` is instant.
 """
@@ -17,6 +17,7 @@ COMMANDS = {
     "resume": "go on with an interrupted run",
     "show": "tables and curves of finished or running runs",
     "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
+    "privacy": "what a private experiment spends, without training; the noise or the rounds for an epsilon",
     "profile": "where a round's time goes, and what bounds it",
     "list": "list algorithms, data sets, models, partitions",
 }

@@ -21,8 +21,10 @@ import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.privacy.releases import Release
+from fedrax.privacy.upcycled import moments_epsilon
 
 Amplification = Literal["auto", "none", "poisson", "fixed"]
+"""What to take from the draw of cohorts: what is proven for it, nothing, or what one kind of draw gives."""
 MOST_COUNTS = 10**9
 _ORDERS = (1.25, 1.5, 1.75, *range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256)
 _WHOLE_ORDERS = tuple(order for order in _ORDERS if order == int(order))
@@ -50,7 +52,11 @@ class Cohorts:
         if amplification == "none":
             return Cohorts()
         if amplification not in ("auto", self.drawn):
-            drawn = {"poisson": "by Poisson sampling", "fixed": "at a fixed size", "known": "in a way that hides nobody"}
+            drawn = {
+                "poisson": "by Poisson sampling",
+                "fixed": "at a fixed size",
+                "known": "in a way that hides nobody",
+            }
             raise FedraxError(
                 f"amplification {amplification!r} does not hold: cohorts are drawn {drawn[self.drawn]};"
                 " leave it at 'auto'"
@@ -84,7 +90,7 @@ class Accountant:
     Raises FedraxError without dp-accounting, or for a delta outside of (0, 1).
     """
 
-    def __init__(self, releases: Sequence[Release], delta: float, cohorts: Cohorts = Cohorts()):  # noqa: B008
+    def __init__(self, releases: Sequence[Release], delta: float, cohorts: Cohorts = Cohorts()):
         if not 0 < delta < 1:
             raise FedraxError(f"delta must lie between 0 and 1, not {delta}")
         self.releases, self.delta, self.cohorts = tuple(releases), float(delta), cohorts
@@ -121,19 +127,27 @@ class Accountant:
             found += [Bound(self._renyi(count), "RDP"), Bound(self._losses(count), "PLD")]
         return min(found)
 
-    def epsilon_paper(self, count: int) -> float | None:
-        """What the methods' papers claim for ``count`` rounds of one client; None where none claims anything else.
+    @property
+    def has_paper(self) -> bool:
+        """Whether a paper claims something else than ``epsilon``."""
+        return any(r.paper_noise is not None or r.paper_epsilon is not None for r in self.releases)
 
-        By Theorem 6.2 of Upcycled-FL (:func:`fedrax.privacy.upcycled.output_perturbation`), with the noise multiplier
-        that each release gives as the paper's.
+    def epsilon_paper(self, count: int, samples: int) -> float | None:
+        """What the methods' papers claim for ``count`` rounds of a client of ``samples`` samples; None: nothing else.
+
+        Gaussian answers as Theorem 6.2 of Upcycled-FL composes them, others as Theorem 6.3, with what each release
+        gives as its paper's; see :mod:`fedrax.privacy.upcycled`.
         """
-        noises = [release.paper_noise for release in self.releases]
-        if not any(noise is not None for noise in noises):
+        if not self.has_paper:
             return None
-        from fedrax.privacy.upcycled import moments_epsilon
-
-        rate = sum(r.times / (2 * (r.noise if n is None else n) ** 2) for r, n in zip(self.releases, noises, strict=True))
-        return moments_epsilon(count * rate, self.delta)
+        kappa, pure = 0.0, 0.0
+        for release in self.releases:
+            noise = float(release.noise) if release.paper_noise is None else samples * float(release.paper_noise)
+            if release.paper_epsilon is not None:
+                pure += count * release.times * float(release.paper_epsilon) / samples
+            elif count:
+                kappa += math.inf if noise == 0 else count * release.times / (2 * noise**2)
+        return pure + moments_epsilon(kappa, self.delta)
 
     # -- inverse questions ---------------------------------------------------------------------------------------
 
@@ -146,7 +160,8 @@ class Accountant:
 
     def scaled(self, factor: float) -> Accountant:
         """With ``factor`` times the noise of every release."""
-        grown = [dataclasses.replace(r, noise=r.noise * factor, paper_noise=None) for r in self.releases]
+        sound = {"paper_noise": None, "paper_epsilon": None}
+        grown = [dataclasses.replace(r, noise=r.noise * factor, **sound) for r in self.releases]
         return Accountant(grown, self.delta, self.cohorts)
 
     def factor_for(self, epsilon: float, count: int) -> float:

@@ -37,23 +37,29 @@ class Spent:
     epsilon_paper: float | None = None
     """What the method's paper claims, where it claims something else."""
 
+    @property
+    def about(self) -> str:
+        """What the number is about, in words."""
+        return f"{self.neighbours} of a {self.unit}"
+
     def __str__(self) -> str:
-        of = {"presence": f"presence of a {self.unit}", "replacement": f"replacement of a {self.unit}'s data"}
-        of["replacement"] = of["replacement"] if self.unit == "client" else "replacement of a sample"
-        said = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({of[self.neighbours]}; {self.by})"
+        said = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.by})"
         return said if self.epsilon_paper is None else f"{said}, epsilon {self.epsilon_paper:.4g} by the paper"
 
 
 class Ledger:
-    """The account of a run with ``clients`` clients, ``units`` units of data and maybe a ``budget``, an epsilon.
+    """The account of a run whose clients have ``sizes`` samples, maybe with a ``budget``, an epsilon.
 
     Raises FedraxError for a budget that no noise holds; warns of a delta with which one unit may be laid open.
     """
 
-    def __init__(self, accountant: Accountant, clients: int, units: int, budget: float | None = None):
-        self.accountant, self.budget = accountant, budget
-        self.counts = np.zeros(clients, np.int32)
+    def __init__(self, accountant: Accountant, sizes: np.ndarray, budget: float | None = None):
+        self.accountant, self.sizes, self.budget = accountant, sizes, budget
+        self.counts = np.zeros(len(sizes), np.int32)
         self.rounds = 0
+        self.epsilon_paper: float | None = 0.0 if accountant.has_paper else None
+        """What the method's paper claims, for the client that it claims the most of; None where it claims nothing."""
+        units = len(sizes) if accountant.unit == "client" else int(sizes.sum())
         if budget is not None and not accountant.protects:
             raise FedraxError(
                 f"a release without noise has no finite epsilon: no budget of {budget:g} holds;"
@@ -75,7 +81,8 @@ class Ledger:
         """Enter one round's clients; what an event says of it: ``epsilon`` is None where there is no finite one."""
         np.add.at(self.counts, clients, 1)
         self.rounds += 1
-        epsilon, paper = self.accountant.epsilon(self.count), self.accountant.epsilon_paper(int(self.counts.max()))
+        self._claim(clients)
+        epsilon, paper = self.accountant.epsilon(self.count), self.epsilon_paper
         said: dict[str, Any] = {"epsilon": epsilon if math.isfinite(epsilon) else None}
         return said if paper is None else said | {"epsilon_paper": paper if math.isfinite(paper) else None}
 
@@ -84,9 +91,14 @@ class Ledger:
         """The account as it is now."""
         of, count = self.accountant, self.count
         epsilon, by = of.bound(count)
-        return Spent(
-            epsilon, of.delta, of.unit, of.neighbours, by, count, of.epsilon_paper(int(self.counts.max()))
-        )
+        return Spent(epsilon, of.delta, of.unit, of.neighbours, by, count, self.epsilon_paper)
+
+    def _claim(self, clients: np.ndarray) -> None:
+        """Take the paper's claim for ``clients`` in: for the others it is as it was."""
+        if self.epsilon_paper is not None and len(clients):
+            pairs = np.unique(np.stack([self.counts[clients], self.sizes[clients]]), axis=1).T.tolist()
+            claims = [self.accountant.epsilon_paper(count, size) or 0.0 for count, size in pairs]
+            self.epsilon_paper = max(self.epsilon_paper, *claims)
 
     def last_round(self, rounds: int, cohort: Callable[[int], np.ndarray]) -> int:
         """The last of ``rounds`` rounds, ``cohort(r)`` the clients of each from 0, that the budget allows."""
@@ -106,3 +118,4 @@ class Ledger:
     def restore(self, counts: np.ndarray, rounds: int) -> None:
         """Go on from what a checkpoint holds."""
         self.counts, self.rounds = np.array(counts, np.int32), rounds
+        self._claim(np.arange(len(counts)))

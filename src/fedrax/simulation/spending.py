@@ -1,0 +1,90 @@
+"""A private run's ledger, from the method, the settings and the draw of its cohorts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedrax.contract.algorithm import Algorithm
+from fedrax.errors import FedraxError
+from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.ledger import Ledger
+from fedrax.privacy.releases import Release
+from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.events import Event
+from fedrax.simulation.round import Rounds
+from fedrax.simulation.settings import FixedList, Settings, Uniform
+
+
+def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
+    """What a round of a private method releases; nothing where no release of the method is protected."""
+    releases = getattr(algorithm, "releases", tuple)()
+    protected = any(r.noise > 0 or r.paper_noise is not None or r.paper_epsilon is not None for r in releases)
+    return releases if protected else ()
+
+
+def cohorts_of(sampler: Sampler) -> Cohorts:
+    """How the run's cohorts are drawn, as an accountant sees it."""
+    participation, size = sampler.settings.participation, sampler.settings.cohort_size
+    if sampler.given is not None:
+        return Cohorts()
+    if getattr(sampler, "by_chance", False):
+        return Cohorts("poisson", size / sampler.num_clients)
+    if isinstance(participation, Uniform):
+        return Cohorts("fixed", size / sampler.num_clients)
+    if isinstance(participation, FixedList):
+        return Cohorts("fixed", min(1.0, size / len(participation.clients)))
+    return Cohorts()
+
+
+def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Accountant | None:
+    """What counts the run's epsilon; None for a method that is not private."""
+    releases = private_releases(algorithm)
+    if not releases:
+        if settings.epsilon_budget is not None:
+            raise FedraxError(
+                f"{type(algorithm).__name__} adds no noise, and its releases have no finite epsilon: no budget of"
+                f" {settings.epsilon_budget:g} holds; wrap it in a private method, or leave epsilon_budget out"
+            )
+        return None
+    return Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
+
+
+def ledger_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Ledger | None:
+    """The empty ledger of a private run; None for a method that is not private.
+
+    Raises FedraxError for an amplification that the cohorts do not have, and for a budget that no round fits into.
+    """
+    accountant = accountant_of(algorithm, settings, sampler)
+    if accountant is None:
+        return None
+    ledger = Ledger(accountant, sampler.sizes, settings.epsilon_budget)
+    budget, one = settings.epsilon_budget, accountant.epsilon(1)
+    if budget is not None and one > budget:
+        raise FedraxError(
+            f"the budget of epsilon = {budget:g} at delta = {settings.delta:g} has no room for a round: one costs"
+            f" epsilon = {one:.4g}"
+        )
+    return ledger
+
+
+def last_round(ledger: Ledger | None, settings: Settings, sampler: Sampler) -> int:
+    """The last round of the run that the budget allows."""
+    return settings.rounds if ledger is None else ledger.last_round(settings.rounds, sampler.cohort)
+
+
+def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) -> None:
+    """Enter the first rounds of a block into the ledger, and what they cost into their ``events``."""
+    if ledger is not None:
+        for places, event in zip(xs.places.client, events, strict=False):
+            here = np.asarray(places).ravel()
+            event |= ledger.spend(here[here < clients])
+
+
+def check_not_spent(ledger: Ledger, done: int, last: int, rounds: int) -> None:
+    """FedraxError where a run is asked to go on although its budget ends with the rounds that it has."""
+    if done < rounds and done >= last:
+        spent, budget = ledger.spent, ledger.budget
+        raise FedraxError(
+            f"the budget of epsilon = {budget:g} at delta = {spent.delta:g} is spent: {done} rounds have cost"
+            f" {spent.epsilon:.4g}, and one more would exceed it"
+        )
