@@ -249,6 +249,14 @@ class Accountant:
         return float(whole.get_epsilon_for_delta(self.delta))
 
 
+def about_replacement(releases: Sequence[Release]) -> tuple[Release, ...]:
+    """The same releases in words of other data: to replace something is to take it away and to add something."""
+    share = {"presence": 0.5, "replacement": 1.0}
+    return tuple(
+        dataclasses.replace(r, noise=r.noise * halves[r.neighbours], neighbours="replacement") for r in releases
+    )
+
+
 def next_knot(count: int) -> int:
     """The next count, from ``count`` on, at which privacy loss distributions are composed."""
     if count <= 10:
