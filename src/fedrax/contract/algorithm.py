@@ -32,6 +32,7 @@ from fedrax.tree import Tree
 
 if TYPE_CHECKING:
     from fedrax.contract.local import LocalSGD
+    from fedrax.privacy.releases import Release
 
 Info = dict[str, Array]
 
@@ -81,6 +82,9 @@ class Cohort(NamedTuple):
     cohort, float32 at least. An empty tuple elsewhere."""
     depth: int = 0
     """Wrappers around whoever looks at this."""
+    expected: Any = None
+    """The clients that a round has in the mean: the S that was asked for where each client joins by chance (Poisson),
+    else ``size``; a float."""
 
     @property
     def real(self) -> Array:
@@ -189,6 +193,15 @@ class Algorithm:
     def statistics_at_home(self) -> bool:
         """Whether each client keeps running statistics of its own, where else their mean goes round (FedBN)."""
         return False
+
+    def releases(self) -> tuple[Release, ...]:
+        """What one round lets out of a client's data, as :mod:`fedrax.privacy` counts it; floats must be numbers here.
+
+        By default an answer that nothing protects; mechanisms say what they do, and wrappers around them forward it.
+        """
+        from fedrax.privacy.releases import Release
+
+        return (Release(noise=0.0),)
 
     def init_local(self, params: Tree) -> Tree:
         """What the local steps carry from round to round on a client that has not taken part, beside its state."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from fedrax import tree
@@ -24,7 +22,9 @@ from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
 from fedrax.compiled.streams import FRESH, stream_key
+from fedrax.contract.place import Carried, Layout, Place
 from fedrax.contract.task import Batch, Variables
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]
@@ -38,65 +38,6 @@ _WIDE = 1024
 """Bytes of a sample from which consecutive rows are better sliced than gathered."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What is known of the clients' sizes when the program is compiled."""
-
-    largest: int
-    smallest: int
-    divisor: int
-    """Divides every client's size."""
-
-    @classmethod
-    def of(cls, sizes: np.ndarray) -> Layout:
-        """The layout of a federation whose clients have these sizes."""
-        return cls(int(sizes.max()), int(sizes.min()), int(np.gcd.reduce(sizes)))
-
-    @property
-    def equal(self) -> bool:
-        """All clients have the same number of samples."""
-        return self.largest == self.smallest
-
-
-class Place(NamedTuple):
-    """One client's part in a round: who it is, where its data and state lie, and what is given of its work.
-
-    Arrays without further axes here; a simulation stacks them over rounds, devices and clients. A script's fields
-    are None where nothing is given.
-    """
-
-    client: Any
-    """int32; the client's number."""
-    slot: Any
-    """int32; the row of its state in its device's store."""
-    offset: Any
-    """int32; its first sample."""
-    size: Any
-    """int32; n_i, its samples."""
-    weight: Any
-    """p_i."""
-    work: Any = None
-    """The share of the local work that a straggler does, in (0, 1]."""
-    steps: Any = None
-    """int32; T_i, local steps."""
-    blocks: Any = None
-    """int32 [T]; the block of each local step."""
-    batches: Any = None
-    """int32 [T, B]; the rows of each local step's batch, counted from the client's first; negative: none."""
-    fresh: Any = None
-    """int32 [B], or [] where blocks are used: the rows, or the block, of the batch besides those of the steps."""
-
-
-class Carried:
-    """What the local steps carry on besides the parameters; one object for all copies of one client's data."""
-
-    def __init__(self, statistics: Tree = (), optimizer: Tree = ()):
-        """statistics: a model's running statistics. optimizer: the state of a local optimizer that outlives rounds."""
-        self.statistics, self.optimizer = statistics, optimizer
-        self.params: Tree | None = None
-        """Where the last local steps ended, None before there were any: for wrappers."""
-
-
 LossRule = Callable[[Callable], Callable]
 """(params, batch, key) -> losses [B], made of another such function."""
 GradientRule = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array, Tree]]
@@ -104,6 +45,10 @@ GradientRule = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array
 weights: None, or bool [B], False for rows that do not count."""
 DirectionRule = Callable[[Tree, Tree, Any], Tree]
 """(direction, x, step) -> direction, at every local step."""
+BatchRule = Callable[[Any], tuple[Tree, Array | None]]
+"""step -> (samples, weights) of a local step's batch, as of :meth:`ClientData.batch`."""
+ResultRule = Callable[[Tree], Tree]
+"""x_i after the last local step -> what the method sees of it."""
 
 
 class ClientData:
@@ -140,6 +85,9 @@ class ClientData:
         self._loss_rules: tuple[LossRule, ...] = ()
         self._gradient_rule: GradientRule | None = None
         self.direction_rules: tuple[DirectionRule, ...] = ()
+        self.result_rules: tuple[ResultRule, ...] = ()
+        self._batch_rule: BatchRule | None = None
+        self._counted, self._stepping = "", False
         self._depth, self._phase = 0, phase
         self._fresh = False
         self._key, self.words = key, jax.random.key_data(key)
@@ -175,6 +123,7 @@ class ClientData:
 
     def fresh(self) -> Self:
         """The same client with independent random keys: for a batch besides those of the local steps."""
+        self.refuse_uncounted("a batch besides those of its local steps")
         key = jax.random.fold_in(self._key, FRESH)
         return self._with(_key=key, words=jax.random.key_data(key), _fresh=True)
 
@@ -196,6 +145,35 @@ class ClientData:
         """With ``rule`` applied to the direction of every local step, after the method's own."""
         return self._with(direction_rules=(*self.direction_rules, rule))
 
+    def with_batches(self, rule: BatchRule) -> Self:
+        """With other batches in the local steps: see :data:`BatchRule`."""
+        return self._with(_batch_rule=rule)
+
+    def with_result(self, rule: ResultRule) -> Self:
+        """With ``rule`` applied to where the local steps end, before the method sees it."""
+        return self._with(result_rules=(*self.result_rules, rule))
+
+    def with_counted_gradients(self, who: str) -> Self:
+        """With one gradient in each local step and no others, so that ``who`` knows how many there are.
+
+        FedraxError where the method asks for more.
+        """
+        return self._with(_counted=who)
+
+    def refuse_uncounted(self, what: str) -> None:
+        """FedraxError where only the local steps may look at samples, once each."""
+        if self._counted:
+            raise FedraxError(
+                f"{self._counted} goes around methods that take one gradient in each local step, and this one also"
+                f" asks for {what}"
+            )
+
+    def begun(self) -> Self:
+        """For the local steps; they can be taken once where gradients are counted."""
+        if self._stepping or self.carried.params is not None:
+            self.refuse_uncounted("other local steps")
+        return self._with(_stepping=True)
+
     def with_steps(self, steps: Array) -> Self:
         """With T_i, int32, whatever ``local`` says, unless a script gives it; a straggler does its share."""
         if self.place.steps is not None:
@@ -206,6 +184,10 @@ class ClientData:
     def with_carried(self, carried: Carried) -> Self:
         """With statistics and local optimizer of the caller's own, who looks after them."""
         return self._with(carried=carried)
+
+    def with_samples(self, samples: Tree, size: Array) -> Self:
+        """With other samples of all clients, of which this one has ``size``."""
+        return self._with(samples=samples, size=size, place=self.place._replace(size=size))
 
     def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
@@ -232,13 +214,15 @@ class ClientData:
         of an epoch is shorter where B does not divide the size. ``replacement`` draws each sample anew. Rows that
         do not count hold some sample of this client.
         """
+        if self._batch_rule is not None and not self._fresh:
+            return self._batch_rule(step)
         if self.given_rows is not None:
             rows = self.given_rows[0 if self._fresh else step]
-            return self._gather(jnp.maximum(rows, 0)), rows >= 0
+            return self.gather(jnp.maximum(rows, 0)), rows >= 0
         size = min(batch_size, self.layout.largest)
         lanes = jnp.arange(size, dtype=jnp.int32)
         if order == "replacement":
-            return self._gather(uniform_index(self.words, step * size + lanes, self.size)), None
+            return self.gather(uniform_index(self.words, step * size + lanes, self.size)), None
         per_epoch = self.batches(size)
         epoch, start = step // per_epoch, (step % per_epoch) * size
         whole = self.layout.divisor % size == 0
@@ -250,7 +234,7 @@ class ClientData:
             positions = shuffled_index(self.words, epoch, positions, self.size)
         elif self.carried.statistics:  # which see all rows: not those of the next client
             positions = positions % self.size
-        return self._gather(positions), None if whole else inside
+        return self.gather(positions), None if whole else inside
 
     def batches(self, batch_size: int) -> Array | int:
         """Batches in an epoch: ceil(n_i / B); a Python int where all clients are of one size."""
@@ -302,9 +286,11 @@ class ClientData:
         And the model's running statistics after this batch.
         """
         scale = self.size if reduction == "sum" else 1
+        if not self._stepping:
+            self.refuse_uncounted("a gradient beside them")
         if self._gradient_rule is not None:
             total = self._gradient_rule(self.losses(), params, samples, weights, key)
-            count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
+            count = len(jax.tree.leaves(samples)[0]) if weights is None else jnp.maximum(weights.sum(), 1)
             loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
             return loss, gradient, self.carried.statistics
 
@@ -326,6 +312,7 @@ class ClientData:
 
         ``rows`` is a Python int where known; ``at_most`` bounds it.
         """
+        self.refuse_uncounted("gradients of all of a client's data, or of a block")
         losses = self.losses()
 
         def summed(params: Tree, samples: Tree, inside: Array | None, key: Array) -> Array:
@@ -344,7 +331,7 @@ class ClientData:
 
         def one_pass(i: Array, total: Tree) -> Tree:
             inside = i * chunk + lanes < rows
-            samples = self._gather(start + jnp.where(inside, i * chunk + lanes, 0))
+            samples = self.gather(start + jnp.where(inside, i * chunk + lanes, 0))
             return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
         dtype = jax.eval_shape(lambda p: summed(p, self._slice(0, 1), None, key), params).dtype
@@ -378,10 +365,11 @@ class ClientData:
     def _slice(self, start: Array | int, rows: int) -> Tree:
         """Consecutive rows. XLA computes a slice anew in every operation that reads it, a gather once."""
         if sum(a.nbytes // len(a) for a in jax.tree.leaves(self.samples)) < _WIDE:
-            return self._gather(start + jnp.arange(rows, dtype=jnp.int32))
+            return self.gather(start + jnp.arange(rows, dtype=jnp.int32))
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.place.offset + start, rows)  # noqa: E731
         return jax.tree.map(take, self.samples)
 
     @scope(GATHER)
-    def _gather(self, positions: Array) -> Tree:
+    def gather(self, positions: Array) -> Tree:
+        """The client's samples at ``positions``, counted from its first."""
         return jax.tree.map(lambda a: a.at[self.place.offset + positions].get(mode="clip"), self.samples)

@@ -30,7 +30,7 @@ class Step:
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
         self.index = index
         self.key = data.step_key(index)
-        self._local, self._data = local, data
+        self._local, self._data, self._asked = local, data, False
         self.block: Array | None = None
         """The block this step works on (M fixed blocks only)."""
         if local.blocks is not None:
@@ -45,6 +45,9 @@ class Step:
     def gradient_and_statistics(self, params: Tree) -> tuple[Array, Tree, Tree]:
         """The same, and the model's running statistics after this batch."""
         local, data = self._local, self._data
+        if self._asked:
+            data.refuse_uncounted("a second gradient in a step")
+        self._asked = True
         if local.blocks is not None and self.block is not None:
             found = data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
         elif local.batch_size == "full":
@@ -60,6 +63,7 @@ class Step:
     @property
     def batch(self) -> Tree:
         """The step's samples; None where it works on a block or on all of the client's data."""
+        self._data.refuse_uncounted("a step's samples")
         return getattr(self, "_samples", None)
 
 
@@ -228,6 +232,7 @@ class LocalSGD:
         the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
         term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
+        data = data.begun()
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
         def body(index: Array | int, carry: tuple) -> tuple:
@@ -260,6 +265,8 @@ class LocalSGD:
             self._start_of_optimizer(params, carried),
         )
         x, memory, _, total, loss, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
+        for change in data.result_rules:
+            x = change(x)
         carried.params = x
         carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)

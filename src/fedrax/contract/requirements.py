@@ -27,6 +27,10 @@ class Requirements:
     no_statistics: bool = False
     """Running statistics (batch norm) would not go the way that the method prescribes for what leaves a client."""
 
+    plain_sum: bool = False
+    """What is summed on the server must be what clients sent, for noise is measured by it: no wrapper outside may
+    decode uploads, or look at them one by one."""
+
     def __or__(self, other: Requirements) -> Requirements:
         limits = [size for size in (self.largest_cohort, other.largest_cohort) if size is not None]
         either = {

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.requirements import Requirements
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
+
+if TYPE_CHECKING:
+    from fedrax.privacy.releases import Release
 
 
 class Wrapped(NamedTuple):
@@ -71,7 +75,17 @@ class Wrapper(Algorithm):
     def phases(self) -> tuple[Phase, ...]:
         """``inner``'s, with the wrapper around each."""
         inner = self.inner.phases
+        if self.inner.requirements.plain_sum and (self.stacked or self._decodes):
+            raise FedraxError(
+                f"the noise of {type(self.inner).__name__} is measured by what clients add to a plain sum, which"
+                f" {type(self).__name__} changes: put it inside, or let the noise be added at the clients"
+            )
         return tuple(self._phase(phase, last=phase is inner[-1]) for phase in inner)
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether what is summed of an upload is not the upload."""
+        return type(self).around_receive is not Wrapper.around_receive
 
     @property
     def _keeps(self) -> bool:
@@ -132,6 +146,10 @@ class Wrapper(Algorithm):
     def local_steps(self) -> LocalSGD | None:
         """As ``inner``."""
         return self.inner.local_steps
+
+    def releases(self) -> tuple[Release, ...]:
+        """As ``inner``; a wrapper that protects clients' data says what it does."""
+        return self.inner.releases()
 
     def params(self, server: Any) -> Tree:
         """As ``inner``."""

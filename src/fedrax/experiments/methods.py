@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 
 import fedrax.algorithms
+import fedrax.privacy.mechanisms
 import fedrax.wrappers
 from fedrax.contract.algorithm import Algorithm, is_algorithm
 from fedrax.errors import unknown
@@ -39,17 +40,24 @@ KNOWN_AS = {
     "qsgd": "quantised",
     "fedpaq": "quantised",
     "efsignsgd": "efsign",
+    "dpfedavg": "clientdp",
+    "dpfedsgd": "clientdp around fedsgd",
+    "ldpfl": "clientdp with at = 'client'",
+    "dpsgd": "sampledp",
 }
 """Names of the field for what is an option here, lower case letters alone; docs/choosing.md has the table."""
 
 
 def algorithms() -> dict[str, type[Algorithm]]:
-    """Every algorithm of the package by its name; a new file in ``fedrax/algorithms`` is found by itself."""
+    """Every algorithm of the package by its name; a new file in ``fedrax/algorithms`` is found by itself.
+
+    Names that begin with an underscore are not meant for users.
+    """
     found: dict[str, type[Algorithm]] = {}
-    for package in (fedrax.algorithms, fedrax.wrappers):
+    for package in (fedrax.algorithms, fedrax.wrappers, fedrax.privacy.mechanisms):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-            for value in vars(importlib.import_module(module.name)).values():
-                if is_algorithm(value) and value.__module__ == module.name:
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if is_algorithm(value) and value.__module__ == module.name and not name.startswith("_"):
                     found[value.__name__.lower()] = value
     return dict(sorted(found.items()))
 

@@ -23,8 +23,8 @@ class Release:
         rate: with "poisson", the probability of each sample.
         seen: who sees the noisy answer: the "server" (noise added at the client, so the server and its knowledge of
             who took part are the adversary) or the "public" (noise added to the sum of a cohort that stays secret).
-        paper_noise: the noise multiplier that the method's paper claims where it differs from the sound one, for a client
-            of one sample; n_i times it for one of n_i.
+        paper_noise: the noise multiplier that the method's paper claims where it differs from the sound one, for a
+            client of one sample; n_i times it for one of n_i.
         paper_epsilon: the epsilon (with delta 0) that the method's paper claims for one answer of a client of one
             sample; an n_i-th of it for one of n_i. None where its claim is another, or there is none.
     """

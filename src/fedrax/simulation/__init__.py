@@ -6,7 +6,7 @@ from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.process import Interrupted
 from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate
-from fedrax.simulation.settings import Availability, FixedList, Script, Settings, Uniform, WeightedBySamples
+from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, Uniform, WeightedBySamples
 from fedrax.simulation.sweep import sweep
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FixedList",
     "Interrupted",
     "NonFiniteError",
+    "Poisson",
     "Result",
     "RunInfo",
     "Script",

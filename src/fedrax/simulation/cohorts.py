@@ -18,7 +18,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.files import read_csv
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.settings import Availability, FixedList, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, WeightedBySamples
 
 _COHORT, _STRAGGLER = 1, 2
 _SMALL_STORE = 64 << 20
@@ -67,23 +67,53 @@ class Sampler:
             return max(len(cohort) for cohort in self.given[: self.settings.rounds])
         if self.trace is not None:
             return min(self.settings.cohort_size, max(len(row) for row in self.trace))
-        return self.settings.cohort_size
+        return self._largest_by_chance() if self.by_chance else self.settings.cohort_size
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether each client joins independently of the others."""
+        return self.given is None and isinstance(self.settings.participation, Poisson)
+
+    @property
+    def expected(self) -> float | None:
+        """Clients a round has in the mean, where each joins by chance."""
+        return float(self.settings.cohort_size) if self.by_chance else None
+
+    def _size_by_chance(self, rng: np.random.Generator) -> int:
+        """Of a Poisson cohort; drawn first, so that a round's size is known without its clients."""
+        return int(rng.binomial(self.num_clients, self.settings.cohort_size / self.num_clients))
+
+    def _largest_by_chance(self) -> int:
+        """Room for every round's cohort: of one size for all seeds, unless one draws what happens once in 1e12 rounds.
+
+        P(more than k) <= exp(-S) (e S / k)^k for k > S, Chernoff's bound. The sizes themselves are looked at too, so
+        that no cohort is ever cut.
+        """
+        mean, k = self.settings.cohort_size, self.settings.cohort_size + 1
+        while k < self.num_clients and k * (np.log(mean / k) + 1) - mean > np.log(1e-12):
+            k += 1
+        drawn = (self._size_by_chance(generator(self.settings.seed, _COHORT, r)) for r in range(self.settings.rounds))
+        return max(min(k, self.num_clients), *drawn)
 
     @property
     def varying(self) -> bool:
         """Whether rounds can differ in their number of clients."""
         if self.given is not None:
             return len({len(cohort) for cohort in self.given[: self.settings.rounds]}) > 1
+        if self.by_chance:
+            return True
         return self.trace is not None and len({min(len(row), self.settings.cohort_size) for row in self.trace}) > 1
 
     def cohort(self, round: int) -> np.ndarray:
-        """The clients of a round, int64 [S], sorted unless given."""
+        """The clients of a round, int64 [S], sorted unless given; of a Poisson cohort maybe none."""
         if self.given is not None:
             return self.given[round].astype(np.int64)
         rng, size = generator(self.settings.seed, _COHORT, round), self.settings.cohort_size
         if self.trace is not None:
             available = self.trace[round % len(self.trace)]
             return np.sort(rng.choice(available, min(size, len(available)), replace=False))
+        if self.by_chance:  # a uniform draw of a binomial number: the same as a coin for each client
+            size = self._size_by_chance(rng)
         if isinstance(self.settings.participation, WeightedBySamples):
             return np.sort(rng.choice(self.num_clients, size, replace=False, p=self.sizes / self.sizes.sum()))
         return np.sort(rng.choice(self.num_clients, size, replace=False))
@@ -91,7 +121,7 @@ class Sampler:
     def work(self, round: int, size: int) -> np.ndarray:
         """The share of the local work each client of the cohort does: float [S] in (0, 1]."""
         rng, share = generator(self.settings.seed, _STRAGGLER, round), np.ones(size)
-        slow = rng.choice(size, int(np.floor(self.settings.stragglers * size + 0.5)), replace=False)
+        slow = rng.choice(max(size, 1), int(np.floor(self.settings.stragglers * size + 0.5)), replace=False)
         share[slow] = 1 - rng.random(len(slow))
         return share
 

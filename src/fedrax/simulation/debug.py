@@ -75,6 +75,8 @@ class StepByStep(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """One client after another."""
+        if not self.slots:
+            return self._nobody(p, message, statistics)
         sums, single, initial = None, [], self.kept[0]
         for k, client in enumerate(self.numbers):
             done = run_client(
@@ -101,6 +103,16 @@ class StepByStep(Executor):
         assert sums is not None
         stacked = jax.tree.map(lambda *e: jnp.stack(e), *single)
         return Gathered(sums, stacked, self.numbers, self.here.places.weight[: len(single)])
+
+    def _nobody(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """Of a cohort without clients: zeros, in the shapes that one would bring."""
+        kept = jax.tree.map(lambda a: jnp.asarray(a[0]), self.store)
+        fixed = (self.program, p, self.algorithm, message, kept, statistics, self.samples, self.here, self.keys)
+        with jax.disable_jit(False):
+            done = jax.eval_shape(lambda: run_client(*fixed, jnp.int32(0)))
+        none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), done.single)
+        sums = no_sums(self.program, self.algorithm, p, kept, done)
+        return Gathered(sums, none, self.numbers, self.here.places.weight[:0])
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""

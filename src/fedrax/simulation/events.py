@@ -126,7 +126,7 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
         down, up = down + clients * info.bytes_down, up + clients * info.bytes_up
         gradients += round(float(records["gradients"][r]))
         event: Event = {"round": len(events) + r + 1}
-        if "loss" in records:
+        if "loss" in records and clients:  # of a Poisson cohort nobody may be there to ask
             event["train_loss"] = float(records["loss"][r])
         event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
         event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}

@@ -39,6 +39,8 @@ class Program(NamedTuple):
     """Operands of the gradients' matrix products."""
     own_samples: bool = False
     """Each device holds samples of its own clients only, instead of all."""
+    expected: float | None = None
+    """Clients of a round in the mean, where each joins by chance."""
 
 
 class Rounds(NamedTuple):
@@ -179,6 +181,7 @@ def serve(
         round=jnp.asarray(here.round),
         key=jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p),
         uploads=jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), uploads),
+        expected=jnp.asarray(here.cohort_size if program.expected is None else program.expected, jnp.float32),
     )
     return checked_server(algorithm, algorithm.phases[p].server(server, cohort))
 

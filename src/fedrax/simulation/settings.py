@@ -28,6 +28,15 @@ class WeightedBySamples:
 
 
 @dataclass(frozen=True)
+class Poisson:
+    """Each client takes part with chance S / N, independently of all others and of all other rounds.
+
+    S, ``cohort_size``, is then the number of clients in the mean, and a round may have none. It is the sampling that
+    the tightest amplification of privacy is proven for.
+    """
+
+
+@dataclass(frozen=True)
 class Availability:
     """Draw the cohort uniformly from the clients that a trace says are available in the round.
 
@@ -46,7 +55,7 @@ class FixedList:
     """The clients, by number."""
 
 
-Participation = Uniform | WeightedBySamples | Availability | FixedList
+Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Settings:
     rounds: Count = 100
     """R, communication rounds."""
     cohort_size: Count = 10
-    """S, clients a round (at most, under an availability trace)."""
+    """S, clients a round (at most, under an availability trace; in the mean, where each joins by chance)."""
     seed: Seed = 0
     """Decides starting parameters, cohorts, stragglers and batches; the same for every algorithm."""
     weights: Literal["uniform", "samples"] = "uniform"

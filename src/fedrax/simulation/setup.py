@@ -110,7 +110,7 @@ def prepare(
     store_bytes = planner.capacity * tree.num_bytes(initial) if planner.stateful else 0
     streamed, spilled = choose(settings, mesh, samples, store_bytes)
     fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
-    program = Program(*fixed, precision=settings.precision, own_samples=streamed)
+    program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     engine = ENGINES[plan](program, mesh, None if streamed else samples)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place)

@@ -1,0 +1,69 @@
+"""One client's place in a round: what is known of its data, where they lie, and what its local steps carry on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrax.tree import Tree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of the clients' sizes when the program is compiled."""
+
+    largest: int
+    smallest: int
+    divisor: int
+    """Divides every client's size."""
+
+    @classmethod
+    def of(cls, sizes: np.ndarray) -> Layout:
+        """The layout of a federation whose clients have these sizes."""
+        return cls(int(sizes.max()), int(sizes.min()), int(np.gcd.reduce(sizes)))
+
+    @property
+    def equal(self) -> bool:
+        """All clients have the same number of samples."""
+        return self.largest == self.smallest
+
+
+class Place(NamedTuple):
+    """One client's part in a round: who it is, where its data and state lie, and what is given of its work.
+
+    Arrays without further axes here; a simulation stacks them over rounds, devices and clients. A script's fields
+    are None where nothing is given.
+    """
+
+    client: Any
+    """int32; the client's number."""
+    slot: Any
+    """int32; the row of its state in its device's store."""
+    offset: Any
+    """int32; its first sample."""
+    size: Any
+    """int32; n_i, its samples."""
+    weight: Any
+    """p_i."""
+    work: Any = None
+    """The share of the local work that a straggler does, in (0, 1]."""
+    steps: Any = None
+    """int32; T_i, local steps."""
+    blocks: Any = None
+    """int32 [T]; the block of each local step."""
+    batches: Any = None
+    """int32 [T, B]; the rows of each local step's batch, counted from the client's first; negative: none."""
+    fresh: Any = None
+    """int32 [B], or [] where blocks are used: the rows, or the block, of the batch besides those of the steps."""
+
+
+class Carried:
+    """What the local steps carry on besides the parameters; one object for all copies of one client's data."""
+
+    def __init__(self, statistics: Tree = (), optimizer: Tree = ()):
+        """statistics: a model's running statistics. optimizer: the state of a local optimizer that outlives rounds."""
+        self.statistics, self.optimizer = statistics, optimizer
+        self.params: Tree | None = None
+        """Where the last local steps ended, None before there were any: for wrappers."""

@@ -1,0 +1,168 @@
+"""Client-level differential privacy: what a whole client adds to a round is bounded, and covered in noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, unchanged
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import NonNegative, hyperparameters
+from fedrax.contract.requirements import Requirements
+from fedrax.contract.wrapper import Wrapper
+from fedrax.errors import FedraxError
+from fedrax.privacy.mechanisms.clipping import Adaptive, Clipping, Flat
+from fedrax.privacy.mechanisms.noise import floats_sent, only_bookkeeping, with_noise
+from fedrax.privacy.releases import Release
+from fedrax.tree import Tree
+
+
+class Message(NamedTuple):
+    """What ``inner`` sends, and the bound that clients keep to."""
+
+    inner: Tree
+    bound: Array
+
+
+class Upload(NamedTuple):
+    """What ``inner``'s client sends, within the bound, and b_i - 1/2."""
+
+    inner: Tree
+    within: Array
+
+
+@hyperparameters
+class ClientDP(Wrapper):
+    """``inner`` with client-level differential privacy: updates clipped and noised (DP-FedAvg; McMahan et al. 2018).
+
+    All that a client sends in a round, every leaf of every phase, is one vector of length at most C; N(0, (z C)^2)
+    falls on each number of the sum over the cohort ("server", the central model) or of what each client sends
+    ("client", the local model). A round of P phases gives each a bound of C / sqrt(P). The server divides by the number
+    of clients that it expects, which for a Poisson cohort is not how many came. What stays on a client is exact; of
+    what clients report beside their uploads nothing is kept but the count of gradients.
+    """
+
+    inner: Algorithm = FedAvg()
+    clip: Clipping = Flat()
+    """How the bound C is kept."""
+    noise: NonNegative = 1.0
+    """z, the noise multiplier: standard deviation over C."""
+    at: Literal["server", "client"] = "server"
+    """Who adds the noise: a server that is trusted with the sum, or each client."""
+
+    def check(self) -> None:
+        """Refuse what no noise covers."""
+        name = type(self.inner).__name__
+        if self.at == "server" and any(phase.stacked for phase in self.inner.phases):
+            raise FedraxError(
+                f"{name} looks at uploads one by one, which noise on their sum does not hide: at = 'client'"
+            )
+        if isinstance(self.clip, Adaptive):
+            if len(self.inner.phases) > 1:
+                raise FedraxError(f"an adaptive bound is for rounds of one phase, and {name} has several: clip flat")
+            if not 0 <= float(self.noise) < 2 * float(self.clip.count_noise):
+                raise FedraxError(
+                    f"the count that leads the bound spends more than all of a noise multiplier of {self.noise:g}:"
+                    f" count_noise must be above {self.noise / 2:g}"
+                )
+
+    @property
+    def requirements(self) -> Requirements:
+        """Weights by samples would tell how many there are; statistics would leave without noise."""
+        own = Requirements(
+            uniform_weights=True,
+            no_statistics=not self.inner.statistics_at_home,
+            plain_sum=self.at == "server",
+        )
+        return self.inner.requirements | own
+
+    def releases(self) -> tuple[Release, ...]:
+        """One Gaussian answer a round: phases and the adaptive bound's count share the multiplier z.
+
+        Noise on the sum has sensitivity C to a client's presence; one client's own message can be any within C, which
+        others of its data move by up to 2 C.
+        """
+        if self.at == "server":
+            return (Release(noise=float(self.noise), seen="public"),)
+        return (Release(noise=float(self.noise) / 2, neighbours="replacement"),)
+
+    @property
+    def _keeps(self) -> bool:
+        """A bound that moves is kept on the server."""
+        return isinstance(self.clip, Adaptive)
+
+    def init_own(self, params: Tree, num_clients: int) -> Tree:
+        """The bound, where it moves."""
+        return jnp.asarray(self.clip.bound, jnp.result_type(*jax.tree.leaves(params))) if self._keeps else ()
+
+    def _phase(self, phase: Phase, last: bool) -> Phase:
+        """With uploads decoded at the client: what is bounded there is then what is summed."""
+
+        def client(message: Any, state: Any, data: ClientData) -> ClientOutput:
+            output = phase.client(message, state, data)
+            return output._replace(upload=phase.receive(output.upload))
+
+        return super()._phase(phase._replace(client=client, receive=unchanged), last)
+
+    def _in_phase(self, bound: Any) -> tuple[Any, Any]:
+        """(bound, standard deviation) in each of P phases, for a bound over all of them."""
+        multiplier = self.clip.multiplier(self.noise) if isinstance(self.clip, Adaptive) else self.noise
+        return bound / len(self.inner.phases) ** 0.5, multiplier * bound
+
+    def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
+        """As ``inner``, with the bound where it moves."""
+        return Message(broadcast(state), own) if self._keeps else broadcast(state)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """What is sent, within the bound, with noise where clients add it."""
+        message, bound = message if self._keeps else (message, self.clip.bound)
+        output = client(message, state, data)
+        sent = floats_sent(output, "ClientDP", self.inner, summed_only=self.at == "server")
+        most, deviation = self._in_phase(bound)
+        sent, within = self.clip(sent, most)
+        if self.at == "client":
+            sent = with_noise(data.stream("noise"), sent, deviation)
+        output = output._replace(**sent, info=only_bookkeeping(output.info))
+        if isinstance(self.clip, Adaptive):
+            count = within.astype(jnp.float32) - 0.5
+            if self.at == "client":
+                count = with_noise(data.stream("count"), count, self.clip.count_noise)
+            output = output._replace(upload=Upload(output.upload, count))
+        return output, own
+
+    def around_server(
+        self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
+    ) -> tuple[Any, Tree, Info]:
+        """``inner``'s step on what the noise has covered; then the bound moves, where it does."""
+        bound = own if self._keeps else self.clip.bound
+        if self.at == "server":
+            cohort = self._covered(cohort, bound)
+        if not isinstance(self.clip, Adaptive):
+            state, info = server(state, cohort)
+            return state, own, info
+        within = cohort.mean.within + 0.5
+        uploads = cohort.uploads.inner if isinstance(cohort.uploads, Upload) else ()
+        state, info = server(state, cohort._replace(mean=cohort.mean.inner, uploads=uploads))
+        own = own * jnp.exp(-self.clip.lr * (within - self.clip.quantile)).astype(own.dtype)
+        return state, own, {**info, "clip_bound": bound, "within_bound": within}
+
+    def _covered(self, cohort: Cohort, bound: Any) -> Cohort:
+        """The noised sum over the number of clients expected; ``inner`` is not told who was there, or how many."""
+        expected = cohort.size if cohort.expected is None else cohort.expected
+        mean = tree.scale(cohort.size / expected, cohort.mean)
+        deviation, key = self._in_phase(bound)[1] / expected, cohort.stream("noise")
+        if isinstance(self.clip, Adaptive):
+            count = with_noise(cohort.stream("count"), mean.within, self.clip.count_noise / expected)
+            mean = Upload(with_noise(key, mean.inner, deviation), count)
+        else:
+            mean = with_noise(key, mean, deviation)
+        nobody = jnp.full_like(cohort.clients, cohort.num_clients)
+        return cohort._replace(mean=mean, clients=nobody, weights=jnp.zeros_like(cohort.weights), size=expected)

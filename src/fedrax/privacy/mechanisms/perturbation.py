@@ -1,0 +1,193 @@
+"""Output and objective perturbation of local models (Chaudhuri et al. 2011), as private Upcycled-FL uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax.algorithms.fedavg import FedAvg, FedProx
+from fedrax.contract.algorithm import Algorithm, ClientOutput
+from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
+from fedrax.contract.requirements import Requirements
+from fedrax.contract.task import Batch
+from fedrax.contract.wrapper import Wrapper
+from fedrax.errors import FedraxError
+from fedrax.privacy.mechanisms.dependence import dependent
+from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
+from fedrax.privacy.releases import Release
+from fedrax.tree import Tree
+
+
+@hyperparameters
+class _LocalModels(Wrapper):
+    """Around methods whose clients send what follows from where their local steps end, and from nothing else of their
+    data: FedAvg, FedProx, SCAFFOLD with plain steps (option II)."""
+
+    @property
+    def requirements(self) -> Requirements:
+        """Weights by samples would tell how many there are; statistics would leave as they are."""
+        statistics = not self.inner.statistics_at_home
+        return self.inner.requirements | Requirements(uniform_weights=True, no_statistics=statistics)
+
+    def _run(self, client: Callable, message: Any, state: Any, data: ClientData, change: Callable) -> ClientOutput:
+        """``client`` with ``change`` of where its local steps end; what else depends on its data is refused."""
+        self._refuse_leaks(client, message, state, data)
+        ends = []
+
+        def changed(x: Tree) -> Tree:
+            ends.append(x)
+            return change(x)
+
+        output = client(message, state, data.with_result(changed))
+        if len(ends) != 1:
+            raise FedraxError(f"{self._words} takes local steps {len(ends)} times in a round: once is needed")
+        return output._replace(info=only_bookkeeping(output.info))
+
+    @property
+    def _words(self) -> str:
+        return (
+            f"{type(self).__name__} goes around methods that send their local model alone: {type(self.inner).__name__}"
+        )
+
+    def _refuse_leaks(self, client: Callable, message: Any, state: Any, data: ClientData) -> None:
+        model = getattr(message, "params", message)
+
+        def sent(secret: Any, state: Any, model: Tree) -> dict[str, Tree]:
+            samples, size = secret
+            kept = Carried(data.carried.statistics, data.carried.optimizer)
+            hidden = data.with_samples(samples, size).with_carried(kept).with_result(lambda x: model)
+            output = client(message, state, hidden)
+            return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
+
+        secret = (data.samples, data.size)
+        leaks = dependent(sent, secret, state, model)
+        sends = [name for name in leaks if not name.startswith("state")]
+        if not sends and leaks:  # what stays on the client may be exact, as long as it does not leave in a later round
+            from_state = dependent(lambda state: sent(secret, state, model), state)
+            sends = [name for name in from_state if not name.startswith("state")]
+        if sends:
+            raise FedraxError(f"{self._words} also sends {sends[0]}, computed from data that no noise has covered")
+
+
+@hyperparameters
+class OutputPerturbation(_LocalModels):
+    """Each client's local model, clipped to length tau, with noise from N(0, sigma^2) on each number, goes up.
+
+    Private Upcycled-FL (Yin et al. 2024, section 6), around any method whose clients send what follows from their local
+    model: the noised one takes its place in all of it. Whatever the data, the clipped model lies in a ball of radius
+    tau, so that other data of a client move it by up to 2 tau. (Theorem 6.2 counts tau / n_i, for models that are means
+    of one term for each of n_i samples. Local steps do not make such.)
+    """
+
+    inner: Algorithm = FedAvg()
+    tau: Positive = 1.0
+    """The greatest length of a local model."""
+    sigma: NonNegative = 1.0
+    """Standard deviation of the noise."""
+
+    def releases(self) -> tuple[Release, ...]:
+        """One Gaussian answer a round, of sensitivity 2 tau to other data of the client."""
+        ratio = float(self.sigma) / float(self.tau)
+        return (Release(noise=ratio / 2, neighbours="replacement", paper_noise=ratio),)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """The local model, clipped and noised."""
+
+        def released(x: Tree) -> Tree:
+            return with_noise(data.stream("noise"), shortened(x, self.tau)[0], self.sigma)
+
+        return self._run(client, message, state, data, released), own
+
+
+@hyperparameters
+class ObjectivePerturbation(_LocalModels):
+    """Each client adds <n, x_i> to its local loss for a round, with n of density proportional to exp(-alpha |n|).
+
+    |n| is Gamma(d, 1 / alpha) for d parameters, its direction uniform. Private Upcycled-FL (Yin et al. 2024, section 6)
+    after Chaudhuri et al. (2011). Theorem 6.3 claims pure differential privacy for exact minima of strongly convex
+    local losses of generalised linear models with features of length at most 1, which steps of SGD only come near;
+    nothing that holds in the worst case is claimed here, see ``releases``.
+    """
+
+    inner: Algorithm = FedProx()
+    alpha: Positive = 10.0
+    """The greater, the less noise."""
+    guarantee: Literal["paper", "none"] = "paper"
+    """Whether models outside of Theorem 6.3 are refused; "none" runs any, and claims nothing."""
+
+    def check(self) -> None:
+        """Refuse methods outside of the theorem."""
+        if self.guarantee == "paper" and not float(getattr(self.inner, "mu", 0)) > 0:
+            raise FedraxError(
+                "objective perturbation needs strongly convex local losses: put it around FedProx with mu above 0, or"
+                " set guarantee = 'none'"
+            )
+
+    def releases(self) -> tuple[Release, ...]:
+        """Nothing that holds for local steps. The paper's claim is for logistic loss: |F'| <= u_1, |F''| <= u_2.
+
+        With a bias the features are (x, 1), of squared length at most 2: u_1 = sqrt 2 and u_2 = 2 / 4.
+        """
+        if self.guarantee == "none":
+            return (Release(noise=0.0, neighbours="replacement", unit="sample"),)
+        alpha, mu = float(self.alpha), float(getattr(self.inner, "mu"))  # noqa: B009 - of whichever class has one
+        claim = 2 * alpha * 2**0.5 + 2.8 * 0.5 / mu
+        return (Release(noise=0.0, neighbours="replacement", unit="sample", paper_epsilon=claim),)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """Local steps on the perturbed loss, of features of length at most 1 where the paper's claim is wanted."""
+        if self.guarantee == "paper":
+            self._check_task(data)
+        model = getattr(message, "params", message)
+        noise = linear_noise(data.stream("noise"), model, self.alpha)
+        local = self.inner.local_steps
+        share = 1 / data.size if local is not None and local.reduction == "sum" else 1.0
+
+        def perturbed(losses: Callable) -> Callable:
+            def loss(params: Tree, batch: Batch, key: Array) -> Array:
+                if self.guarantee == "paper":
+                    batch = batch._replace(x=unit_features(batch.x))
+                values = losses(params, batch, key)
+                dots = (jnp.vdot(n, x) for n, x in zip(*map(jax.tree.leaves, (noise, params)), strict=True))
+                return values + (share * sum(dots)).astype(values.dtype)
+
+            return loss
+
+        return self._run(client, message, state, data.with_loss(perturbed), lambda x: x), own
+
+    @staticmethod
+    def _check_task(data: ClientData) -> None:
+        name = data.task.name
+        if name not in ("binary/logistic", "binary/linear"):
+            raise FedraxError(
+                f"objective perturbation is proven for one logit that is linear in the features, not for {name}: use"
+                " binary(Logistic()...), or set guarantee = 'none'"
+            )
+
+
+def linear_noise(key: Array, model: Tree, alpha: Any) -> Tree:
+    """n in the shapes of ``model``, of density proportional to exp(-alpha |n|)."""
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    size = sum(leaf.size for leaf in jax.tree.leaves(zeros))
+    along, length = jax.random.split(key)
+    direction = with_noise(along, zeros, 1.0)
+    norm = jnp.sqrt(sum(jnp.sum(a.astype(jnp.float32) ** 2) for a in jax.tree.leaves(direction)))
+    radius = jax.random.gamma(length, size, dtype=jnp.float32) / alpha
+    return jax.tree.map(lambda a: (a * (radius / norm)).astype(a.dtype), direction)
+
+
+def unit_features(x: Array) -> Array:
+    """Each sample's features x [B, ...], divided by their length where it is above 1."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise FedraxError("objective perturbation bounds features that are floats: set guarantee = 'none' for others")
+    length = jnp.sqrt(jnp.sum(x.reshape(len(x), -1) ** 2, axis=1))
+    return x / jnp.maximum(length, 1).reshape(-1, *[1] * (x.ndim - 1))

@@ -1,0 +1,165 @@
+"""Sample-level differential privacy: DP-SGD (Abadi et al. 2016) in the clients' local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.compiled.products import with_operands
+from fedrax.contract.algorithm import Algorithm, ClientOutput
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.fields import Bound
+from fedrax.contract.hyperparameters import Count, NonNegative, Positive, hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
+from fedrax.contract.wrapper import Wrapper
+from fedrax.errors import FedraxError
+from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
+from fedrax.privacy.releases import Release
+from fedrax.tree import Tree
+
+
+@hyperparameters
+class SampleDP(Wrapper):
+    """``inner`` with DP-SGD in its local steps: each sample's gradient clipped, their sum noised (Abadi et al. 2016).
+
+    A step's gradient is (sum_j min(1, C / |g_j|) g_j + N(0, (z C)^2)) / B over the samples j of its batch. B is
+    ``local.batch_size``, which everybody knows, and not how many samples there were. It protects single samples against
+    the server and everybody else, in methods whose clients take one gradient in each of a fixed number of local steps
+    and see their samples in no other way. Samples are worked on ``microbatch`` at a time, so that as many gradients are
+    in memory. Losses of the clients are not reported.
+    """
+
+    inner: Algorithm = FedAvg(local=LocalSGD(steps=5))
+    clip: Positive = 1.0
+    """C, the greatest length of a sample's gradient."""
+    noise: NonNegative = 1.0
+    """z, the noise multiplier: standard deviation over C."""
+    rate: Annotated[float, Bound(gt=0, le=1)] | None = None
+    """The chance with which each sample is in a step's batch, independently of all others (Poisson); by default batches
+    are those of ``local``, whose privacy is not amplified. A batch then has ``rate`` n_i samples in the mean."""
+    microbatch: Count = 16
+    """Samples side by side."""
+
+    def check(self) -> None:
+        """Refuse local work that cannot be counted, or is not divided into batches."""
+        local = self.inner.local_steps
+        if local is None or local.steps is None:
+            raise FedraxError("SampleDP counts local steps: it goes around methods with local.steps given")
+        if not isinstance(local.batch_size, int) or local.blocks is not None or local.reduction != "mean":
+            raise FedraxError(
+                "SampleDP divides by a batch size that does not depend on the data: set local.batch_size to a number,"
+                " local.reduction to 'mean', and leave local.blocks out"
+            )
+
+    @property
+    def requirements(self) -> Requirements:
+        """Statistics would leave as they are; weights by samples would tell how many there are."""
+        own = Requirements(
+            uniform_weights=True, per_sample_losses=True, no_statistics=not self.inner.statistics_at_home
+        )
+        return self.inner.requirements | own
+
+    def releases(self) -> tuple[Release, ...]:
+        """One Gaussian answer in each local step, of sensitivity C to a sample's presence."""
+        local = self.inner.local_steps
+        assert local is not None and local.steps is not None
+        drawn: dict[str, Any] = {"batches": "shuffled"}
+        if self.rate is not None:
+            drawn = {"batches": "poisson", "rate": float(self.rate)}
+        return (Release(noise=float(self.noise), times=local.steps, unit="sample", **drawn),)
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """``inner``'s client, which gets noised gradients alone."""
+        local = self.inner.local_steps
+        assert local is not None and isinstance(local.batch_size, int)
+        private = data.with_counted_gradients(type(self).__name__)
+        if self.rate is None:
+            private = private.with_gradients(self._of_batch(data, local.batch_size))
+        else:
+            private = private.with_batches(self._drawn(data)).with_gradients(self._of_rows(data, local.batch_size))
+        output = client(message, state, private)
+        return output._replace(info=only_bookkeeping(output.info)), own
+
+    # -- batches -----------------------------------------------------------------------------------------------
+
+    def _drawn(self, data: ClientData) -> Callable:
+        """Poisson batches as rows: all of the client's, those that are drawn first, and which these are."""
+        key = data.stream("batches")
+
+        def batch(step: Any) -> tuple[Array, Array]:
+            chance = jax.random.uniform(jax.random.fold_in(key, step), (data.layout.largest,), jnp.float32)
+            drawn = (chance < self.rate) & (jnp.arange(data.layout.largest) < data.size)
+            rows = jnp.argsort(~drawn, stable=True).astype(jnp.int32)
+            return rows, drawn[rows]
+
+        return batch
+
+    def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
+        """The gradient rule of batches that are rows; work is proportional to those that are drawn."""
+        return self._rule(data, batch_size, lambda rows, at: data.gather(rows[at]), lambda drawn: jnp.sum(drawn))
+
+    def _of_batch(self, data: ClientData, batch_size: int) -> Callable:
+        """The gradient rule of batches that are samples."""
+        take = lambda samples, at: jax.tree.map(lambda a: a[at], samples)  # noqa: E731
+        return self._rule(data, batch_size, take, lambda real: len(real))
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def _rule(self, data: ClientData, batch_size: int, take: Callable, used: Callable) -> Callable:
+        """The sum of clipped gradients with noise, scaled so that its mean over the batch is a B-th of it.
+
+        take: (batch, positions [m]) -> samples. used: how many positions, from the first on, have a sample to look at.
+        """
+        stream = data.stream("noise")
+
+        def rule(losses: Callable, params: Tree, batch: Any, weights: Array | None, key: Array) -> tuple[Array, Tree]:
+            rows = len(jax.tree.leaves(batch)[0])
+            real = jnp.ones(rows, bool) if weights is None else weights
+            width = min(self.microbatch, rows)
+            of_one = with_operands(jax.grad(_one_loss(losses)), data.precision)
+            of_some = jax.vmap(of_one, (None, 0, 0))
+
+            def add(i: Any, total: Tree) -> Tree:
+                at = i * width + jnp.arange(width)
+                inside = (at < rows) & real[jnp.minimum(at, rows - 1)]
+                at = jnp.minimum(at, rows - 1)
+                keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(at)
+                gradients = of_some(params, take(batch, at), keys)
+                clipped, _ = jax.vmap(shortened, (0, None))(gradients, self.clip)
+                over = lambda g: inside.reshape(-1, *[1] * (g.ndim - 1))  # noqa: E731
+                return jax.tree.map(lambda t, g: t + jnp.where(over(g), g, 0).sum(0), total, clipped)
+
+            chunks = (used(real) + width - 1) // width
+            summed = jax.lax.fori_loop(0, chunks, add, tree.zeros_like(params))
+            words = jax.random.key_data(key)
+            mine = jax.random.fold_in(jax.random.fold_in(stream, words[0]), words[1])
+            noisy = with_noise(mine, summed, self.noise * self.clip)
+            count = rows if weights is None else jnp.maximum(jnp.sum(weights), 1)
+            none = jnp.zeros((), jax.tree.leaves(params)[0].dtype)  # a batch's loss is not released
+            return none, tree.scale(count / batch_size, noisy)
+
+        return rule
+
+
+def _one_loss(losses: Callable) -> Callable:
+    """(params, sample, key) -> the loss of one sample."""
+
+    def loss(params: Tree, sample: Tree, key: Array) -> Array:
+        values = losses(params, jax.tree.map(lambda a: a[None], sample), key)
+        if values.shape != (1,):
+            raise FedraxError(
+                "SampleDP clips the gradient of each sample: the task's loss must be one number a sample, not of shape"
+                f" {values.shape} for a batch of one"
+            )
+        return values[0]
+
+    return loss

@@ -1,0 +1,130 @@
+"""What a mechanism lets out: noise alone, of clients with nothing to say, and messages of a client with wild data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+import fedrax
+from fedrax import Algorithm, ClientData, ClientOutput, Cohort, Info, Phase, Wrapper, hyperparameters, tree
+from fedrax.tree import Tree
+from tests.simulation.problems import CLASSES, FEATURES, SIZES, TASK, run
+
+ROUNDS, COHORT, N = 2, 3, len(SIZES)
+SHAPES = {"a": (20, 50), "b": (1000,)}
+
+
+class Seen(NamedTuple):
+    """Parameters, and what reached the server: leaves [rounds, phases, clients or 1, ...]."""
+
+    params: Tree
+    seen: Tree
+
+
+@hyperparameters
+class Silent(Algorithm):
+    """Two phases in which every client sends zeros; the server notes what comes of them."""
+
+    apart: bool = False
+    """One by one, rather than their mean."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The same twice."""
+        noted = lambda p: lambda server, cohort: self.noted(server, cohort, p)  # noqa: E731
+        return tuple(Phase(self.broadcast, self.client, noted(p), stacked=self.apart) for p in (0, 1))
+
+    def init(self, params: Tree, num_clients: int) -> Seen:
+        """Nothing seen."""
+        rows = num_clients if self.apart else 1
+        return Seen(params, {name: jnp.zeros((ROUNDS, 2, rows, *shape)) for name, shape in SHAPES.items()})
+
+    def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
+        """Zeros."""
+        return ClientOutput(upload={name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+    def noted(self, server: Seen, cohort: Cohort, p: int) -> tuple[Seen, Info]:
+        """Write it down."""
+
+        def write(seen: jax.Array, mean: jax.Array, each: jax.Array | None) -> jax.Array:
+            if each is None:
+                return seen.at[cohort.round, p, 0].set(mean)
+            return seen.at[cohort.round, p, cohort.clients].set(each, mode="drop")
+
+        each = cohort.uploads if self.apart else dict.fromkeys(SHAPES)
+        return server._replace(seen={n: write(server.seen[n], cohort.mean[n], each[n]) for n in SHAPES}), {}
+
+
+def noise_of(wrap: Callable[[Algorithm], Wrapper], apart: bool, **options: Any) -> np.ndarray:
+    """The noise of two rounds: [draws, 1000], a row for each leaf of each phase of each round (and client)."""
+    result = run(wrap(Silent(apart)), rounds=ROUNDS, cohort_size=COHORT, **options)
+    rows = np.concatenate([np.asarray(result.server.seen[name]).reshape(-1, 1000) for name in SHAPES])
+    return rows[(rows != 0).any(1)]
+
+
+def assert_gaussian(rows: np.ndarray, deviation: float) -> None:
+    """Normal with that deviation, and no two rows related. Each check fails once in 10^5 seeds."""
+    count = rows.size
+    assert abs(rows.std() / deviation - 1) < 4.4 / np.sqrt(2 * count)
+    assert abs(rows.mean()) < 4.4 * deviation / np.sqrt(count)
+    assert stats.kstest(rows.ravel() / deviation, "norm").pvalue > 1e-5
+    pairs = list(combinations(rows, 2))
+    worst = max(abs(np.corrcoef(a, b)[0, 1]) for a, b in pairs)
+    assert worst < stats.norm.isf(0.5e-5 / len(pairs)) / np.sqrt(rows.shape[1]), "two draws are related"
+
+
+def sent_by(algorithm: Algorithm, x: Any, y: Any, round: int = 0) -> list[Tree]:
+    """All that the server sums or sees of a client that is alone in a round, phase by phase."""
+    params = TASK.init(jax.random.key(0))
+    server, state, key = algorithm.init(params, N), algorithm.init_client(params), jax.random.key(7)
+    sent = []
+    for p, phase in enumerate(algorithm.phases):
+        data = ClientData.alone(TASK, x, y, key, round=round, num_clients=N, cohort_size=1, phase=p)
+        output = phase.client(phase.broadcast(server), state, data)
+        received, state = phase.receive(output.upload), output.state
+        sent.append((received, output.each, output.total))
+        one = jnp.ones(())
+        who = (jnp.zeros(1, jnp.int32), jnp.ones(1), one, N, jnp.int32(round))
+        cohort = Cohort(received, (), output.total, *who, key, expected=one)
+        server, _ = phase.server(server, cohort)
+    return sent
+
+
+def length_of_what_is_sent(algorithm: Algorithm) -> Callable[[np.ndarray], float]:
+    """x [5, features] -> the length of everything that a client with these samples sends in a round."""
+    labels = jnp.arange(5) % CLASSES
+    length = jax.jit(lambda x: tree.norm(sent_by(algorithm, x, labels)))
+    return lambda x: float(length(jnp.asarray(x, jnp.float32).reshape(5, FEATURES)))
+
+
+def assert_bounded(length: Callable[[np.ndarray], float], x: np.ndarray, bound: float) -> None:
+    """But for rounding."""
+    assert length(x) <= bound * (1 + 1e-5)
+
+
+def wild_data() -> list[np.ndarray]:
+    """Samples that make the longest updates, or none that are numbers."""
+    rng = np.random.default_rng(0)
+    ordinary = rng.normal(size=(5, FEATURES))
+    single = np.where(np.arange(5 * FEATURES).reshape(5, -1) == 3, 1e30, 0.0)
+    return [
+        ordinary,
+        1e6 * ordinary,
+        single,
+        np.full((5, FEATURES), np.nan),
+        np.full((5, FEATURES), np.inf),
+        0 * single,
+    ]
+
+
+def zero_task(size: int) -> fedrax.Task:
+    """A loss that is zero whatever the parameters, of which there are ``size``."""
+    return fedrax.Task(
+        init=lambda key: {"w": jnp.zeros(size)}, loss=lambda params, batch, key: 0 * params["w"].sum() * batch.x[:, 0]
+    )

@@ -1,0 +1,306 @@
+"""Client-level privacy: how much a client adds, the noise on it, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import fedrax
+from fedrax import FedAvg, FedraxError, LocalSGD, Quantised, Robust, TopK, Wrapper, hyperparameters, upcycle
+from fedrax.privacy.mechanisms.client_level import ClientDP
+from fedrax.privacy.mechanisms.clipping import Adaptive, Flat, PerLeaf
+from fedrax.privacy.mechanisms.noise import with_noise
+from fedrax.privacy.releases import Release
+from fedrax.simulation import Poisson
+from fedrax.simulation.cohorts import Sampler
+from tests import reference
+from tests.algorithms.problems import make_problem
+from tests.privacy.observed import (
+    COHORT,
+    FEATURES,
+    ROUNDS,
+    Silent,
+    assert_bounded,
+    assert_gaussian,
+    length_of_what_is_sent,
+    noise_of,
+    wild_data,
+)
+from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, TASK, run
+
+C, Z = 0.8, 1.5
+BLOCKS = LocalSGD(lr=0.02, steps=3, blocks=3)
+BOUNDED = {
+    "fedavg": ClientDP(FedAvg(local=LOCAL), clip=Flat(C), noise=0.0),
+    "fedavg, per leaf": ClientDP(FedAvg(local=LOCAL), clip=PerLeaf(C), noise=0.0),
+    "scaffold": ClientDP(SCAFFOLD, clip=Flat(C), noise=0.0),
+    "losac, at clients": ClientDP(fedrax.LoSAC(local=BLOCKS), clip=Flat(C), noise=0.0, at="client"),
+    "episode": ClientDP(fedrax.Episode(local=LOCAL, gamma=0.1), clip=Flat(C), noise=0.0),
+    "mime, per leaf": ClientDP(fedrax.Mime(local=LOCAL), clip=PerLeaf(C), noise=0.0),
+    "mifa, each": ClientDP(fedrax.MIFA(local=LOCAL, memory="server"), clip=Flat(C), noise=0.0, at="client"),
+    "quantised": ClientDP(Quantised(FedAvg(local=LOCAL)), clip=Flat(C), noise=0.0),
+}
+LENGTHS = {name: length_of_what_is_sent(algorithm) for name, algorithm in BOUNDED.items()}
+
+
+@hyperparameters
+class LeafLeftOut(ClientDP):
+    """Broken: the control variates go up as they are."""
+
+    def around_client(self, client, message, state, own, data, last):
+        """As they are."""
+        exact = client(message, state, data)
+        output, own = super().around_client(client, message, state, own, data, last)
+        return output._replace(upload=output.upload._replace(control=exact.upload.control)), own
+
+
+@hyperparameters
+class SameKeyTwice(ClientDP):
+    """Broken: both phases of a round take the same noise."""
+
+    def around_client(self, client, message, state, own, data, last):
+        """One key for all phases of a client's round."""
+        output, own = super().around_client(client, message, state, own, data, last)
+        twice = with_noise(data.step_key(0), jax.tree.map(np.zeros_like, client(message, state, data).upload), Z * C)
+        return output._replace(upload=twice), own
+
+
+@hyperparameters
+class OneKeyForAll(ClientDP):
+    """Broken: all clients take the same noise."""
+
+    def around_client(self, client, message, state, own, data, last):
+        """A key that clients share."""
+        output, own = super().around_client(client, message, state, own, data, last)
+        zeros = jax.tree.map(np.zeros_like, client(message, state, data).upload)
+        return output._replace(upload=with_noise(data.shared_stream("noise"), zeros, Z * C)), own
+
+
+@hyperparameters
+class TooLittleNoise(ClientDP):
+    """Broken: off by the square root of two."""
+
+    def _in_phase(self, bound: Any) -> tuple[Any, Any]:
+        most, deviation = super()._in_phase(bound)
+        return most, deviation / 2**0.5
+
+
+# -- the bound -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_data_make_a_client_add_more_than_the_bound(name: str):
+    for x in wild_data():
+        assert_bounded(LENGTHS[name], x, C)
+    assert LENGTHS[name](1e3 * wild_data()[0]) > 0.3 * C  # and the bound is reached, or nearly
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(x=arrays(np.float32, (5, FEATURES), elements=st.floats(width=32)))
+def test_no_adversary_does(x: np.ndarray):
+    for name in ("scaffold", "episode"):
+        assert_bounded(LENGTHS[name], x, C)
+
+
+def test_a_leaf_left_out_is_caught():
+    length = length_of_what_is_sent(LeafLeftOut(SCAFFOLD, clip=Flat(C), noise=0.0))
+    with pytest.raises(AssertionError):
+        assert_bounded(length, 1e6 * wild_data()[0], C)
+
+
+@pytest.mark.parametrize("at", ["server", "client"])
+@pytest.mark.parametrize("inner", [FedAvg(local=LOCAL), SCAFFOLD], ids=["fedavg", "scaffold"])
+def test_without_noise_and_with_room_it_is_the_method_inside(inner: fedrax.Algorithm, at: Any):
+    wrapped, plain = run(ClientDP(inner, clip=Flat(1e6), noise=0.0, at=at), rounds=2), run(inner, rounds=2)
+    for a, b in zip(jax.tree.leaves(wrapped.server), jax.tree.leaves(plain.server), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- the noise -----------------------------------------------------------------------------------------------------
+
+
+def central(inner: fedrax.Algorithm) -> Wrapper:
+    """Noise at the server."""
+    return ClientDP(inner, clip=Flat(C), noise=Z)
+
+
+def local(inner: fedrax.Algorithm) -> Wrapper:
+    """Noise at the clients."""
+    return ClientDP(inner, clip=Flat(C), noise=Z, at="client")
+
+
+def test_noise_at_the_server_is_that_of_the_sum_and_independent():
+    rows = noise_of(central, apart=False)
+    assert len(rows) == ROUNDS * 2 * 2  # rounds, phases, leaves
+    assert_gaussian(rows, Z * C / COHORT)
+
+
+def test_noise_at_clients_is_each_ones_own_on_every_plan_and_number_of_devices():
+    rows = noise_of(local, apart=True)
+    assert len(rows) == ROUNDS * 2 * 2 * COHORT
+    assert_gaussian(rows, Z * C)
+    for options in ({"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+        np.testing.assert_array_equal(noise_of(local, apart=True, **options), rows)
+
+
+def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices():
+    rows = noise_of(central, apart=False)
+    for options in ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+        np.testing.assert_array_equal(noise_of(central, apart=False, **options), rows)
+    other = noise_of(central, apart=False, seed=1)
+    assert abs(np.corrcoef(other.ravel(), rows.ravel())[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("broken", [SameKeyTwice, OneKeyForAll, TooLittleNoise])
+def test_broken_noise_is_caught(broken: type[ClientDP]):
+    rows = noise_of(lambda inner: broken(inner, clip=Flat(C), noise=Z, at="client"), apart=True)
+    with pytest.raises(AssertionError):
+        assert_gaussian(rows, Z * C)
+
+
+def test_a_wrapper_outside_changes_the_stream_and_not_the_scale():
+    rows, other = noise_of(local, apart=True), noise_of(lambda inner: upcycle(local(inner)), apart=True)
+    assert abs(np.corrcoef(other.ravel(), rows.ravel())[0, 1]) < 0.05
+    assert_gaussian(other, Z * C)
+
+
+def test_a_grid_of_noise_and_bounds_is_one_program():
+    grid = [ClientDP(FedAvg(local=LOCAL), clip=Flat(c), noise=z) for c in (0.1, 1.0) for z in (0.0, 0.5)]
+    together = fedrax.sweep(grid, TASK, FEDERATION, rounds=2, cohort_size=3, mode="together")
+    assert "in one program" in together[0][0].plan
+    for algorithm, (result,) in zip(grid, together, strict=True):
+        alone = run(algorithm, rounds=2)
+        for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(alone.params), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+# -- against NumPy -------------------------------------------------------------------------------------------------
+
+STEPS = {"lr": 0.1, "steps": 3, "batch_size": 4}
+
+
+def updates(x: np.ndarray, cohort: Any) -> list[np.ndarray]:
+    """The clients' updates from x, by plain loops."""
+    clients = make_problem().clients(reference.Local(**STEPS))
+    return [clients[i].descend(x, reference.Part(i, 1.0, 0)).params - x for i in cohort]
+
+
+def simulated(algorithm: fedrax.Algorithm, **options: Any) -> tuple[np.ndarray, fedrax.Result]:
+    """The parameters after every round, float64."""
+    problem = make_problem()
+    result = fedrax.simulate(
+        algorithm, problem.task, problem.federation, params=problem.params, dtype="float64", trajectory=True, **options
+    )
+    return np.array([reference.join(problem.problem, params) for params in result.trajectory]), result
+
+
+def test_clipped_sums_over_the_expected_cohort_against_numpy():
+    inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
+    options: dict[str, Any] = {"rounds": 5, "cohort_size": 2, "participation": Poisson(), "seed": 3}
+    path, result = simulated(ClientDP(inner, clip=Flat(0.25), noise=0.0), **options)
+    problem = make_problem()
+    sampler = Sampler(fedrax.Settings(**options), problem.federation.sizes)
+    x, sizes = problem.x0, set()
+    for r, mine in enumerate(path):
+        cohort = sampler.cohort(r)
+        sizes.add(len(cohort))
+        deltas = updates(x, cohort)
+        x = x + sum((d * min(1, 0.25 / np.linalg.norm(d)) for d in deltas), np.zeros_like(x)) / 2
+        np.testing.assert_allclose(mine, x, atol=1e-6)
+    assert len(sizes) > 1
+    assert [event["clients"] for event in result.events] == [len(sampler.cohort(r)) for r in range(5)]
+
+
+def test_clipping_leaf_by_leaf_against_numpy():
+    inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
+    problem = make_problem()
+    path, _ = simulated(ClientDP(inner, clip=PerLeaf(0.3), noise=0.0), rounds=1, cohort_size=7)
+    total = np.zeros_like(problem.x0)
+    for delta in updates(problem.x0, range(7)):
+        leaves = reference.split(problem.problem, delta)
+        short = {n: a * min(1, 0.3 / np.sqrt(2) / np.linalg.norm(a)) for n, a in leaves.items()}
+        total += reference.join(problem.problem, short)
+    np.testing.assert_allclose(path[0], problem.x0 + total / 7, atol=1e-6)
+
+
+@pytest.mark.parametrize("at", ["server", "client"])
+def test_the_adaptive_bound_against_numpy(at: Any):
+    inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
+    clip = Adaptive(bound=0.05, quantile=0.7, lr=0.5, count_noise=1e-6)
+    path, result = simulated(ClientDP(inner, clip=clip, noise=0.0, at=at), rounds=4, cohort_size=7)
+    x, bound = make_problem().x0, 0.05
+    for mine, event in zip(path, result.events, strict=True):
+        deltas = updates(x, range(7))
+        lengths = [np.linalg.norm(d) for d in deltas]
+        x = x + sum(d * min(1, bound / n) for d, n in zip(deltas, lengths, strict=True)) / 7
+        np.testing.assert_allclose(mine, x, atol=1e-6)
+        np.testing.assert_allclose(event["clip_bound"], bound, rtol=1e-5)
+        within = np.mean([n <= bound for n in lengths])
+        np.testing.assert_allclose(event["within_bound"], within, atol=1e-5)
+        bound *= np.exp(-0.5 * (within - 0.7))
+
+
+def test_the_count_of_an_adaptive_bound_is_paid_for():
+    """1 / z^2 is what the noise on the updates, relative to C, and that on b - 1/2, relative to 1/2, give away."""
+    clip, noise = Adaptive(count_noise=1.3), 2.0
+    spent = float(clip.multiplier(noise)) ** -2 + (1.3 / 0.5) ** -2
+    np.testing.assert_allclose(spent, noise**-2, rtol=1e-6)
+
+
+# -- what is released and refused ----------------------------------------------------------------------------------
+
+
+def test_what_is_released():
+    inner = FedAvg(local=LOCAL)
+    assert ClientDP(inner, noise=1.2).releases() == (Release(noise=1.2, seen="public"),)
+    assert upcycle(ClientDP(inner, noise=1.2)).releases() == (Release(noise=1.2, seen="public"),)
+    assert ClientDP(inner, noise=1.2, at="client").releases() == (Release(noise=0.6, neighbours="replacement"),)
+    assert inner.releases() == upcycle(inner).releases() == (Release(noise=0.0),)
+
+
+def test_nothing_measured_on_clients_leaves_beside_the_upload():
+    events = run(ClientDP(fedrax.Episode(local=LOCAL, gamma=0.1)), rounds=1).events
+    assert not {"train_loss", "clipped"} & set(events[0])
+    assert events[0]["gradients"] > 0
+
+
+def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
+    """It must."""
+    with pytest.raises(FedraxError, match=match):
+        run(algorithm, rounds=1, **options)
+
+
+def test_what_no_noise_covers_is_refused():
+    inner = FedAvg(local=LOCAL)
+    refuse(ClientDP(fedrax.MIFA(local=LOCAL, memory="server")), "cannot hide each/output/bias")
+    refuse(ClientDP(inner), "uniform aggregation weights", weights="samples")
+    refuse(ClientDP(Robust(inner)), "one by one")
+    for outside in (Quantised, TopK, Robust):
+        refuse(outside(ClientDP(inner)), "changes: put it inside")
+    assert run(Quantised(ClientDP(inner, at="client")), rounds=1).events
+    refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "several: clip flat")
+    refuse(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")
+    refuse(ClientDP(inner, noise=-1.0), "ClientDP.noise must be at least 0")
+
+
+def test_whole_numbers_that_are_summed_are_refused():
+    @hyperparameters
+    class Counts(FedAvg):
+        """Also tells how many samples there are."""
+
+        def client(self, message, state, data):
+            """With the count."""
+            return super().client(message, state, data)._replace(total={"samples": data.size})
+
+    refuse(ClientDP(Counts(local=LOCAL)), "cannot hide total/samples of what clients of Counts send: .* int32")
+
+
+def test_a_silent_method_is_what_it_says():
+    assert not np.any(noise_of(lambda inner: ClientDP(inner, noise=0.0), apart=False))
+    assert isinstance(Silent(), fedrax.Algorithm)

@@ -1,0 +1,183 @@
+"""Sample-level privacy: DP-SGD in the local steps, its batches and its noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import fedrax
+from fedrax import FedAvg, FedraxError, LocalSGD, hyperparameters, tree
+from fedrax.privacy.mechanisms.noise import with_noise
+from fedrax.privacy.mechanisms.sample_level import SampleDP
+from fedrax.privacy.releases import Release
+from tests import reference
+from tests.algorithms.problems import make_problem
+from tests.privacy.observed import assert_gaussian, sent_by, wild_data, zero_task
+from tests.simulation.problems import CLASSES, FEATURES, LOCAL, run
+
+C, Z, B, LR = 0.8, 1.5, 4, 0.5
+WIDE = zero_task(1000)
+NUMBERED = fedrax.Task(
+    init=lambda key: {"w": jnp.zeros(40)},
+    loss=lambda params, batch, key: (params["w"] * (batch.x == jnp.arange(40.0))).sum(-1),
+)
+"""The gradient of sample j is the j-th unit vector."""
+
+
+def federation(sizes: tuple[int, ...]) -> fedrax.Federation:
+    """Samples that are their own number on their client."""
+    x = np.concatenate([np.arange(n) for n in sizes]).astype(np.float32)[:, None]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return fedrax.Federation.from_arrays(x, np.zeros(len(x), np.float32), offsets=offsets, shuffle=False)
+
+
+def moves(algorithm: fedrax.Algorithm, task: fedrax.Task, sizes: tuple[int, ...], **options: Any) -> np.ndarray:
+    """By how much each round of one client moves the parameters: [rounds, d]."""
+    path = run(algorithm, federation(sizes), task=task, cohort_size=1, trajectory=True, **options).trajectory
+    return np.diff([np.asarray(params["w"]) for params in path], axis=0, prepend=0.0)
+
+
+def private(steps: int = 1, **fields: Any) -> SampleDP:
+    """DP-SGD of a few steps."""
+    return SampleDP(FedAvg(local=LocalSGD(lr=LR, steps=steps, batch_size=B)), **{"clip": C, "noise": Z, **fields})
+
+
+@hyperparameters
+class OneKeyForAllSteps(SampleDP):
+    """Broken: every step takes the same noise."""
+
+    def _rule(self, data, batch_size, take, used):
+        exact = SampleDP(self.inner, self.clip, 0.0, microbatch=self.microbatch)._rule(data, batch_size, take, used)
+
+        def rule(losses, params, batch, weights, key):
+            loss, gradient = exact(losses, params, batch, weights, key)
+            return loss, with_noise(data.stream("noise"), gradient, self.noise * self.clip)
+
+        return rule
+
+
+@pytest.mark.parametrize("rate", [None, 0.3])
+def test_noise_of_every_step_is_independent(rate: float | None):
+    noise = moves(private(steps=4, rate=rate), WIDE, (5, 7, 6), rounds=4)
+    assert_gaussian(noise, LR * Z * C * 2 / B)  # four steps: twice the deviation of one
+
+
+def test_one_key_for_all_steps_is_caught():
+    noise = moves(OneKeyForAllSteps(private(steps=4).inner, C, Z), WIDE, (5, 7, 6), rounds=4)
+    with pytest.raises(AssertionError):
+        assert_gaussian(noise, LR * Z * C * 2 / B)
+
+
+@pytest.mark.parametrize("rate", [None, 0.4])
+def test_plans_and_devices_agree(rate: float | None):
+    algorithm = private(steps=2, rate=rate, microbatch=3)
+    base = run(algorithm, rounds=2)
+    for options in ({"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+        other = run(algorithm, rounds=2, **options)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), other.params, base.params)
+
+
+def test_poisson_batches_take_each_sample_by_its_own_coin():
+    rate, sizes, rounds = 0.3, (40, 25), 300
+    path = moves(private(noise=0.0, rate=rate, clip=1.0), NUMBERED, sizes, rounds=rounds)
+    drawn = np.round(path * -B / LR)
+    np.testing.assert_allclose(path, drawn * -LR / B, atol=1e-5)
+    assert set(np.unique(drawn)) == {0.0, 1.0}
+    clients = np.where(drawn[:, 25:].any(1), 40, 0)
+    both = drawn[:, :25]  # samples that either client has
+    assert abs(both.mean() - rate) < 4.5 * np.sqrt(rate * (1 - rate) / both.size)
+    counts = both.sum(1)  # binomial, as of independent coins
+    assert abs(counts.var() / (25 * rate * (1 - rate)) - 1) < 4.5 * np.sqrt(2 / rounds)
+    worst = np.abs(np.corrcoef(both.T) - np.eye(25)).max()
+    assert worst < 5.5 / np.sqrt(rounds)
+    assert (clients == 40).any() and (clients == 0).any()
+
+
+def test_a_batch_without_samples_is_noise_alone():
+    path = moves(private(noise=0.0, rate=0.02), NUMBERED, (3, 4), rounds=6)
+    assert np.isfinite(path).all() and (path == 0).all(1).any()
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 100])
+def test_clipped_gradients_against_numpy(microbatch: int):
+    problem, local = make_problem(), {"lr": 0.3, "steps": 4, "batch_size": B}
+    algorithm = SampleDP(FedAvg(local=LocalSGD(order="stored", **local)), clip=0.4, noise=0.0, microbatch=microbatch)
+    result = fedrax.simulate(
+        algorithm, problem.task, problem.federation, params=problem.params, dtype="float64", rounds=1, cohort_size=7
+    )
+    total = np.zeros_like(problem.x0)
+    for client in problem.clients(reference.Local(**local)):
+        x = problem.x0
+        for t in range(4):
+            rows = client.batches()[t % len(client.batches())]
+            gradients = problem.problem.gradients(x, client.a[rows], client.b[rows])
+            shortened = [g * min(1, 0.4 / np.linalg.norm(g)) for g in gradients]
+            x = x - 0.3 * np.sum(shortened, axis=0) / B
+        total += x - problem.x0
+    np.testing.assert_allclose(reference.join(problem.problem, result.params), problem.x0 + total / 7, atol=1e-6)
+
+
+def test_without_noise_and_with_room_it_is_the_method_inside():
+    """But for the last batch of an epoch: its sum is divided by B, however short it is."""
+    local = LocalSGD(lr=0.05, steps=3, batch_size=1)
+    for inner in (FedAvg(local=local), fedrax.Scaffold(local=local)):
+        plain, wrapped = run(inner, rounds=2), run(SampleDP(inner, clip=1e6, noise=0.0), rounds=2)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), wrapped.params, plain.params)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(row=arrays(np.float32, FEATURES, elements=st.floats(width=32)), place=st.integers(0, 4))
+def test_no_sample_moves_a_step_further_than_its_bound(row: np.ndarray, place: int):
+    ordinary = wild_data()[0].astype(np.float32)
+    without, other = MOVED(ordinary), ordinary.copy()
+    other[place] = row
+    assert tree.norm(tree.sub(MOVED(other), without)) <= 2 * C * LR / B * (1 + 1e-4)
+
+
+MOVED = jax.jit(lambda x: sent_by(private(noise=0.0, rate=1.0), x, jnp.arange(5) % CLASSES)[0][0])
+"""One step on all of five samples."""
+
+
+def test_what_is_released():
+    assert private(steps=4).releases() == (Release(noise=Z, times=4, unit="sample", batches="shuffled"),)
+    assert private(rate=0.25).releases() == (Release(noise=Z, unit="sample", batches="poisson", rate=0.25),)
+
+
+def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
+    """It must."""
+    with pytest.raises(FedraxError, match=match):
+        run(algorithm, rounds=1, **options)
+
+
+def test_gradients_that_nobody_counts_are_refused():
+    asks = {
+        "all of a client's data": (fedrax.Scaffold(local=LOCAL, option="I"), fedrax.Mime(local=LOCAL)),
+        "besides those of its local steps": (fedrax.Episode(local=LOCAL), fedrax.NaiveParallelClip()),
+        "a second gradient in a step": (fedrax.PFedMe(local=LocalSGD(lr=0.005, steps=2)),),
+    }
+    for words, methods in asks.items():
+        for method in methods:
+            refuse(SampleDP(method), f"one gradient in each local step, and this one also asks for .*{words}")
+
+
+def test_local_work_that_cannot_be_counted_is_refused():
+    refuse(SampleDP(FedAvg()), "local.steps given")
+    refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, batch_size="full"))), "set local.batch_size to a number")
+    refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, reduction="sum"))), "local.reduction to 'mean'")
+    refuse(SampleDP(FedAvg(local=LOCAL), rate=0.0), "rate must be greater than 0")
+    refuse(SampleDP(FedAvg(local=LOCAL)), "uniform aggregation weights", weights="samples")
+
+
+def test_a_loss_of_a_whole_batch_is_refused():
+    whole = fedrax.Task(
+        init=lambda key: {"w": jnp.zeros(3)}, loss=lambda params, batch, key: (params["w"] ** 2).sum() + batch.x.mean()
+    )
+    with pytest.raises(FedraxError, match="one number a sample"):
+        moves(private(), whole, (4, 4), rounds=1)
