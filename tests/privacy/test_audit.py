@@ -10,9 +10,12 @@ import pytest
 import fedrax
 from fedrax import FedraxError, hyperparameters
 from fedrax.contract.task import Batch
-from fedrax.models import Model
+from fedrax.experiments.audit import Unit, guess_canaries, watch_a_client
+from fedrax.models import Logistic, Model
 from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.guessing import epsilon_of_mu, guess, one_run_epsilon, one_run_p_value, tell_apart
+from fedrax.privacy.mechanisms.client_level import ClientDP
+from fedrax.privacy.mechanisms.perturbation import OutputPerturbation
 from fedrax.privacy.releases import Release
 from fedrax.privacy.watching import watch
 from tests.privacy.methods import Noisy
@@ -131,3 +134,49 @@ def test_guesses_name_the_highest_and_the_lowest():
 def test_few_runs_prove_nothing():
     with pytest.raises(FedraxError, match="takes 40 runs of each, not 12"):
         tell_apart(np.zeros((12, 1)), np.ones((50, 1)), DELTA)
+
+
+def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
+    """Of 20 samples one turns the model of 60 local steps around: it moves by 2 tau, not by tau / 20."""
+    local = fedrax.LocalSGD(lr=5.0, steps=60, batch_size="full")
+    method = OutputPerturbation(inner=fedrax.FedAvg(local=local), tau=1.0, sigma=0.8)
+    x = np.zeros((20, 2), np.float32)
+    x[0] = X[0]
+    worlds = [Batch(x, np.array([label] + [0] * 19)) for label in (0, 1)]
+    seen = [watch(method, TASK, PARAMS, world, RUNS, seed=seed) for seed, world in enumerate(worlds)]
+    proven = epsilon_of_mu(tell_apart(*seen, DELTA).mu, DELTA)
+    accountant = Accountant(method.releases(), DELTA)
+    paper = accountant.epsilon_paper(1, samples=20)
+    assert paper is not None and 5 * paper < proven < 1.02 * accountant.epsilon(1)
+
+
+@pytest.mark.parametrize("unit", ["client", "sample"])
+def test_canaries_of_one_run(unit: Unit):
+    """A claim of a quiet method is refuted by nobody; without noise to speak of most canaries are found."""
+    rng = np.random.default_rng(1)
+    x = np.eye(40, dtype=np.float32).repeat(2, axis=0)
+    federation = fedrax.Federation.from_arrays(x, rng.integers(0, 2, 80), np.arange(40).repeat(2), num_classes=2)
+    task = fedrax.classification(Logistic().build((40,), 2))
+    settings = fedrax.Settings(rounds=2, cohort_size=40)
+    quiet, loud = (ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=noise, at="client") for noise in (1e-3, 50.0))
+    found = guess_canaries(quiet, task, federation, settings, unit=unit, canaries=40)
+    assert found.trials == 14 and found.proven > 1 and not found.refuted
+    assert guess_canaries(loud, task, federation, settings, unit=unit, canaries=40).proven < found.proven
+
+
+@pytest.mark.parametrize(("at", "unit"), [("server", "client"), ("client", "sample")])
+def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
+    """Sound mechanisms in both places; a smaller noise than they claim is refuted."""
+    x = np.tile(X, (6, 1))
+    federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 0, 0, 1, 1, 1], num_classes=2)
+    method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0, at=at)
+    settings = fedrax.Settings(rounds=2, cohort_size=2)
+    audit = watch_a_client(method, TASK, federation, settings, unit=unit, runs=1000)
+    assert audit.claimed == pytest.approx(Accountant([Release(1.0, neighbours="replacement")], DELTA).epsilon(1))
+    assert 0 < audit.proven < audit.claimed and not audit.refuted
+    if unit == "client":
+        assert audit.proven > 0.7 * audit.claimed  # all labels exchanged: the two worlds are as far apart as can be
+    with pytest.raises(FedraxError, match="there is no client 2: there are 2"):
+        watch_a_client(method, TASK, federation, settings, client=2)
+    with pytest.raises(FedraxError, match="FedAvg adds no noise: there is no claim to audit"):
+        watch_a_client(fedrax.FedAvg(), TASK, federation, settings)

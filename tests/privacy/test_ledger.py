@@ -11,8 +11,11 @@ import pytest
 import fedrax
 from fedrax import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.ledger import Ledger
+from fedrax.privacy.mechanisms.client_level import ClientDP
+from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
 from fedrax.privacy.releases import Release
-from fedrax.simulation import FixedList, WeightedBySamples, checkpoint
+from fedrax.simulation import FixedList, Poisson, WeightedBySamples, checkpoint
 from tests.privacy.methods import Noisy
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_identical, run, without_times
 
@@ -86,6 +89,31 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Pat
     assert len(run(LOUD, script=SCRIPT, epsilon_budget=None, directory=directory, resume=True).events) == 4
 
 
+def test_a_round_that_touches_no_data_costs_nothing():
+    """Upcycled-FL's second move: as many releases as without it."""
+    upcycled = run(fedrax.upcycle(LOUD), script=SCRIPT)
+    assert [event["epsilon"] for event in upcycled.events] == [
+        event["epsilon"] for event in run(LOUD, script=SCRIPT).events
+    ]
+
+
+def test_poisson_cohorts_and_the_mechanisms_themselves():
+    """A round without clients counts as one that might have had some."""
+    method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0)
+    result = run(method, participation=Poisson(), cohort_size=1, rounds=5)
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("poisson", 1 / 8))
+    assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in range(1, 6)]
+    assert any(event["clients"] == 0 for event in result.events)
+
+
+def test_objective_perturbation_has_its_papers_number_alone():
+    method = ObjectivePerturbation(inner=fedrax.FedProx(mu=1.0, local=LOCAL), alpha=5.0)
+    (release,) = method.releases()
+    ledger = Ledger(Accountant([release], 1e-5), np.array([4, 9]))
+    event = ledger.spend(np.array([1])) and ledger.spend(np.array([0, 1]))
+    assert event["epsilon"] is None and event["epsilon_paper"] == pytest.approx(release.paper_epsilon / 4)
+
+
 def test_an_amplified_budget_counts_rounds():
     expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("fixed", 1 / 8))
     budget = (expected.epsilon(3) + expected.epsilon(4)) / 2
@@ -94,9 +122,10 @@ def test_an_amplified_budget_counts_rounds():
 
 def test_resumed_runs_have_the_ledger_of_those_that_went_on(tmp_path: Path):
     """Bit for bit, in events, result and checkpoint."""
-    whole = run(LOUD, rounds=6, directory=tmp_path / "whole")
-    run(LOUD, rounds=3, directory=tmp_path / "parts")
-    parts = run(LOUD, rounds=6, directory=tmp_path / "parts", resume=True)
+    options: dict[str, Any] = {"eval_every": 3}
+    whole = run(LOUD, rounds=6, directory=tmp_path / "whole", **options)
+    run(LOUD, rounds=3, directory=tmp_path / "parts", **options)
+    parts = run(LOUD, rounds=6, directory=tmp_path / "parts", resume=True, **options)
     assert_identical(whole, parts)
     assert whole.spent == parts.spent
     kept = [np.load(tmp_path / name / "checkpoint" / "state.npz") for name in ("whole", "parts")]

@@ -253,7 +253,7 @@ def about_replacement(releases: Sequence[Release]) -> tuple[Release, ...]:
     """The same releases in words of other data: to replace something is to take it away and to add something."""
     share = {"presence": 0.5, "replacement": 1.0}
     return tuple(
-        dataclasses.replace(r, noise=r.noise * halves[r.neighbours], neighbours="replacement") for r in releases
+        dataclasses.replace(r, noise=r.noise * share[r.neighbours], neighbours="replacement") for r in releases
     )
 
 

@@ -74,5 +74,5 @@ def _cohort(received: Tree, output: ClientOutput, round: int, key: Array) -> Coh
         num_clients=1,
         round=jnp.int32(round),
         key=key,
-        **({"expected": one} if "expected" in Cohort._fields else {}),
+        expected=one,
     )

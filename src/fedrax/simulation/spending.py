@@ -17,7 +17,7 @@ from fedrax.simulation.settings import FixedList, Settings, Uniform
 
 def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
     """What a round of a private method releases; nothing where no release of the method is protected."""
-    releases = getattr(algorithm, "releases", tuple)()
+    releases = algorithm.releases()
     protected = any(r.noise > 0 or r.paper_noise is not None or r.paper_epsilon is not None for r in releases)
     return releases if protected else ()
 
@@ -27,7 +27,7 @@ def cohorts_of(sampler: Sampler) -> Cohorts:
     participation, size = sampler.settings.participation, sampler.settings.cohort_size
     if sampler.given is not None:
         return Cohorts()
-    if getattr(sampler, "by_chance", False):
+    if sampler.by_chance:
         return Cohorts("poisson", size / sampler.num_clients)
     if isinstance(participation, Uniform):
         return Cohorts("fixed", size / sampler.num_clients)
