@@ -41,10 +41,12 @@ def test_privacy_says_what_the_run_will_spend(fedrax: Any, private: Path, tmp_pa
         assert foretold.items() <= event.items()
     assert [Path(path).suffix for path in said["pictures"]] == [".png", ".svg"] and (tmp_path / "privacy.svg").exists()
     assert said["noise_fields"] == {"sigma": 0.5}
-    (first, second) = said["answers"]
+    first = said["answers"][0]
     louder = [f"--algorithm.sigma={0.5 * first['factor']}", "--picture", "None", "--json"]
     assert json.loads(fedrax("privacy", private, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=2e-3)
-    assert second["rounds"] == 6 and not second["more"] or second["rounds"] > first["rounds"]
+    for answer in said["answers"]:
+        for event in said["events"]:
+            assert (event["epsilon"] <= answer["epsilon"]) == (event["round"] <= answer["rounds"])
 
 
 def test_privacy_prints_releases_answers_and_the_flag_for_them(fedrax: Any, private: Path):
@@ -52,19 +54,15 @@ def test_privacy_prints_releases_answers_and_the_flag_for_them(fedrax: Any, priv
     assert shown.status == 0
     for text in ("replacement of a client", "together", "epsilon by the paper", "--algorithm.sigma for epsilon 0.5: "):
         assert text in shown.out
-    amplified = fedrax(
-        "privacy", private, "--algorithm", "clientdp", "--algorithm.inner", "fedavg", "--picture", "None"
-    )
+    amplified = fedrax("privacy", private, "--algorithm", "clientdp", "--picture", "None")
     assert "amplified by the draw of cohorts" in amplified.out and "picture" not in amplified.out
 
 
 def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp_path: Path):
     budget = json.loads(fedrax("privacy", private, "--json").out)["events"][1]["epsilon"]
-    options = ["--run.epsilon-budget", f"{budget + 1e-6}"]
+    options = ["--run.epsilon-budget", budget + 1e-6, "--run.rounds", 12]
     stopped = fedrax("run", private, "--out", "kept", *options)
-    assert (
-        stopped.status == 0 and "stopped: round " in stopped.out and "would exceed the budget of epsilon" in stopped.out
-    )
+    assert stopped.status == 0 and "stopped: round " in stopped.out and "would exceed the budget of" in stopped.out
     run = read_run(tmp_path / "kept")
     assert run.finished and run.state.startswith("budget spent in round ")
     shown = fedrax("show", "kept").out
