@@ -198,7 +198,7 @@ class Accountant:
         precision = sum(times / noise**2 for noise, times in answers)
         plain = math.inf if precision == 0 else precision**-0.5
         if self.by_rounds:
-            # Of fixed size, another client's place is taken: Zhu, Dong and Wang (2022), Theorem 11, gives the bound of
+            # Of fixed size, another client's place is taken: Zhu, Dong and Wang (2022) give the bound of
             # Poisson sampling for an answer as sensitive to a replacement, at most twice the presence.
             halved = self.cohorts.drawn == "fixed" and self.neighbours == "presence"
             return plain, [_Sampled(self.cohorts.rate, plain / (2 if halved else 1))]

@@ -8,14 +8,12 @@ data costs nothing.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fedrax.errors import FedraxError
 from fedrax.privacy.accounting import Accountant
 
 
@@ -48,29 +46,15 @@ class Spent:
 
 
 class Ledger:
-    """The account of a run whose clients have ``sizes`` samples, maybe with a ``budget``, an epsilon.
+    """The account of a run whose clients have ``sizes`` samples."""
 
-    Raises FedraxError for a budget that no noise holds; warns of a delta with which one unit may be laid open.
-    """
-
-    def __init__(self, accountant: Accountant, sizes: np.ndarray, budget: float | None = None):
-        self.accountant, self.sizes, self.budget = accountant, sizes, budget
+    def __init__(self, accountant: Accountant, sizes: np.ndarray):
+        self.accountant, self.sizes = accountant, sizes
         self.counts = np.zeros(len(sizes), np.int32)
+        """Rounds that each client took part in."""
         self.rounds = 0
         self.epsilon_paper: float | None = 0.0 if accountant.has_paper else None
         """What the method's paper claims, for the client that it claims the most of; None where it claims nothing."""
-        units = len(sizes) if accountant.unit == "client" else int(sizes.sum())
-        if budget is not None and not accountant.protects:
-            raise FedraxError(
-                f"a release without noise has no finite epsilon: no budget of {budget:g} holds;"
-                " give the method a noise above 0, or leave epsilon_budget out"
-            )
-        if accountant.delta >= 1 / units:
-            warnings.warn(
-                f"delta = {accountant.delta:g} is not below 1/{units}: a method may publish the data of one"
-                f" {accountant.unit} of {units} and keep this promise; take a smaller delta",
-                stacklevel=2,
-            )
 
     @property
     def count(self) -> int:
@@ -100,11 +84,14 @@ class Ledger:
             claims = [self.accountant.epsilon_paper(count, size) or 0.0 for count, size in pairs]
             self.epsilon_paper = max(self.epsilon_paper, *claims)
 
-    def last_round(self, rounds: int, cohort: Callable[[int], np.ndarray]) -> int:
-        """The last of ``rounds`` rounds, ``cohort(r)`` the clients of each from 0, that the budget allows."""
-        if self.budget is None:
+    def last_round(self, budget: float | None, rounds: int, cohort: Callable[[int], np.ndarray]) -> int:
+        """The last of ``rounds`` rounds that an epsilon of ``budget`` allows; ``cohort(r)``: the clients of round r.
+
+        Rounds count from 0. Of a run from its beginning, whatever the ledger holds; all where there is no budget.
+        """
+        if budget is None:
             return rounds
-        most = self.accountant.counts_within(self.budget, max(rounds, 1))
+        most = self.accountant.counts_within(budget, max(rounds, 1))
         if self.accountant.by_rounds or most >= rounds:
             return min(most, rounds)
         counts = np.zeros_like(self.counts)

@@ -22,7 +22,7 @@ from fedrax.report.runs import finite
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.events import Event
 from fedrax.simulation.settings import Settings
-from fedrax.simulation.spending import accountant_of, private_releases
+from fedrax.simulation.spending import ledger_of, private_releases
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def forecast(
     Raises FedraxError for a method that is not private.
     """
     sampler = Sampler(settings, sizes)
-    accountant = accountant_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
-    if accountant is None:
+    ledger = ledger_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
+    if ledger is None:
         raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no epsilon to compute")
-    ledger = Ledger(accountant, sizes)
+    accountant = ledger.accountant
     events = [{"round": r + 1} | ledger.spend(sampler.cohort(r)) for r in range(settings.rounds)]
     most = most or max(10 * settings.rounds, 1000)
     return Forecast(
@@ -88,7 +88,7 @@ def forecast(
         spent=ledger.spent,
         by_rounds=accountant.by_rounds,
         parts=tuple(_part(release, accountant, ledger) for release in accountant.releases),
-        answers=tuple(_answer(epsilon, accountant, ledger, sampler, most) for epsilon in epsilons),
+        answers=tuple(_answer(epsilon, ledger, sampler, most) for epsilon in epsilons),
         noise_fields=noise_fields(algorithm),
     )
 
@@ -100,14 +100,13 @@ def _part(release: Release, whole: Accountant, ledger: Ledger) -> Part:
     return Part(release, epsilon, by, alone.epsilon_paper)
 
 
-def _answer(epsilon: float, accountant: Accountant, ledger: Ledger, sampler: Sampler, most: int) -> Answer:
+def _answer(epsilon: float, ledger: Ledger, sampler: Sampler, most: int) -> Answer:
+    accountant = ledger.accountant
     try:
         factor = accountant.factor_for(epsilon, ledger.count) if accountant.protects else None
     except FedraxError:  # that no noise is enough
         factor = None
-    budget = Ledger(accountant, ledger.sizes)
-    budget.budget = epsilon
-    rounds = budget.last_round(most, sampler.cohort)
+    rounds = ledger.last_round(epsilon, most, sampler.cohort)
     return Answer(epsilon, factor, rounds, more=rounds == most)
 
 

@@ -142,7 +142,7 @@ class Run:
             carry, self.events = fresh(setup, self.storage), []
         self.last = last_round(self.ledger, setup.settings, setup.planner.sampler)
         if self.ledger is not None and not self._reached(self.events):
-            check_not_spent(self.ledger, len(self.events), self.last, setup.settings.rounds)
+            check_not_spent(self.ledger, setup.settings, len(self.events), self.last)
         for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
             sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
         try:

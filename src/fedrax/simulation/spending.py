@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
@@ -53,23 +55,42 @@ def ledger_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Led
     """The empty ledger of a private run; None for a method that is not private.
 
     Raises FedraxError for an amplification that the cohorts do not have, and for a budget that no round fits into.
+    Warns of a delta at which the data of one client, or of one sample, may be published.
     """
     accountant = accountant_of(algorithm, settings, sampler)
     if accountant is None:
         return None
-    ledger = Ledger(accountant, sampler.sizes, settings.epsilon_budget)
-    budget, one = settings.epsilon_budget, accountant.epsilon(1)
-    if budget is not None and one > budget:
+    _check_room(accountant, settings.epsilon_budget)
+    units = sampler.num_clients if accountant.unit == "client" else int(sampler.sizes.sum())
+    if settings.delta >= 1 / units:
+        warnings.warn(
+            f"delta = {settings.delta:g} is not below 1/{units}: a method may publish the data of one"
+            f" {accountant.unit} of {units} and keep this promise; take a smaller delta",
+            stacklevel=2,
+        )
+    return Ledger(accountant, sampler.sizes)
+
+
+def _check_room(accountant: Accountant, budget: float | None) -> None:
+    """FedraxError where not even one round fits into the budget."""
+    if budget is None:
+        return
+    if not accountant.protects:
         raise FedraxError(
-            f"the budget of epsilon = {budget:g} at delta = {settings.delta:g} has no room for a round: one costs"
+            f"a release without noise has no finite epsilon: no budget of {budget:g} holds;"
+            " give the method a noise above 0, or leave epsilon_budget out"
+        )
+    if (one := accountant.epsilon(1)) > budget:
+        raise FedraxError(
+            f"the budget of epsilon = {budget:g} at delta = {accountant.delta:g} has no room for a round: one costs"
             f" epsilon = {one:.4g}"
         )
-    return ledger
 
 
 def last_round(ledger: Ledger | None, settings: Settings, sampler: Sampler) -> int:
     """The last round of the run that the budget allows."""
-    return settings.rounds if ledger is None else ledger.last_round(settings.rounds, sampler.cohort)
+    rounds = settings.rounds
+    return rounds if ledger is None else ledger.last_round(settings.epsilon_budget, rounds, sampler.cohort)
 
 
 def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) -> None:
@@ -80,11 +101,10 @@ def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) 
             event |= ledger.spend(here[here < clients])
 
 
-def check_not_spent(ledger: Ledger, done: int, last: int, rounds: int) -> None:
+def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
     """FedraxError where a run is asked to go on although its budget ends with the rounds that it has."""
-    if done < rounds and done >= last:
-        spent, budget = ledger.spent, ledger.budget
+    if last <= done < settings.rounds:
         raise FedraxError(
-            f"the budget of epsilon = {budget:g} at delta = {spent.delta:g} is spent: {done} rounds have cost"
-            f" {spent.epsilon:.4g}, and one more would exceed it"
+            f"the budget of epsilon = {settings.epsilon_budget:g} at delta = {settings.delta:g} is spent: {done} rounds"
+            f" have cost {ledger.spent.epsilon:.4g}, and one more would exceed it"
         )
