@@ -40,6 +40,8 @@ def example(name: str, kind: type[Algorithm]) -> Algorithm:
     blocks = LocalSGD(lr=0.01, steps=STEPS, blocks=BLOCKS)
     if name in ("losac", "fedsaga"):
         return kind(local=blocks)  # type: ignore[call-arg]
+    if name == "objectiveperturbation":
+        return kind(inner=FedAvg(local=batches), guarantee="none")  # type: ignore[call-arg]
     if issubclass(kind, Wrapper):  # around FedAvg with the common local work
         return kind(inner=FedAvg(local=batches))
     if name == "fedsgd":

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
+    from fedrax.privacy.mechanisms.client_level import ClientDP
+    from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation, OutputPerturbation
+    from fedrax.privacy.mechanisms.sample_level import SampleDP
     from fedrax.simulation import Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.attacked import Attacked
@@ -89,6 +92,9 @@ _HOMES = {
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
+    "fedrax.privacy.mechanisms.client_level": "ClientDP",
+    "fedrax.privacy.mechanisms.perturbation": "ObjectivePerturbation OutputPerturbation",
+    "fedrax.privacy.mechanisms.sample_level": "SampleDP",
     "fedrax.simulation": "Result Script Settings Sink join_processes simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.attacked": "Attacked",
@@ -114,6 +120,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "FedExP", "QFedAvg", "Scaffnew", "SignSGD",
     "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
+    "ClientDP", "ObjectivePerturbation", "OutputPerturbation", "SampleDP",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip

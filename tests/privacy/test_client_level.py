@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from tests.algorithms.problems import make_problem
 from tests.privacy.observed import (
     COHORT,
     FEATURES,
+    OTHER_PLANS,
     ROUNDS,
     Silent,
     assert_bounded,
@@ -67,7 +69,7 @@ class SameKeyTwice(ClientDP):
     def around_client(self, client, message, state, own, data, last):
         """One key for all phases of a client's round."""
         output, own = super().around_client(client, message, state, own, data, last)
-        twice = with_noise(data.step_key(0), jax.tree.map(np.zeros_like, client(message, state, data).upload), Z * C)
+        twice = with_noise(data.step_key(0), jax.tree.map(jnp.zeros_like, client(message, state, data).upload), Z * C)
         return output._replace(upload=twice), own
 
 
@@ -78,7 +80,7 @@ class OneKeyForAll(ClientDP):
     def around_client(self, client, message, state, own, data, last):
         """A key that clients share."""
         output, own = super().around_client(client, message, state, own, data, last)
-        zeros = jax.tree.map(np.zeros_like, client(message, state, data).upload)
+        zeros = jax.tree.map(jnp.zeros_like, client(message, state, data).upload)
         return output._replace(upload=with_noise(data.shared_stream("noise"), zeros, Z * C)), own
 
 
@@ -135,6 +137,11 @@ def local(inner: fedrax.Algorithm) -> Wrapper:
     return ClientDP(inner, clip=Flat(C), noise=Z, at="client")
 
 
+def assert_same_noise(rows: np.ndarray, others: np.ndarray) -> None:
+    """But for the last digit: programs differ in how they round the normal distribution's function."""
+    np.testing.assert_allclose(rows, others, rtol=1e-6, atol=1e-6)
+
+
 def test_noise_at_the_server_is_that_of_the_sum_and_independent():
     rows = noise_of(central, apart=False)
     assert len(rows) == ROUNDS * 2 * 2  # rounds, phases, leaves
@@ -145,14 +152,14 @@ def test_noise_at_clients_is_each_ones_own_on_every_plan_and_number_of_devices()
     rows = noise_of(local, apart=True)
     assert len(rows) == ROUNDS * 2 * 2 * COHORT
     assert_gaussian(rows, Z * C)
-    for options in ({"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
-        np.testing.assert_array_equal(noise_of(local, apart=True, **options), rows)
+    for options in OTHER_PLANS:
+        assert_same_noise(noise_of(local, apart=True, **options), rows)
 
 
 def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices():
     rows = noise_of(central, apart=False)
-    for options in ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
-        np.testing.assert_array_equal(noise_of(central, apart=False, **options), rows)
+    for options in OTHER_PLANS:
+        assert_same_noise(noise_of(central, apart=False, **options), rows)
     other = noise_of(central, apart=False, seed=1)
     assert abs(np.corrcoef(other.ravel(), rows.ravel())[0, 1]) < 0.1
 
@@ -261,7 +268,7 @@ def test_what_is_released():
     assert ClientDP(inner, noise=1.2).releases() == (Release(noise=1.2, seen="public"),)
     assert upcycle(ClientDP(inner, noise=1.2)).releases() == (Release(noise=1.2, seen="public"),)
     assert ClientDP(inner, noise=1.2, at="client").releases() == (Release(noise=0.6, neighbours="replacement"),)
-    assert inner.releases() == upcycle(inner).releases() == (Release(noise=0.0),)
+    assert inner.releases() == upcycle(inner).releases() == ()
 
 
 def test_nothing_measured_on_clients_leaves_beside_the_upload():

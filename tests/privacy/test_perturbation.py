@@ -17,7 +17,7 @@ from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation, Output
 from fedrax.privacy.releases import Release
 from tests import reference
 from tests.algorithms.problems import make_problem
-from tests.privacy.observed import assert_bounded, assert_gaussian, sent_by, wild_data, zero_task
+from tests.privacy.observed import OTHER_PLANS, assert_bounded, assert_gaussian, sent_by, wild_data, zero_task
 from tests.simulation.problems import CLASSES, FEATURES, SIZES, make_federation, run
 
 TAU, SIGMA = 0.7, 1.3
@@ -60,7 +60,7 @@ def test_each_client_and_round_has_noise_of_its_own():
 def test_plans_and_devices_agree():
     method = OutputPerturbation(Scaffold(local=STEPS), tau=TAU, sigma=0.1)
     base = run(method, rounds=2)
-    for options in ({"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+    for options in OTHER_PLANS:
         other = run(method, rounds=2, **options)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), other.server, base.server)
 
@@ -130,7 +130,7 @@ class SendsItLater(FedAvg):
 def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
     """It must."""
     with pytest.raises(FedraxError, match=match):
-        run(algorithm, **({"rounds": 1} | options))
+        run(algorithm, **(dict[str, Any](rounds=1) | options))
 
 
 @pytest.mark.parametrize("kind", [OutputPerturbation, lambda inner: ObjectivePerturbation(inner, guarantee="none")])

@@ -19,7 +19,7 @@ from fedrax.privacy.mechanisms.sample_level import SampleDP
 from fedrax.privacy.releases import Release
 from tests import reference
 from tests.algorithms.problems import make_problem
-from tests.privacy.observed import assert_gaussian, sent_by, wild_data, zero_task
+from tests.privacy.observed import OTHER_PLANS, assert_gaussian, sent_by, wild_data, zero_task
 from tests.simulation.problems import CLASSES, FEATURES, LOCAL, run
 
 C, Z, B, LR = 0.8, 1.5, 4, 0.5
@@ -79,7 +79,7 @@ def test_one_key_for_all_steps_is_caught():
 def test_plans_and_devices_agree(rate: float | None):
     algorithm = private(steps=2, rate=rate, microbatch=3)
     base = run(algorithm, rounds=2)
-    for options in ({"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}):
+    for options in OTHER_PLANS:
         other = run(algorithm, rounds=2, **options)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), other.params, base.params)
 

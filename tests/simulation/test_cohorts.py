@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.simulation import Availability, FixedList, Script, Settings, WeightedBySamples
+from fedrax.simulation import Availability, FixedList, Poisson, Script, Settings, WeightedBySamples
 from fedrax.simulation.cohorts import Planner, Sampler
-from tests.simulation.problems import FEDERATION, LOCAL, SIZES, assert_close, assert_identical, run
+from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, SIZES, assert_close, assert_identical, run
 
 N = len(SIZES)
 BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
@@ -33,6 +34,52 @@ def test_uniform_draws_everybody_equally():
     np.testing.assert_allclose(drawn / 4000, 3 / N, atol=0.03)
     assert cohorts(5, cohort_size=3, seed=1) != cohorts(5, cohort_size=3)
     assert all(len(set(cohort)) == 3 for cohort in cohorts(50, cohort_size=3))
+
+
+def test_poisson_takes_each_client_by_a_coin_of_its_own():
+    drawn = cohorts(6000, cohort_size=3, participation=Poisson())
+    there = np.array([[client in cohort for client in range(N)] for cohort in drawn])
+    chance = 3 / N
+    np.testing.assert_allclose(there.mean(0), chance, atol=0.025)
+    assert np.abs(np.corrcoef(there.T) - np.eye(N)).max() < 0.06
+    sizes = np.array([len(cohort) for cohort in drawn])
+    np.testing.assert_allclose([sizes.mean(), sizes.var()], [3, N * chance * (1 - chance)], rtol=0.06)
+    assert sizes.min() == 0 and drawn[0] == cohorts(1, cohort_size=3, participation=Poisson())[0]
+    assert cohorts(3, cohort_size=N, participation=Poisson()) == [list(range(N))] * 3
+
+
+def test_no_poisson_cohort_is_cut():
+    """There is room for all, the same for every seed: a new one compiles nothing anew."""
+    rooms = set()
+    for seed in range(5):
+        sampler = Sampler(
+            Settings(rounds=2000, cohort_size=20, participation=Poisson(), seed=seed), np.full(1000, 5, np.int64)
+        )
+        rooms.add(sampler.largest)
+        assert 20 < max(len(sampler.cohort(r)) for r in range(2000)) <= sampler.largest
+    assert len(rooms) == 1 and rooms.pop() < 80
+    assert (sampler.varying, sampler.expected) == (True, 20.0)
+
+
+def test_rounds_that_nobody_takes_part_in_change_nothing():
+    options: dict[str, Any] = {"cohort_size": 1, "participation": Poisson(), "rounds": 8, "trajectory": True}
+    base = run(SCAFFOLD, **options)
+    counts = [event["clients"] for event in base.events]
+    assert 0 in counts and max(counts) > 1
+    for count, event, before, after in zip(
+        counts, base.events, [None, *base.trajectory], base.trajectory, strict=False
+    ):
+        assert ("train_loss" in event) == (count > 0)
+        if count == 0 and before is not None:
+            pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+            assert all((np.asarray(a) == np.asarray(b)).all() for a, b in pairs)
+    for plan in ("vmap", "loop", "debug"):
+        assert_close(run(SCAFFOLD, **options, plan=plan), base)
+
+
+def test_a_method_for_cohorts_of_one_size_takes_no_poisson_cohorts():
+    with pytest.raises(FedraxError, match="cohort's size varies"):
+        run(fedrax.LoSAC(local=BLOCKS), participation=Poisson())
 
 
 def test_weighted_draws_in_proportion_to_samples():

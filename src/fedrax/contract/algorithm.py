@@ -197,11 +197,9 @@ class Algorithm:
     def releases(self) -> tuple[Release, ...]:
         """What one round lets out of a client's data, as :mod:`fedrax.privacy` counts it; floats must be numbers here.
 
-        By default an answer that nothing protects; mechanisms say what they do, and wrappers around them forward it.
+        An empty tuple: nothing is protected. Mechanisms say what they do, and wrappers around them forward it.
         """
-        from fedrax.privacy.releases import Release
-
-        return (Release(noise=0.0),)
+        return ()
 
     def init_local(self, params: Tree) -> Tree:
         """What the local steps carry from round to round on a client that has not taken part, beside its state."""

@@ -265,9 +265,9 @@ class LocalSGD:
             self._start_of_optimizer(params, carried),
         )
         x, memory, _, total, loss, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
+        carried.params = x
         for change in data.result_rules:
             x = change(x)
-        carried.params = x
         carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)
         return LocalResult(

@@ -148,7 +148,7 @@ class Wrapper(Algorithm):
         return self.inner.local_steps
 
     def releases(self) -> tuple[Release, ...]:
-        """As ``inner``; a wrapper that protects clients' data says what it does."""
+        """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""
         return self.inner.releases()
 
     def params(self, server: Any) -> Tree:

@@ -152,7 +152,7 @@ class ClientDP(Wrapper):
         uploads = cohort.uploads.inner if isinstance(cohort.uploads, Upload) else ()
         state, info = server(state, cohort._replace(mean=cohort.mean.inner, uploads=uploads))
         own = own * jnp.exp(-self.clip.lr * (within - self.clip.quantile)).astype(own.dtype)
-        return state, own, {**info, "clip_bound": bound, "within_bound": within}
+        return state, own, {**info, "clip_bound": jnp.asarray(bound), "within_bound": within}
 
     def _covered(self, cohort: Cohort, bound: Any) -> Cohort:
         """The noised sum over the number of clients expected; ``inner`` is not told who was there, or how many."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg, FedProx
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import Carried, ClientData
@@ -55,20 +56,18 @@ class _LocalModels(Wrapper):
         )
 
     def _refuse_leaks(self, client: Callable, message: Any, state: Any, data: ClientData) -> None:
-        model = getattr(message, "params", message)
-
-        def sent(secret: Any, state: Any, model: Tree) -> dict[str, Tree]:
+        def sent(secret: Any, state: Any) -> dict[str, Tree]:
             samples, size = secret
             kept = Carried(data.carried.statistics, data.carried.optimizer)
-            hidden = data.with_samples(samples, size).with_carried(kept).with_result(lambda x: model)
+            hidden = data.with_samples(samples, size).with_carried(kept).with_result(tree.zeros_like)
             output = client(message, state, hidden)
             return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
 
         secret = (data.samples, data.size)
-        leaks = dependent(sent, secret, state, model)
+        leaks = dependent(sent, secret, state)
         sends = [name for name in leaks if not name.startswith("state")]
         if not sends and leaks:  # what stays on the client may be exact, as long as it does not leave in a later round
-            from_state = dependent(lambda state: sent(secret, state, model), state)
+            from_state = dependent(lambda state: sent(secret, state), state)
             sends = [name for name in from_state if not name.startswith("state")]
         if sends:
             raise FedraxError(f"{self._words} also sends {sends[0]}, computed from data that no noise has covered")
@@ -157,8 +156,10 @@ class ObjectivePerturbation(_LocalModels):
                 if self.guarantee == "paper":
                     batch = batch._replace(x=unit_features(batch.x))
                 values = losses(params, batch, key)
+                if jax.tree.structure(params) != jax.tree.structure(noise):
+                    raise FedraxError("ObjectivePerturbation needs parameters, or a field params of them, sent down")
                 dots = (jnp.vdot(n, x) for n, x in zip(*map(jax.tree.leaves, (noise, params)), strict=True))
-                return values + (share * sum(dots)).astype(values.dtype)
+                return values + (share * sum(dots, jnp.zeros(()))).astype(values.dtype)
 
             return loss
 
@@ -185,7 +186,7 @@ def linear_noise(key: Array, model: Tree, alpha: Any) -> Tree:
     return jax.tree.map(lambda a: (a * (radius / norm)).astype(a.dtype), direction)
 
 
-def unit_features(x: Array) -> Array:
+def unit_features(x: Any) -> Any:
     """Each sample's features x [B, ...], divided by their length where it is above 1."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise FedraxError("objective perturbation bounds features that are floats: set guarantee = 'none' for others")

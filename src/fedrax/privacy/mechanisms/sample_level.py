@@ -85,23 +85,11 @@ class SampleDP(Wrapper):
         if self.rate is None:
             private = private.with_gradients(self._of_batch(data, local.batch_size))
         else:
-            private = private.with_batches(self._drawn(data)).with_gradients(self._of_rows(data, local.batch_size))
+            private = private.with_batches(_drawn(data, self.rate)).with_gradients(
+                self._of_rows(data, local.batch_size)
+            )
         output = client(message, state, private)
         return output._replace(info=only_bookkeeping(output.info)), own
-
-    # -- batches -----------------------------------------------------------------------------------------------
-
-    def _drawn(self, data: ClientData) -> Callable:
-        """Poisson batches as rows: all of the client's, those that are drawn first, and which these are."""
-        key = data.stream("batches")
-
-        def batch(step: Any) -> tuple[Array, Array]:
-            chance = jax.random.uniform(jax.random.fold_in(key, step), (data.layout.largest,), jnp.float32)
-            drawn = (chance < self.rate) & (jnp.arange(data.layout.largest) < data.size)
-            rows = jnp.argsort(~drawn, stable=True).astype(jnp.int32)
-            return rows, drawn[rows]
-
-        return batch
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
         """The gradient rule of batches that are rows; work is proportional to those that are drawn."""
@@ -111,8 +99,6 @@ class SampleDP(Wrapper):
         """The gradient rule of batches that are samples."""
         take = lambda samples, at: jax.tree.map(lambda a: a[at], samples)  # noqa: E731
         return self._rule(data, batch_size, take, lambda real: len(real))
-
-    # -- gradients ---------------------------------------------------------------------------------------------
 
     def _rule(self, data: ClientData, batch_size: int, take: Callable, used: Callable) -> Callable:
         """The sum of clipped gradients with noise, scaled so that its mean over the batch is a B-th of it.
@@ -148,6 +134,19 @@ class SampleDP(Wrapper):
             return none, tree.scale(count / batch_size, noisy)
 
         return rule
+
+
+def _drawn(data: ClientData, rate: Any) -> Callable:
+    """Poisson batches as rows: all of the client's, those that are drawn first, and which these are."""
+    key, most = data.stream("batches"), data.layout.largest
+
+    def batch(step: Any) -> tuple[Array, Array]:
+        chance = jax.random.uniform(jax.random.fold_in(key, step), (most,), jnp.float32)
+        drawn = (chance < rate) & (jnp.arange(most) < data.size)
+        rows = jnp.argsort(~drawn, stable=True).astype(jnp.int32)
+        return rows, drawn[rows]
+
+    return batch
 
 
 def _one_loss(losses: Callable) -> Callable:
