@@ -43,7 +43,7 @@ def test_privacy_says_what_the_run_will_spend(fedrax: Any, private: Path, tmp_pa
     assert said["noise_fields"] == {"sigma": 0.5}
     first = said["answers"][0]
     louder = [f"--algorithm.sigma={0.5 * first['factor']}", "--picture", "None", "--json"]
-    assert json.loads(fedrax("privacy", private, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=2e-3)
+    assert json.loads(fedrax("privacy", private, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=4e-3)
     for answer in said["answers"]:
         for event in said["events"]:
             assert (event["epsilon"] <= answer["epsilon"]) == (event["round"] <= answer["rounds"])
@@ -92,6 +92,6 @@ def test_audit_prints_what_is_proven_beside_what_is_claimed(fedrax: Any, private
     audited = fedrax("audit", private, "--runs", "400", "--canaries", "8", "--json")
     assert audited.status == 0
     watched, guessed = json.loads(audited.out)
-    assert 0 < watched["proven"] <= watched["claimed"] and watched["paper_refuted"]
+    assert 0 < watched["proven"] <= watched["claimed"] and watched["claimed_paper"] is None  # which is of one sample
     assert guessed["unit"] == "client" and guessed["rounds"] == 4 and not guessed["refuted"]
     assert "proves epsilon" in fedrax("audit", private, "--runs", "100").out

@@ -21,7 +21,7 @@ from fedrax.contract.task import Batch, Task, starting_parameters
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement
-from fedrax.privacy.guessing import epsilon_of_mu, guess, one_run_epsilon, tell_apart
+from fedrax.privacy.guessing import check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
 from fedrax.privacy.watching import watch
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.cohorts import Sampler
@@ -46,7 +46,7 @@ class Audit:
     claimed: float
     """epsilon is at most this, by the sound accountant."""
     claimed_paper: float | None
-    """Or this, as the method's paper has it."""
+    """Or this, as the method's paper has it, about one sample."""
     delta: float
 
     @property
@@ -84,6 +84,7 @@ def watch_a_client(
     Raises FedraxError for a method that is not private, or labels that are no classes.
     """
     releases = _releases(algorithm)
+    check_runs(runs)
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
     mine = slice(*federation.offsets[client : client + 2])
@@ -100,7 +101,7 @@ def watch_a_client(
     told = tell_apart(*views, settings.delta)
     accountant = Accountant(about_replacement(releases), settings.delta)
     proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta))
-    paper = accountant.epsilon_paper(rounds, len(y))
+    paper = accountant.epsilon_paper(rounds, len(y)) if unit == "sample" else None
     return Audit("watches a client", unit, rounds, told.runs, proven, accountant.epsilon(rounds), paper, settings.delta)
 
 
@@ -140,13 +141,15 @@ def guess_canaries(
 
     guesses = guess(losses(federation.train.y) - losses(exchanged), SHARE)
     right, said = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
+    claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
     return Audit(
         "guesses canaries",
         unit,
         len(result.events),
         said,
         one_run_epsilon(canaries, said, right, settings.delta),
-        *_claims(algorithm, releases, federation, settings, len(result.events)),
+        claimed,
+        paper if unit == "sample" else None,
         settings.delta,
     )
 

@@ -80,8 +80,7 @@ def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: flo
 
     Raises FedraxError for fewer than 40 runs of a world.
     """
-    if min(len(one), len(other)) < 40:
-        raise FedraxError(f"to tell two worlds apart takes 40 runs of each, not {min(len(one), len(other))}")
+    check_runs(min(len(one), len(other)))
     quarters = [np.array_split(np.asarray(world, float), [len(world) // 4, len(world) // 2]) for world in (one, other)]
     (fit_a, pick_a, test_a), (fit_b, pick_b, test_b) = quarters
     level, best = (1 - confidence) / 2, (-math.inf, np.zeros(fit_a.shape[1]), 0.0)
@@ -93,6 +92,12 @@ def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: flo
     _, direction, threshold = best
     rates = _rates(test_a @ direction, test_b @ direction, threshold, level)
     return Told(_epsilon(*rates, delta), _mu(*rates), min(len(test_a), len(test_b)))
+
+
+def check_runs(runs: int) -> None:
+    """Refuse fewer runs of a world than can prove anything."""
+    if runs < 40:
+        raise FedraxError(f"to tell two worlds apart takes 40 runs of each, not {runs}")
 
 
 def _directions(one: np.ndarray, other: np.ndarray) -> list[np.ndarray]:
