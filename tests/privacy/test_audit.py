@@ -81,10 +81,10 @@ def claimed(method: Noisy, rounds: int = 1) -> float:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_sound_mechanism_is_not_accused(rounds: int):
-    """And the bound is worth something: nine tenths of mu = 2 sqrt(rounds) / noise are proven."""
+    """And the bound is worth something: eight tenths of mu = 2 sqrt(rounds) / noise are proven."""
     method = Noisy(local=LOCAL, noise=2.0)
     told = audited(method, rounds)
-    assert 0.9 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
+    assert 0.8 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
     assert 0 < told.epsilon < claimed(method, rounds)
     assert epsilon_of_mu(told.mu, DELTA) < 1.02 * claimed(method, rounds)
 
@@ -166,16 +166,14 @@ def test_canaries_of_one_run(unit: Unit):
 
 @pytest.mark.parametrize(("at", "unit"), [("server", "client"), ("client", "sample")])
 def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
-    """Sound mechanisms in both places; a smaller noise than they claim is refuted."""
+    """Of one sample, whose label turns its update around: the two worlds are as far apart as can be."""
     x = np.tile(X, (6, 1))
-    federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 0, 0, 1, 1, 1], num_classes=2)
+    federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 1, 1, 1, 1, 1], num_classes=2)
     method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0, at=at)
     settings = fedrax.Settings(rounds=2, cohort_size=2)
     audit = watch_a_client(method, TASK, federation, settings, unit=unit, runs=1000)
     assert audit.claimed == pytest.approx(Accountant([Release(1.0, neighbours="replacement")], DELTA).epsilon(1))
-    assert 0 < audit.proven < audit.claimed and not audit.refuted
-    if unit == "client":
-        assert audit.proven > 0.7 * audit.claimed  # all labels exchanged: the two worlds are as far apart as can be
+    assert 0.5 * audit.claimed < audit.proven < audit.claimed and not audit.refuted
     with pytest.raises(FedraxError, match="there is no client 2: there are 2"):
         watch_a_client(method, TASK, federation, settings, client=2)
     with pytest.raises(FedraxError, match="FedAvg adds no noise: there is no claim to audit"):

@@ -39,29 +39,31 @@ class Cohorts:
     """How the clients of a round are drawn.
 
     Attributes:
-        drawn: each client by itself ("poisson"), so many of all ("fixed"), or in a way that hides nobody ("known"):
-            all of them, a given list, or by a rule of which nothing is known.
+        drawn: each client by itself ("poisson"); so many of all ("fixed"); in a way that hides nobody, be it that all or
+            given ones take part ("known"), be it that another client would take the place of one that were not there
+            ("refilled").
         rate: with the first two, the share of the clients, a round.
     """
 
-    drawn: Literal["poisson", "fixed", "known"] = "known"
+    drawn: Literal["poisson", "fixed", "known", "refilled"] = "known"
     rate: float = 1.0
 
     def claimed(self, amplification: Amplification) -> Cohorts:
         """These, as what may be claimed of them; FedraxError where another kind of draw is claimed."""
         if amplification == "none":
-            return Cohorts()
+            return Cohorts("refilled" if self.place_is_taken else "known")
         if amplification not in ("auto", self.drawn):
-            drawn = {
-                "poisson": "by Poisson sampling",
-                "fixed": "at a fixed size",
-                "known": "in a way that hides nobody",
-            }
+            how = {"poisson": "by Poisson sampling", "fixed": "at a fixed size"}.get(self.drawn)
             raise FedraxError(
-                f"amplification {amplification!r} does not hold: cohorts are drawn {drawn[self.drawn]};"
+                f"amplification {amplification!r} does not hold: cohorts are drawn {how or 'in a way that hides nobody'};"
                 " leave it at 'auto'"
             )
         return self
+
+    @property
+    def place_is_taken(self) -> bool:
+        """Whether another client would come in the place of one that were not there."""
+        return self.drawn == "refilled" or (self.drawn == "fixed" and self.rate < 1)
 
 
 class Bound(NamedTuple):
@@ -97,9 +99,9 @@ class Accountant:
         self.unit: str = "sample" if any(r.unit == "sample" for r in releases) else "client"
         same = len({(r.unit, r.neighbours) for r in releases}) == 1
         self.neighbours: str = releases[0].neighbours if same else "replacement"
-        public = all(r.seen == "public" for r in releases) and self.unit == "client"
-        proven = cohorts.drawn == "fixed" or self.neighbours == "presence"
-        self.by_rounds = public and cohorts.drawn != "known" and cohorts.rate < 1 and proven
+        self._public = all(r.seen == "public" for r in releases) and self.unit == "client"
+        proven = cohorts.drawn == "fixed" or (cohorts.drawn == "poisson" and self.neighbours == "presence")
+        self.by_rounds = self._public and cohorts.rate < 1 and proven
         self._plain, self._sampled = self._terms()
         self._one_pld: Any = None
 
@@ -197,11 +199,12 @@ class Accountant:
         answers = [(self._noise(r), r.times) for r in self.releases if not by_batch(r)]
         precision = sum(times / noise**2 for noise, times in answers)
         plain = math.inf if precision == 0 else precision**-0.5
+        if self._public and self.neighbours == "presence" and self.cohorts.place_is_taken:
+            # Who is not there makes room for another, so a sum changes by up to two clients: for draws of a fixed size
+            # Zhu, Dong and Wang (2022) then give the bound of Poisson sampling.
+            plain /= 2
         if self.by_rounds:
-            # Of fixed size, another client's place is taken: Zhu, Dong and Wang (2022) give the bound of
-            # Poisson sampling for an answer as sensitive to a replacement, at most twice the presence.
-            halved = self.cohorts.drawn == "fixed" and self.neighbours == "presence"
-            return plain, [_Sampled(self.cohorts.rate, plain / (2 if halved else 1))]
+            return plain, [_Sampled(self.cohorts.rate, plain)]
         return plain, [_Sampled(r.rate, self._noise(r), r.times) for r in self.releases if by_batch(r)]
 
     @cached_property

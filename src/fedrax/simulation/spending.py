@@ -35,7 +35,7 @@ def cohorts_of(sampler: Sampler) -> Cohorts:
         return Cohorts("fixed", size / sampler.num_clients)
     if isinstance(participation, FixedList):
         return Cohorts("fixed", min(1.0, size / len(participation.clients)))
-    return Cohorts()
+    return Cohorts("refilled")
 
 
 def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Accountant | None:
