@@ -39,9 +39,8 @@ class Cohorts:
     """How the clients of a round are drawn.
 
     Attributes:
-        drawn: each client by itself ("poisson"); so many of all ("fixed"); in a way that hides nobody, be it that all or
-            given ones take part ("known"), be it that another client would take the place of one that were not there
-            ("refilled").
+        drawn: each client by itself ("poisson"); so many of all ("fixed"); or in a way that hides nobody: all or given
+            ones ("known"), or so many, that another client would take the place of one that were not there ("refilled").
         rate: with the first two, the share of the clients, a round.
     """
 
@@ -53,10 +52,10 @@ class Cohorts:
         if amplification == "none":
             return Cohorts("refilled" if self.place_is_taken else "known")
         if amplification not in ("auto", self.drawn):
-            how = {"poisson": "by Poisson sampling", "fixed": "at a fixed size"}.get(self.drawn)
+            known = {"poisson": "by Poisson sampling", "fixed": "at a fixed size"}
+            how = known.get(self.drawn, "in a way that hides nobody")
             raise FedraxError(
-                f"amplification {amplification!r} does not hold: cohorts are drawn {how or 'in a way that hides nobody'};"
-                " leave it at 'auto'"
+                f"amplification {amplification!r} does not hold: cohorts are drawn {how}; leave it at 'auto'"
             )
         return self
 
