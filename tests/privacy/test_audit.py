@@ -21,7 +21,7 @@ from fedrax.privacy.watching import watch
 from tests.privacy.methods import Noisy
 
 DELTA = 1e-5
-RUNS = 4000
+RUNS = 2000
 
 
 def logits(params, x, key=None):
@@ -32,7 +32,7 @@ def logits(params, x, key=None):
 PAIR = Model(lambda key: {"a": jnp.zeros(2), "b": jnp.zeros(2)}, logits)
 TASK = fedrax.classification(PAIR)
 PARAMS = PAIR.init(jax.random.key(0))
-LOCAL = fedrax.LocalSGD(lr=20.0, steps=1, batch_size="full")
+LOCAL = fedrax.LocalSGD(lr=1e6, steps=1, batch_size="full")
 X = np.array([[1.0, -1.0]], np.float32)
 WORLDS = Batch(X, np.array([0])), Batch(X, np.array([1]))
 """A client with one sample, of either label: its clipped updates are opposite."""
@@ -79,12 +79,12 @@ def claimed(method: Noisy, rounds: int = 1) -> float:
     return Accountant([halved], DELTA).epsilon(rounds)
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [1, 2])
 def test_a_sound_mechanism_is_not_accused(rounds: int):
-    """And the bound is worth something: eight tenths of mu = 2 sqrt(rounds) / noise are proven."""
+    """And the bound is worth something: three quarters of mu = 2 sqrt(rounds) / noise are proven."""
     method = Noisy(local=LOCAL, noise=2.0)
     told = audited(method, rounds)
-    assert 0.8 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
+    assert 0.75 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
     assert 0 < told.epsilon < claimed(method, rounds)
     assert epsilon_of_mu(told.mu, DELTA) < 1.02 * claimed(method, rounds)
 
@@ -92,7 +92,7 @@ def test_a_sound_mechanism_is_not_accused(rounds: int):
 @pytest.mark.parametrize("broken", [TooQuiet, LeafLeftOut, SameKeyTwice])
 def test_broken_mechanisms_are_caught(broken: type[Noisy]):
     method = broken(local=LOCAL, noise=2.0)
-    assert epsilon_of_mu(audited(method).mu, DELTA) > 1.2 * claimed(method)
+    assert epsilon_of_mu(audited(method).mu, DELTA) > 1.1 * claimed(method)
 
 
 def test_what_the_public_sees_is_the_model():

@@ -116,7 +116,7 @@ def guess_canaries(
 ) -> Audit:
     """Train once, with the labels of each canary (a client or a sample) exchanged or not, and guess which were.
 
-    By the loss of the last model on either version.
+    By the loss of the last model on either version, over what is usual for canaries of the same class.
 
     Raises FedraxError for a method that is not private, or more canaries than there are clients or samples.
     """
@@ -135,11 +135,13 @@ def guess_canaries(
 
     def losses(labels: np.ndarray) -> np.ndarray:
         batch = Batch(federation.train.x[rows], labels[rows])
-        each = np.asarray(task.loss(result.params, batch, jax.random.key(0)))
-        place = np.searchsorted(chosen, owner[rows])
-        return np.bincount(place, each, canaries) / np.bincount(place, minlength=canaries)
+        return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
 
-    guesses = guess(losses(federation.train.y) - losses(exchanged), SHARE)
+    gains, mine = losses(federation.train.y) - losses(exchanged), federation.train.y[rows]
+    # over the mean of the same exchange: how much one class gained over another tells nothing of a canary
+    gains -= (np.bincount(mine, gains) / np.maximum(np.bincount(mine), 1))[mine]
+    place = np.searchsorted(chosen, owner[rows])
+    guesses = guess(np.bincount(place, gains, canaries) / np.bincount(place, minlength=canaries), SHARE)
     right, said = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
     claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
     return Audit(

@@ -40,7 +40,7 @@ class Cohorts:
 
     Attributes:
         drawn: each client by itself ("poisson"); so many of all ("fixed"); or in a way that hides nobody: all or given
-            ones ("known"), or so many, that another client would take the place of one that were not there ("refilled").
+            ones ("known"), or so many that another client would take the place of a missing one ("refilled").
         rate: with the first two, the share of the clients, a round.
     """
 

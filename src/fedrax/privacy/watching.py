@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Literal
 
 import jax
@@ -36,7 +38,16 @@ def watch(
     the same ones, so two worlds to be told apart take two seeds.
     """
 
-    def run(key: Array) -> Array:
+    keys = jax.random.split(jax.random.key(seed), runs)
+    samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
+    return np.asarray(_program(task, rounds, seen, min(_SIDE_BY_SIDE, runs))(algorithm, params, samples, keys))
+
+
+@lru_cache(maxsize=8)
+def _program(task: Task, rounds: int, seen: str, side_by_side: int) -> Callable[..., Array]:
+    """The compiled function (algorithm, params, samples, keys) -> what is seen with each key: of both worlds."""
+
+    def run(algorithm: Algorithm, params: Tree, samples: Batch, key: Array) -> Array:
         found: list[Tree] = []
         server, state = algorithm.init(params, 1), algorithm.init_client(params)
         for r in range(rounds):
@@ -44,7 +55,7 @@ def watch(
             for p, phase in enumerate(algorithm.phases):
                 own = jax.random.fold_in(of_round, _CLIENT)
                 facts = {"round": r, "num_clients": 1, "cohort_size": 1, "phase": p}
-                data = ClientData.alone(task, client.x, client.y, own, **facts)
+                data = ClientData.alone(task, samples.x, samples.y, own, **facts)
                 output = phase.client(phase.broadcast(server), state, data)
                 received = jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), phase.receive(output.upload))
                 cohort = _cohort(received, output, r, jax.random.fold_in(jax.random.fold_in(of_round, _SERVER), p))
@@ -57,8 +68,10 @@ def watch(
                 found.append(algorithm.params(server))
         return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(found)])
 
-    keys = jax.random.split(jax.random.key(seed), runs)
-    return np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys, batch_size=min(_SIDE_BY_SIDE, runs)))(keys))
+    def all_runs(algorithm: Algorithm, params: Tree, samples: Batch, keys: Array) -> Array:
+        return jax.lax.map(partial(run, algorithm, params, samples), keys, batch_size=side_by_side)
+
+    return jax.jit(all_runs)
 
 
 def _cohort(received: Tree, output: ClientOutput, round: int, key: Array) -> Cohort:
