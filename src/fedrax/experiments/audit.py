@@ -94,11 +94,11 @@ def watch_a_client(
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     seen = "public" if all(release.seen == "public" for release in releases) else "server"
     worlds = Batch(x, y), Batch(x, _other_labels(federation, y, changed))
-    views = [
+    own, other = (
         watch(algorithm, task, start, world, runs, rounds=rounds, seen=seen, seed=settings.seed + number)
         for number, world in enumerate(worlds)
-    ]
-    told = tell_apart(*views, settings.delta)
+    )
+    told = tell_apart(own, other, settings.delta)
     accountant = Accountant(about_replacement(releases), settings.delta)
     proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta))
     paper = accountant.epsilon_paper(rounds, len(y)) if unit == "sample" else None

@@ -134,8 +134,8 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
     """The epsilon at ``delta`` of a Gaussian answer with noise multiplier 1 / mu: at least that of a proven mu."""
     if mu <= 0:
         return 0.0
-    spent = lambda e: norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) > delta  # noqa: E731
-    return _largest(spent, 500.0)
+    spent = lambda e: float(norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu))  # noqa: E731
+    return _largest(lambda epsilon: spent(epsilon) > delta, 500.0)
 
 
 def _largest(holds: Callable[[float], bool], most: float = 100.0) -> float:
