@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ class Sampler:
             return max(len(cohort) for cohort in self.given[: self.settings.rounds])
         if self.trace is not None:
             return min(self.settings.cohort_size, max(len(row) for row in self.trace))
-        return self._largest_by_chance() if self.by_chance else self.settings.cohort_size
+        return self._largest_by_chance if self.by_chance else self.settings.cohort_size
 
     @property
     def by_chance(self) -> bool:
@@ -83,6 +84,7 @@ class Sampler:
         """Of a Poisson cohort; drawn first, so that a round's size is known without its clients."""
         return int(rng.binomial(self.num_clients, self.settings.cohort_size / self.num_clients))
 
+    @cached_property
     def _largest_by_chance(self) -> int:
         """Room for every round's cohort: of one size for all seeds, unless one draws what happens once in 1e12 rounds.
 
