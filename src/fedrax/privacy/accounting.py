@@ -169,15 +169,27 @@ class Accountant:
         """The factor on all noise with which ``count`` counts have ``epsilon``: to 0.1 %, and never too small."""
         if not self.protects:
             raise FedraxError("no factor makes noise of none: give the method a noise above 0, of any size")
-        too_much = lambda step: self.scaled(1.001**step).epsilon(count) > epsilon  # noqa: E731
-        low, high = -1, 1
-        while too_much(high):
+        if count == 0:
+            return 0.0
+        brentq = importlib.import_module("scipy.optimize").brentq
+
+        @lru_cache
+        def excess(step: float) -> float:
+            """Of log epsilon, with noise times e^step."""
+            found = self.scaled(math.exp(step)).epsilon(count)
+            return min(50.0, math.log(max(found, 1e-20) / epsilon))
+
+        low, high = -1.0, 1.0
+        while excess(high) > 0:
             low, high = high, 2 * high
-            if high > 1 << 15:
+            if high > 32:
                 raise FedraxError(f"no noise brings {count} rounds to epsilon = {epsilon:g} at delta = {self.delta:g}")
-        while not too_much(low) and low > -(1 << 15):
+        while excess(low) <= 0:
             low, high = 2 * low, low
-        return 1.001 ** (low + 1 + bisect.bisect_left(range(low + 1, high), True, key=lambda s: not too_much(s)))
+        step = brentq(excess, low, high, xtol=2e-4)
+        while excess(step) > 0:
+            step += 2e-4
+        return math.exp(step)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
