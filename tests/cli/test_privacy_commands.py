@@ -89,9 +89,9 @@ def test_bad_input_is_a_sentence(fedrax: Any, arguments: list[str], sentence: st
 
 
 def test_audit_prints_what_is_proven_beside_what_is_claimed(fedrax: Any, private: Path):
-    audited = fedrax("audit", private, "--runs", "400", "--canaries", "8", "--json")
+    audited = fedrax("audit", private, "--runs", "200", "--canaries", "8", "--json")
     assert audited.status == 0
     watched, guessed = json.loads(audited.out)
     assert 0 < watched["proven"] <= watched["claimed"] and watched["claimed_paper"] is None  # which is of one sample
     assert guessed["unit"] == "client" and guessed["rounds"] == 4 and not guessed["refuted"]
-    assert "proves epsilon" in fedrax("audit", private, "--runs", "100").out
+    assert "proves epsilon" in fedrax("audit", private, "--runs", "40").out
