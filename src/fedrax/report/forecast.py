@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
@@ -132,12 +133,14 @@ def draw(made: Forecast, budget: float | None = None) -> Figure:
     for i, (name, label, dash) in enumerate(lines):
         points = [(event["round"], event[name]) for event in made.events if event.get(name) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), dash, color=PALETTE[i], linewidth=1.8, label=label)
+            style = {"drawstyle": "steps-post", "linestyle": dash, "linewidth": 1.8}
+            axes.plot(*zip(*points, strict=True), color=PALETTE[i], label=label, **style)
             shown += [value for _, value in points]
     if budget is not None:
         axes.axhline(budget, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), label=f"budget {budget:g}")
     if shown and 0 < 20 * min(shown) < max(shown):
         axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("communication rounds")
     axes.set_ylabel(f"ε at δ = {made.spent.delta:g}, {made.spent.about}")
     axes.grid(color="0.92", linewidth=0.7)
