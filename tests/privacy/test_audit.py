@@ -81,10 +81,10 @@ def claimed(method: Noisy, rounds: int = 1) -> float:
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_sound_mechanism_is_not_accused(rounds: int):
-    """And the bound is worth something: three quarters of mu = 2 sqrt(rounds) / noise are proven."""
+    """And the bound is worth something: seven tenths of mu = 2 sqrt(rounds) / noise are proven."""
     method = Noisy(local=LOCAL, noise=2.0)
     told = audited(method, rounds)
-    assert 0.75 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
+    assert 0.7 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
     assert 0 < told.epsilon < claimed(method, rounds)
     assert epsilon_of_mu(told.mu, DELTA) < 1.02 * claimed(method, rounds)
 

@@ -8,7 +8,7 @@ than a private method allows (Steinke, Nasr and Jagielski 2023).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -83,15 +83,24 @@ def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: flo
     check_runs(min(len(one), len(other)))
     quarters = [np.array_split(np.asarray(world, float), [len(world) // 4, len(world) // 2]) for world in (one, other)]
     (fit_a, pick_a, test_a), (fit_b, pick_b, test_b) = quarters
-    level, best = (1 - confidence) / 2, (-math.inf, np.zeros(fit_a.shape[1]), 0.0)
+    level = (1 - confidence) / 4  # two error rates for each of two bounds
+    tests = [(_worth(pick_a @ d, pick_b @ d, t, level, delta), d, t) for d, t in _tests(fit_a, fit_b, pick_a, pick_b)]
+
+    def proven(bound: int) -> float:
+        _, direction, threshold = max(tests, key=lambda test: test[0][bound])
+        return _worth(test_a @ direction, test_b @ direction, threshold, level, delta)[bound]
+
+    return Told(proven(0), proven(1), min(len(test_a), len(test_b)))
+
+
+def _tests(
+    fit_a: np.ndarray, fit_b: np.ndarray, pick_a: np.ndarray, pick_b: np.ndarray
+) -> Iterator[tuple[np.ndarray, float]]:
+    """Directions found by the first runs, with thresholds among the second."""
     for direction in _directions(fit_a, fit_b):
-        low, high = pick_a @ direction, pick_b @ direction
-        for threshold in np.quantile(np.concatenate([low, high]), np.linspace(0.02, 0.98, 49)):
-            rates = _rates(low, high, threshold, level)
-            best = max(best, (_epsilon(*rates, delta) + _mu(*rates), direction, threshold), key=lambda b: b[0])
-    _, direction, threshold = best
-    rates = _rates(test_a @ direction, test_b @ direction, threshold, level)
-    return Told(_epsilon(*rates, delta), _mu(*rates), min(len(test_a), len(test_b)))
+        seen = np.concatenate([pick_a @ direction, pick_b @ direction])
+        for threshold in np.quantile(seen, np.linspace(0.02, 0.98, 49)):
+            yield direction, float(threshold)
 
 
 def check_runs(runs: int) -> None:
@@ -114,20 +123,13 @@ def _directions(one: np.ndarray, other: np.ndarray) -> list[np.ndarray]:
     return [direction / (np.linalg.norm(direction) or 1.0) for direction in found]
 
 
-def _rates(low: np.ndarray, high: np.ndarray, threshold: float, level: float) -> tuple[float, float]:
-    """Upper bounds, each at ``level``, on how often the test errs in either world."""
+def _worth(low: np.ndarray, high: np.ndarray, threshold: float, level: float, delta: float) -> tuple[float, float]:
+    """Lower bounds (epsilon, mu) from a threshold between two worlds, with the error rates' bounds at ``level``."""
     errors = ((low > threshold).sum(), len(low)), ((high <= threshold).sum(), len(high))
     first, second = (float(beta.ppf(1 - level, e + 1, n - e)) if e < n else 1.0 for e, n in errors)
-    return first, second
-
-
-def _epsilon(first: float, second: float, delta: float) -> float:
-    gains = [(1 - delta - b) / a for a, b in ((first, second), (second, first)) if a > 0]
-    return max(0.0, *(math.log(gain) for gain in gains if gain > 0))
-
-
-def _mu(first: float, second: float) -> float:
-    return max(0.0, float(norm.ppf(1 - first) - norm.ppf(second)))
+    gains = [(1 - delta - b) / a for a, b in ((first, second), (second, first))]
+    epsilon = max([0.0, *(math.log(gain) for gain in gains if gain > 0)])
+    return epsilon, max(0.0, float(norm.ppf(1 - first) - norm.ppf(second)))
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
