@@ -36,16 +36,13 @@ _HOPELESS = 1e3
 
 @dataclass(frozen=True)
 class Cohorts:
-    """How the clients of a round are drawn.
-
-    Attributes:
-        drawn: each client by itself ("poisson"); so many of all ("fixed"); or in a way that hides nobody: all or given
-            ones ("known"), or so many that another client would take the place of a missing one ("refilled").
-        rate: with the first two, the share of the clients, a round.
-    """
+    """How the clients of a round are drawn."""
 
     drawn: Literal["poisson", "fixed", "known", "refilled"] = "known"
+    """Each client by itself ("poisson"); so many of all ("fixed"); or in a way that hides nobody: all or given ones
+    ("known"), or so many that another client would take the place of a missing one ("refilled")."""
     rate: float = 1.0
+    """With the first two, the share of the clients, a round."""
 
     def claimed(self, amplification: Amplification) -> Cohorts:
         """These, as what may be claimed of them; FedraxError where another kind of draw is claimed."""
