@@ -97,7 +97,7 @@ def test_upcycled_rounds_release_nothing_more():
     assert upcycle(method).releases() == method.releases()
     x = params_of(run(upcycle(method, a=0.5), **lone(rounds=2)))
     first = x[0] / 1.5  # x <- x + a (x - 0): the one noisy model, and no other number
-    assert_gaussian(first[None].repeat(1, 0).reshape(2, 500), SIGMA)
+    assert_gaussian(first.reshape(2, 500), SIGMA)
     assert_gaussian(((x[1] + 0.5 * x[0]) / 1.5).reshape(2, 500), SIGMA)
 
 

@@ -67,13 +67,18 @@ class SampleDP(Wrapper):
         return self.inner.requirements | own
 
     def releases(self) -> tuple[Release, ...]:
-        """One Gaussian answer in each local step, of sensitivity C to a sample's presence."""
+        """One Gaussian answer in each local step, of sensitivity C to a sample's presence in a Poisson batch.
+
+        Shuffled batches are others for n_i - 1 samples than for n_i, all of them: there a sample's data are replaced,
+        which moves a sum by up to 2 C.
+        """
         local = self.inner.local_steps
         assert local is not None and local.steps is not None
-        drawn: dict[str, Any] = {"batches": "shuffled"}
-        if self.rate is not None:
-            drawn = {"batches": "poisson", "rate": float(self.rate)}
-        return (Release(noise=float(self.noise), times=local.steps, unit="sample", **drawn),)
+        noise, times = float(self.noise), local.steps
+        if self.rate is None:
+            shuffled = Release(noise / 2, times, unit="sample", neighbours="replacement", batches="shuffled")
+            return (shuffled,)
+        return (Release(noise, times, unit="sample", batches="poisson", rate=float(self.rate)),)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
@@ -85,9 +90,8 @@ class SampleDP(Wrapper):
         if self.rate is None:
             private = private.with_gradients(self._of_batch(data, local.batch_size))
         else:
-            private = private.with_batches(_drawn(data, self.rate)).with_gradients(
-                self._of_rows(data, local.batch_size)
-            )
+            private = private.with_batches(_drawn(data, self.rate))
+            private = private.with_gradients(self._of_rows(data, local.batch_size))
         output = client(message, state, private)
         return output._replace(info=only_bookkeeping(output.info)), own
 
