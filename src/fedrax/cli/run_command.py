@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from fedrax.experiments import experiment, own_code
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
 from fedrax.report import sinks
-from fedrax.report.runs import summary_line
+from fedrax.report.runs import finite, summary_line
 from fedrax.report.tables import wide_console
 from fedrax.simulation import Event, Interrupted, Result, RunInfo, simulate, use_all_cores
 
@@ -120,10 +121,17 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
             "stopped": result.stopped,
             "rounds": len(result.events),
         }
+        if result.spent is not None:
+            last["privacy"] = finite(dataclasses.asdict(result.spent))
         print(json.dumps(last))
     elif not options.quiet:
         console = wide_console()
         console.print(f"{spec.algorithm_name}: {summary_line(result.events)}")
+        if result.spent is not None:
+            console.print(str(result.spent))
+        if result.stopped == "budget":
+            budget = f"{spec.run.epsilon_budget:g} at delta {spec.run.delta:g}"
+            console.print(f"stopped: round {len(result.events) + 1} would exceed the budget of epsilon {budget}")
         console.print(f"plan {result.plan}")
         console.print(f"kept in {directory}; see it with: fedrax show {directory}")
 

@@ -14,7 +14,7 @@ import polars as pl
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
 from fedrax.simulation import checkpoint
-from fedrax.simulation.directory import FAILURE
+from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.events import Event, read_events
 from fedrax.simulation.result import to_target
 
@@ -29,6 +29,8 @@ class Run:
     events: list[Event]
     failure: str | None
     """Why the run stopped early, if it did: a number that was not finite."""
+    spent: bool = False
+    """Whether the privacy budget ended it."""
 
     @property
     def seed(self) -> int:
@@ -45,13 +47,15 @@ class Run:
         """Whether nothing is left to do."""
         target = self.table["run"].get("target", "none")
         reached = target != "none" and to_target(self.events, "test_accuracy", target) is not None
-        return len(self.events) >= self.rounds or reached or self.failure is not None
+        return len(self.events) >= self.rounds or reached or self.spent or self.failure is not None
 
     @property
     def state(self) -> str:
         """In words."""
         if self.failure is not None:
             return f"diverged in round {len(self.events) + 1}"
+        if self.spent:
+            return f"budget spent in round {len(self.events)}"
         return "finished" if self.finished else f"round {len(self.events)} of {self.rounds}"
 
 
@@ -74,7 +78,10 @@ def read_run(directory: Path) -> Run:
     events = read_events(directory) if (directory / "events.jsonl").exists() else []
     failed = directory / FAILURE  # empty where a full disk left no room for the state
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
-    return Run(directory, table, events, None if failure is None else str(failure))
+    kept = directory / CHECKPOINT
+    limited = isinstance(run.get("epsilon_budget"), float) and checkpoint.exists(kept)
+    spent = limited and checkpoint.load_meta(kept).get("stopped") == "budget"
+    return Run(directory, table, events, None if failure is None else str(failure), spent)
 
 
 def read_experiment(directory: Path) -> dict[str, Any]:
@@ -136,8 +143,8 @@ def summary_line(events: Sequence[Event]) -> str:
     last = last_values(events)
     names = [
         key
-        for key in ("test_accuracy", "test_mse", "test_loss", "train_loss", "frobenius_error", "rank")
-        if key in last
+        for key in ("test_accuracy", "test_mse", "test_loss", "train_loss", "frobenius_error", "rank", "epsilon")
+        if last.get(key) is not None
     ]
     values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
     return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
@@ -203,6 +210,9 @@ class Row:
     rounds: Statistic | None
     megabytes: Statistic | None
     seconds: Statistic | None
+    epsilon: Statistic | None = None
+    """What private runs have spent."""
+    epsilon_paper: Statistic | None = None
 
 
 def summarise(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
@@ -223,6 +233,8 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
         rounds=pick["rounds"],
         megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in took]) if complete else None,
         seconds=pick["seconds"],
+        epsilon=Statistic.of([last["epsilon"] for last in lasts if last.get("epsilon") is not None]),
+        epsilon_paper=Statistic.of([last["epsilon_paper"] for last in lasts if last.get("epsilon_paper") is not None]),
     )
 
 
@@ -230,3 +242,12 @@ def default_target(methods: Sequence[Method]) -> float | None:
     """95 % of the best method's mean final accuracy, to the percent; None where there is no accuracy."""
     finals = [row.accuracy.mean for m in methods if (row := summarise(m, None)).accuracy is not None]
     return math.floor(95 * max(finals)) / 100 if finals else None
+
+
+def finite(value: Any) -> Any:
+    """For JSON, which knows no infinity: null in its place."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

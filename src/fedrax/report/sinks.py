@@ -66,6 +66,8 @@ class ProgressSink:
                 break
         numbers = f"loss {event['train_loss']:.4g}" if "train_loss" in event else ""
         task = next(task for task in self._progress.tasks if task.id == self._task)
+        if event.get("epsilon") is not None:
+            numbers = "  ".join(filter(None, (numbers, f"ε {event['epsilon']:.3g}")))
         speed = f"{task.speed:.1f} rounds/s" if task.speed else ""
         numbers = "  ".join(filter(None, (numbers, self._test, speed)))
         if self._task is not None:

@@ -14,7 +14,8 @@ from rich.text import Text
 from fedrax.report.runs import Row, Statistic
 from fedrax.text import for_markdown, plain
 
-COLUMNS = ("accuracy", "loss", "rounds", "megabytes", "seconds")
+COLUMNS = ("accuracy", "loss", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
+_TO_TARGET = ("rounds", "megabytes", "seconds")
 _HIGHER_IS_BETTER = ("accuracy",)
 
 
@@ -34,6 +35,8 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
     return {
         "accuracy": "test accuracy",
         "loss": "test loss",
+        "epsilon": "epsilon",
+        "epsilon_paper": "epsilon by the paper",
         "rounds": f"rounds{to}",
         "megabytes": f"MB{to}",
         "seconds": f"s{to}",
@@ -45,15 +48,15 @@ def best(rows: Sequence[Row], column: str) -> set[str]:
     means = {
         row.label: s.mean for row in rows if (s := getattr(row, column)) is not None and "diverged" not in row.state
     }
-    if len(means) < 2:
+    if len(means) < 2 or "epsilon" in column:  # a promise, not a result
         return set()
     top = max(means.values()) if column in _HIGHER_IS_BETTER else min(means.values())
     return {label for label, mean in means.items() if mean == top}
 
 
 def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
-    columns = [c for c in COLUMNS[:2] if any(getattr(row, c) is not None for row in rows)]
-    return columns + (list(COLUMNS[2:]) if target is not None else [])
+    known = [c for c in COLUMNS if c in _TO_TARGET or any(getattr(row, c) is not None for row in rows)]
+    return [c for c in known if target is not None or c not in _TO_TARGET]
 
 
 def _cell(row: Row, column: str) -> str:

@@ -21,7 +21,13 @@ from fedrax.tree import Tree
 _WHOLE = 1 << 28
 """Bytes of an array that are read as they are; of a larger one, which may lie on disk, pieces spread over all of it."""
 _PIECES, _PIECE = 64, 1 << 20
-_FREE: dict[str, Any] = {"rounds": 0, "checkpoint_every": None, "samples": "auto", "states": "auto"}
+_FREE: dict[str, Any] = {
+    "rounds": 0,
+    "checkpoint_every": None,
+    "samples": "auto",
+    "states": "auto",
+    "epsilon_budget": None,
+}
 """Settings that a resumed run may change."""
 
 

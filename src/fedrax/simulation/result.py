@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from fedrax.privacy.ledger import Spent
 from fedrax.simulation.events import Event
 from fedrax.tree import Tree
 
@@ -25,8 +26,10 @@ class Result:
     plan: str
     """How rounds were executed, in words."""
     stopped: str
-    """"rounds", or "target" where the target accuracy ended the run early."""
+    """"rounds"; "target" or "budget" where the target accuracy, or the privacy budget, ended the run early."""
     directory: Path | None = None
+    spent: Spent | None = None
+    """What a private run has spent."""
     lower_is_better: tuple[str, ...] = ()
     """The task's metrics of which a smaller value is better."""
     statistics: Tree = ()
@@ -49,6 +52,7 @@ class Result:
         lines = [f"Result: {len(self.events)} rounds ({self.stopped}), {self.plan}, {sent:.4g} MB sent"]
         shown = [name for name in last if name.startswith(("train_", "test_"))]
         lines += [f"  {name.replace('_', ' ')}: {last[name]:.4g}" for name in shown]
+        lines += [] if self.spent is None else [f"  {self.spent}"]
         return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
 
     def client_state(self, client: int) -> Tree:

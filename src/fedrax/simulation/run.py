@@ -19,6 +19,7 @@ from fedrax.contract.task import Task
 from fedrax.data import Dataset, Federation
 from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
+from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
@@ -30,6 +31,7 @@ from fedrax.simulation.result import Result
 from fedrax.simulation.saving import check_kept, fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
+from fedrax.simulation.spending import check_not_spent, enter, last_round, ledger_of
 from fedrax.simulation.storage import Portion, Spill, Storage, Streamer
 from fedrax.tree import Tree
 
@@ -77,8 +79,10 @@ def simulate(
         if resume and trajectory:
             raise FedraxError("a resumed run does not know the parameters of its first rounds: leave trajectory out")
         setup = prepare(algorithm, task, federation, settings, params, script, path)
+        ledger = ledger_of(algorithm, settings, setup.planner.sampler)
         with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
-            return Run(setup, storage_of(setup), sinks, keep_clients, place, [] if trajectory else None).finish(resume)
+            steps = [] if trajectory else None
+            return Run(setup, storage_of(setup), sinks, keep_clients, place, steps, ledger).finish(resume)
 
 
 def check_same(
@@ -132,15 +136,22 @@ class Run:
     keep_clients: bool
     place: RunDirectory | None
     trajectory: list[Tree] | None
+    ledger: Ledger | None = None
+    last: int = 0
+    """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
     log: EventFile | None = None
 
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         setup, result = self.setup, None
-        carry, self.events = (
-            restore(setup, self.storage) if resume and setup.directory else (fresh(setup, self.storage), [])
-        )
+        if resume and setup.directory:
+            carry, self.events = restore(setup, self.storage, self.ledger)
+        else:
+            carry, self.events = fresh(setup, self.storage), []
+        self.last = last_round(self.ledger, setup.settings, setup.planner.sampler)
+        if self.ledger is not None and not self._reached(self.events):
+            check_not_spent(self.ledger, setup.settings, len(self.events), self.last)
         for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
             sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
         try:
@@ -162,7 +173,7 @@ class Run:
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def _rounds(self, carry: Carry, interrupted: Stop) -> tuple[Carry, str]:
-        total, events = self.setup.settings.rounds, self.events
+        total, events = self.last, self.events
         # Several processes must agree on blocks, and so may not look at the clock.
         pace = LONGEST_BLOCK if not self.setup.alone else 1
         due = time.monotonic() + _CHECKPOINT_SECONDS
@@ -177,6 +188,8 @@ class Run:
                 due = self._checkpoint(carry, over)
             if interrupted.signal is not None and not over:
                 raise Interrupted(interrupted.signal)
+        if stopped == "rounds" and len(events) < self.setup.settings.rounds:
+            stopped = "budget"
         return carry, stopped
 
     def _block(self, carry: Carry, pace: int, began: float) -> tuple[Carry, int, str]:
@@ -184,15 +197,16 @@ class Run:
         setup, events = self.setup, self.events
         portion = self.storage.portion(len(events), min(pace, self._until_stop(len(events))))
         rounds, after = portion.rounds, len(events) + portion.rounds
-        if after < setup.settings.rounds:
+        if after < self.last:
             self.storage.make_ahead(after, min(pace, self._until_stop(after)))
         carry, records = run_portion(setup, self.storage, carry, portion)
         if not records["sound"].all():
             self._fail(carry, portion, records)
         carry = self.storage.settle(carry, portion)
         new = events_of(setup.info, records, portion.xs.count, events, time.monotonic() - began)
+        enter(self.ledger, portion.xs, new, setup.info.num_clients)
         lost = None
-        if after % setup.settings.eval_every == 0 or after == setup.settings.rounds:
+        if after % setup.settings.eval_every == 0 or after == self.last:
             metrics, lost = self._evaluate(carry)
             new[-1] |= metrics
             new[-1]["seconds"] = round_seconds(events, time.monotonic() - began)
@@ -208,7 +222,7 @@ class Run:
         """Rounds until the host has something to do: evaluate, write a checkpoint, end."""
         settings = self.setup.settings
         every = [n for n in (settings.eval_every, settings.checkpoint_every) if n is not None]
-        return min(settings.rounds - done, *(n - done % n for n in every), LONGEST_BLOCK)
+        return min(self.last - done, *(n - done % n for n in every), LONGEST_BLOCK)
 
     def _checkpoint_due(self, due: float) -> bool:
         every = self.setup.settings.checkpoint_every
@@ -221,7 +235,10 @@ class Run:
         if self.log is not None:
             self.log.sync()
         began = time.monotonic()
-        self._save(CHECKPOINT, carry, self.keep_clients or not over)
+        keep, more = self.keep_clients or not over, {}
+        if over and len(self.events) == self.last < self.setup.settings.rounds:
+            more["stopped"] = "budget"
+        self._save(CHECKPOINT, carry, keep, **more)
         took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
         return time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
 
@@ -229,7 +246,8 @@ class Run:
         """Write the state, and by which events it is known."""
         if self.log is not None:
             done = len(self.events)
-            save(self.setup, self.storage, name, carry, done, clients, events=self.log.digest(), **more)
+            events = self.log.digest()
+            save(self.setup, self.storage, name, carry, done, clients, self.ledger, events=events, **more)
 
     def _reached(self, events: list[Event]) -> bool:
         target = self.setup.settings.target
@@ -257,6 +275,7 @@ class Run:
             plan=setup.info.plan,
             stopped=stopped,
             directory=setup.directory,
+            spent=None if self.ledger is None else self.ledger.spent,
             lower_is_better=setup.task.lower_is_better,
             statistics=carry.statistics,
             trajectory=self.trajectory or [],
@@ -288,6 +307,7 @@ class Run:
         if r:
             sound = {name: values[:r] for name, values in records.items()}
             new = events_of(setup.info, sound, portion.xs.count, self.events, 0.0)
+            enter(self.ledger, portion.xs, new, setup.info.num_clients)
             report(new, self.events, self.log, self.sinks)
         message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
         self._stop(message, self.storage.settle(carry, portion), "the state it starts from")

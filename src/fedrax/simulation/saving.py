@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.errors import FedraxError
+from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.engine import Carry
@@ -29,6 +30,8 @@ class Saved(NamedTuple):
     statistics: Tree
     store: Tree
     owners: Any
+    ledger: Any = ()
+    """How often each client took part, of a private run."""
 
 
 def fresh(setup: Setup, storage: Storage) -> Carry:
@@ -41,14 +44,17 @@ def fresh(setup: Setup, storage: Storage) -> Carry:
     return carry._replace(store=store)  # the store is nobody else's: no copy
 
 
-def restore(setup: Setup, storage: Storage) -> tuple[Carry, list[Event]]:
-    """State and events at the last checkpoint of the run's directory, or at the start if there is none."""
+def restore(setup: Setup, storage: Storage, ledger: Ledger | None = None) -> tuple[Carry, list[Event]]:
+    """State and events at the last checkpoint of the run's directory, or at the start if there is none.
+
+    The ``ledger`` is set to what it holds.
+    """
     assert setup.directory is not None
     where = setup.directory / CHECKPOINT
     if not checkpoint.exists(where):
         return fresh(setup, storage), []
     try:
-        return _at_checkpoint(setup, storage, where)
+        return _at_checkpoint(setup, storage, where, ledger)
     except checkpoint.DamagedError as error:
         raise FedraxError(f"{error}; {_what_helps(setup.directory)}") from error
 
@@ -62,7 +68,9 @@ def _what_helps(directory: Path) -> str:
     return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
 
 
-def _at_checkpoint(setup: Setup, storage: Storage, where: Path) -> tuple[Carry, list[Event]]:
+def _at_checkpoint(
+    setup: Setup, storage: Storage, where: Path, ledger: Ledger | None
+) -> tuple[Carry, list[Event]]:
     assert setup.directory is not None
     if not (where / checkpoint.FILE).is_file():
         raise checkpoint.DamagedError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
@@ -72,7 +80,7 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path) -> tuple[Carry, 
         raise FedraxError(f"{setup.directory} is at round {done}, beyond the {rounds} asked for")
     if done < rounds and setup.stateful and not meta["rows"]:
         raise FedraxError(f"the finished run in {setup.directory} kept no client states: it cannot go on")
-    like = jax.eval_shape(lambda: _like(setup, meta["rows"]))
+    like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
     saved = checkpoint.load(where, like, in_pieces="store" if setup.spilled else None)[0]
     events = read_events(setup.directory)
     if len(events) < done:
@@ -82,6 +90,8 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path) -> tuple[Carry, 
             f"the events of {setup.directory} are not those that its checkpoint was written after: what they say was"
             f" changed; see fedrax doctor {setup.directory}"
         )
+    if ledger is not None:
+        ledger.restore(saved.ledger, done)
     return setup.engine.put(saved.server, saved.statistics, _stored(setup, storage, saved)), events[:done]
 
 
@@ -115,10 +125,11 @@ def round_of(meta: dict[str, Any], where: Path) -> int:
     return meta["round"]
 
 
-def _like(setup: Setup, rows: int) -> Saved:
+def _like(setup: Setup, rows: int, ledger: Ledger | None) -> Saved:
     server = setup.algorithm.init(setup.params, setup.info.num_clients)
     repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
-    return Saved(server, setup.statistics, jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32))
+    counts = () if ledger is None else jnp.asarray(ledger.counts)
+    return Saved(server, setup.statistics, jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32), counts)
 
 
 def _stored(setup: Setup, storage: Storage, saved: Saved) -> Tree:
@@ -129,10 +140,19 @@ def _stored(setup: Setup, storage: Storage, saved: Saved) -> Tree:
     return ()
 
 
-def save(setup: Setup, storage: Storage, name: str, carry: Carry, done: int, clients: bool = True, **more: str) -> None:
+def save(
+    setup: Setup,
+    storage: Storage,
+    name: str,
+    carry: Carry,
+    done: int,
+    clients: bool = True,
+    ledger: Ledger | None = None,
+    **more: str,
+) -> None:
     """Write the state after ``done`` rounds to ``name`` in the run's directory, if it has one.
 
-    clients: with what clients keep.
+    clients: with what clients keep. more: what else to say of it.
     """
     if setup.directory is None:
         return
@@ -140,5 +160,6 @@ def save(setup: Setup, storage: Storage, name: str, carry: Carry, done: int, cli
     if not clients:
         owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
     meta = {"round": done, "rows": len(owners), "identity": setup.identity, "algorithm": setup.info.algorithm}
-    saved = Saved(setup.engine.whole_server(carry), carry.statistics, store, owners)
+    counts = () if ledger is None else ledger.counts
+    saved = Saved(setup.engine.whole_server(carry), carry.statistics, store, owners, counts)
     checkpoint.save(setup.directory / name, saved, meta | more, keep_previous=clients)

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import numpy as np
 
 from fedrax.compiled.products import Format
-from fedrax.contract.hyperparameters import Bound, Count, Fraction
+from fedrax.contract.hyperparameters import Bound, Count, Fraction, Positive
 from fedrax.errors import FedraxError
+from fedrax.privacy.accounting import Amplification
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
 
@@ -84,6 +85,13 @@ class Settings:
     """Also report metrics of each client's own copy of the global model after so many epochs of its local steps."""
     target: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Stop once the test accuracy reaches this."""
+    epsilon_budget: Positive | None = None
+    """Of a private method, stop before the round that would cost more than this epsilon, at ``delta``."""
+    delta: Annotated[float, Bound(gt=0, lt=1)] = 1e-5
+    """At which the epsilon of a private method is stated; less than one over the number of clients, or samples."""
+    amplification: Amplification = "auto"
+    """What a private method's epsilon takes from the draw of its cohorts: what is proven for how the run draws them, or
+    nothing. The kinds "poisson" and "fixed" are refused where the run draws its cohorts otherwise."""
     plan: Literal["auto", "scan", "vmap", "loop", "debug"] = "auto"
     """How a round is executed; the numbers are the same."""
     samples: Literal["auto", "resident", "streamed"] = "auto"

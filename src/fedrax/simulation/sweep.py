@@ -33,9 +33,11 @@ from fedrax.simulation.events import Event, events_of
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.result import Result
+from fedrax.simulation.round import Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, simulate
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, make_evaluators, prepare
+from fedrax.simulation.spending import enter, ledger_of
 from fedrax.tree import Tree
 
 _SMALL = 60_000
@@ -72,6 +74,8 @@ def sweep(
         raise FedraxError("a sweep needs at least one algorithm and one seed")
     if settings.target is not None and mode == "together":
         raise FedraxError("runs together cannot stop at a target: leave the target out, or run them in turn")
+    if settings.epsilon_budget is not None and mode == "together":
+        raise FedraxError("runs together cannot stop at a budget: leave epsilon_budget out, or run them in turn")
     with arithmetic(settings.dtype):
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
@@ -92,7 +96,8 @@ def sweep(
 def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
     same = len({jax.tree.structure(a) for a in algorithms}) == 1
     on_cpu = jax.default_backend() == "cpu"
-    return same and setup.settings.target is None and (setup.info.parameters <= _SMALL or not on_cpu)
+    ends = setup.settings.target is not None or setup.settings.epsilon_budget is not None
+    return same and not ends and (setup.info.parameters <= _SMALL or not on_cpu)
 
 
 def _alone(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> Result:
@@ -114,6 +119,7 @@ class _Together:
             raise FedraxError("algorithms that run together must differ in float hyper-parameters only")
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
+        self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
         mesh = make_mesh(min(len(jax.devices()), self.count))
         devices = mesh.devices.size
         self.stacked = _stack(list(algorithms) + [algorithms[-1]] * (-self.count % devices))
@@ -167,12 +173,12 @@ class _Together:
             took = time.monotonic() - began
             for z, g in np.ndindex(len(self.setups), self.count):
                 mine = {name: value[z, g, :rounds] for name, value in records.items()}
-                self._extend(events[g][z], z, g, mine, blocks[z].count, took, host)
+                self._extend(events[g][z], z, g, mine, blocks[z], took, host)
         final = jax.tree.map(np.asarray, carry)
         return [[self._result(events[g][z], final, z, g) for z in range(len(self.setups))] for g in range(self.count)]
 
     def _extend(
-        self, events: list[Event], z: int, g: int, records: dict, count: np.ndarray, took: float, carry: Carry | None
+        self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, took: float, carry: Carry | None
     ) -> None:
         """Add the events of a block of one lane, evaluated where ``carry``, of all lanes, is given."""
         if events and events[-1].get("diverged"):
@@ -180,7 +186,8 @@ class _Together:
         sound = records["sound"]
         kept = len(sound) if sound.all() else int(np.argmin(sound))
         cut = {name: value[:kept] for name, value in records.items()}
-        new, diverged = events_of(self.setups[z].info, cut, count, events, took), kept < len(sound)
+        new, diverged = events_of(self.setups[z].info, cut, xs.count, events, took), kept < len(sound)
+        enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
             metrics = self._evaluate(jax.tree.map(lambda a: a[z, g], carry), z, g)
             diverged = not all(map(np.isfinite, metrics.values()))
@@ -200,7 +207,7 @@ class _Together:
         return metrics
 
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
-        diverged = bool(events and events[-1].get("diverged"))
+        diverged, ledger = bool(events and events[-1].get("diverged")), self.ledgers[g][z]
         mine = jax.tree.map(lambda a: a[z, g], carry)
         return Result(
             params=self.algorithms[g].params(mine.server),
@@ -208,6 +215,7 @@ class _Together:
             events=events[:-1] if diverged else events,
             plan=self.plan,
             stopped="diverged" if diverged else "rounds",
+            spent=None if ledger is None else ledger.spent,
             lower_is_better=self.setups[z].task.lower_is_better,
             statistics=mine.statistics,
             store=mine.store,

@@ -1,0 +1,188 @@
+"""Audits: what attackers can prove of a private experiment, beside what its ledger claims.
+
+Two attackers. One watches a client in many runs of a few rounds, with its own data and with other data, and knows both:
+the strongest there is, against one release. The other sees the model of one whole run, in which the labels of many
+canaries were exchanged by the flip of a coin, and guesses the coins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.task import Batch, Task, starting_parameters
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement
+from fedrax.privacy.guessing import check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
+from fedrax.privacy.watching import watch
+from fedrax.simulation import Settings, simulate
+from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.spending import cohorts_of, ledger_of, private_releases
+
+Unit = Literal["client", "sample"]
+SHARE = 1 / 3
+"""Of the canaries, about which the attacker of one run says anything."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was proven, at 95 %, and what is claimed, both about other data of one ``unit``."""
+
+    attacker: Literal["watches a client", "guesses canaries"]
+    unit: Unit
+    rounds: int
+    trials: int
+    """Runs of each world that the bound rests on, or guesses."""
+    proven: float
+    """epsilon is at least this."""
+    claimed: float
+    """epsilon is at most this, by the sound accountant."""
+    claimed_paper: float | None
+    """Or this, as the method's paper has it, about one sample."""
+    delta: float
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the sound claim is wrong: the mechanism does not do what it says."""
+        return self.proven > self.claimed
+
+    @property
+    def paper_refuted(self) -> bool:
+        """Whether the paper's claim is wrong."""
+        return self.claimed_paper is not None and self.proven > self.claimed_paper
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        made = dataclasses.asdict(self) | {"refuted": self.refuted, "paper_refuted": self.paper_refuted}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in made.items()}
+
+
+def watch_a_client(
+    algorithm: Algorithm,
+    task: Task,
+    federation: Federation,
+    settings: Settings,
+    *,
+    client: int = 0,
+    unit: Unit = "client",
+    rounds: int = 1,
+    runs: int = 2000,
+) -> Audit:
+    """Tell a client's data from the same with other labels (of all samples, or of one) by what ``rounds`` let out.
+
+    As the only client, and by many ``runs`` of each world. The server sees all that the client sends; where noise is
+    added to a sum the public sees the model after each round.
+
+    Raises FedraxError for a method that is not private, or labels that are no classes.
+    """
+    releases = _releases(algorithm)
+    check_runs(runs)
+    if not 0 <= client < federation.num_clients:
+        raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
+    mine = slice(*federation.offsets[client : client + 2])
+    x, y = federation.train.x[mine], federation.train.y[mine]
+    changed = np.arange(len(y)) if unit == "client" else np.arange(1)
+    start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
+    start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
+    seen = "public" if all(release.seen == "public" for release in releases) else "server"
+    worlds = Batch(x, y), Batch(x, _other_labels(federation, y, changed))
+    own, other = (
+        watch(algorithm, task, start, world, runs, rounds=rounds, seen=seen, seed=settings.seed + number)
+        for number, world in enumerate(worlds)
+    )
+    told = tell_apart(own, other, settings.delta)
+    accountant = Accountant(about_replacement(releases), settings.delta)
+    proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta))
+    paper = accountant.epsilon_paper(rounds, len(y)) if unit == "sample" else None
+    return Audit("watches a client", unit, rounds, told.runs, proven, accountant.epsilon(rounds), paper, settings.delta)
+
+
+def guess_canaries(
+    algorithm: Algorithm,
+    task: Task,
+    federation: Federation,
+    settings: Settings,
+    *,
+    unit: Unit = "client",
+    canaries: int = 200,
+) -> Audit:
+    """Train once, with the labels of each canary (a client or a sample) exchanged or not, and guess which were.
+
+    By the loss of the last model on either version, over what is usual for canaries of the same class.
+
+    Raises FedraxError for a method that is not private, or more canaries than there are clients or samples.
+    """
+    releases = _releases(algorithm)
+    many = federation.num_clients if unit == "client" else len(federation.train.y)
+    if not 2 <= canaries <= many:
+        raise FedraxError(f"there are {many} {unit}s: take 2 to {many} canaries, not {canaries}")
+    rng = np.random.default_rng([settings.seed, canaries])
+    chosen, coins = np.sort(rng.choice(many, canaries, replace=False)), rng.random(canaries) < 0.5
+    owner = np.arange(many) if unit == "sample" else np.repeat(np.arange(many), federation.sizes)
+    rows = np.flatnonzero(np.isin(owner, chosen))
+    exchanged = _other_labels(federation, federation.train.y, rows)
+    y = np.where(np.isin(owner, chosen[coins]), exchanged, federation.train.y)
+    train = federation.train._replace(y=y.astype(federation.train.y.dtype))
+    result = simulate(algorithm, task, dataclasses.replace(federation, train=train), settings)
+
+    def losses(labels: np.ndarray) -> np.ndarray:
+        batch = Batch(federation.train.x[rows], labels[rows])
+        return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
+
+    gains, mine = losses(federation.train.y) - losses(exchanged), federation.train.y[rows]
+    # over the mean of the same exchange: how much one class gained over another tells nothing of a canary
+    gains -= (np.bincount(mine, gains) / np.maximum(np.bincount(mine), 1))[mine]
+    place = np.searchsorted(chosen, owner[rows])
+    guesses = guess(np.bincount(place, gains, canaries) / np.bincount(place, minlength=canaries), SHARE)
+    right, said = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
+    claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
+    return Audit(
+        "guesses canaries",
+        unit,
+        len(result.events),
+        said,
+        one_run_epsilon(canaries, said, right, settings.delta),
+        claimed,
+        paper if unit == "sample" else None,
+        settings.delta,
+    )
+
+
+def _claims(
+    algorithm: Algorithm, releases: tuple, federation: Federation, settings: Settings, rounds: int
+) -> tuple[float, float | None]:
+    """What the ledger of ``rounds`` rounds claims about other data: soundly, and by the paper."""
+    sampler = Sampler(settings, federation.sizes)
+    ledger = ledger_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
+    assert ledger is not None
+    for r in range(rounds):
+        ledger.spend(sampler.cohort(r))
+    drawn = cohorts_of(sampler).claimed(settings.amplification)
+    about = Accountant(about_replacement(releases), settings.delta, drawn if drawn.drawn == "fixed" else Cohorts())
+    count = rounds if about.by_rounds else int(ledger.counts.max())
+    return about.epsilon(count), ledger.epsilon_paper
+
+
+def _releases(algorithm: Algorithm) -> tuple:
+    releases = private_releases(algorithm)
+    if not releases:
+        raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no claim to audit")
+    return releases
+
+
+def _other_labels(federation: Federation, y: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """``y`` with the next class at ``rows``."""
+    classes = federation.num_classes
+    if classes is None or y.ndim != 1 or federation.padding is not None:
+        raise FedraxError("an audit exchanges classes: it takes a classification with one label for each sample")
+    changed = np.array(y)
+    changed[rows] = (changed[rows] + 1) % classes
+    return changed

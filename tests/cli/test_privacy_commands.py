@@ -1,0 +1,97 @@
+"""``fedrax privacy``, ``fedrax audit``, and what the other commands say of a private run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrax.report.runs import read_run
+
+PRIVATE = """
+[partition]
+name = "shards"
+clients = 8
+[model]
+name = "logistic"
+[algorithm]
+name = "outputperturbation"
+sigma = 0.5
+inner = { name = "fedavg", local = { lr = 0.5, steps = 3 } }
+[run]
+rounds = 4
+cohort_size = 3
+eval_every = 2
+"""
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A file of a private run that takes no time."""
+    path = tmp_path / "private.toml"
+    path.write_text(PRIVATE)
+    return path
+
+
+def test_privacy_says_what_the_run_will_spend(fedrax: Any, private: Path, tmp_path: Path):
+    said = json.loads(fedrax("privacy", private, "--json", "--epsilons", "20", "60").out)
+    assert fedrax("run", private, "--out", "kept", "--quiet").status == 0
+    events = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]
+    for event, foretold in zip(events, said["events"], strict=True):
+        assert foretold.items() <= event.items()
+    assert [Path(path).suffix for path in said["pictures"]] == [".png", ".svg"] and (tmp_path / "privacy.svg").exists()
+    assert said["noise_fields"] == {"sigma": 0.5}
+    first = said["answers"][0]
+    louder = [f"--algorithm.sigma={0.5 * first['factor']}", "--picture", "None", "--json"]
+    assert json.loads(fedrax("privacy", private, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=4e-3)
+    for answer in said["answers"]:
+        for event in said["events"]:
+            assert (event["epsilon"] <= answer["epsilon"]) == (event["round"] <= answer["rounds"])
+
+
+def test_privacy_prints_releases_answers_and_the_flag_for_them(fedrax: Any, private: Path):
+    shown = fedrax("privacy", private)
+    assert shown.status == 0
+    for text in ("replacement of a client", "together", "epsilon by the paper", "--algorithm.sigma for epsilon 0.5: "):
+        assert text in shown.out
+    amplified = fedrax("privacy", private, "--algorithm", "clientdp", "--picture", "None")
+    assert "amplified by the draw of cohorts" in amplified.out and "picture" not in amplified.out
+
+
+def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp_path: Path):
+    budget = json.loads(fedrax("privacy", private, "--json").out)["events"][1]["epsilon"]
+    options = ["--run.epsilon-budget", budget + 1e-6, "--run.rounds", 12]
+    stopped = fedrax("run", private, "--out", "kept", *options)
+    assert stopped.status == 0 and "stopped: round " in stopped.out and "would exceed the budget of" in stopped.out
+    run = read_run(tmp_path / "kept")
+    assert run.finished and run.state.startswith("budget spent in round ")
+    shown = fedrax("show", "kept").out
+    assert "epsilon by the paper" in shown and "budget spent" in shown
+    again = fedrax("resume", "kept")
+    assert again.status == 2 and "is spent" in again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["privacy", "--algorithm", "fedavg"], "FedAvg adds no noise: there is no epsilon to compute"),
+        (["privacy", "--epsilons", "0"], "--epsilons must be greater than 0"),
+        (["privacy", "--algorithm", "clientdp", "--run.amplification", "poisson"], "'poisson' does not hold"),
+        (["audit", "--algorithm", "fedavg"], "FedAvg adds no noise: there is no claim to audit"),
+        (["audit", "--algorithm", "clientdp", "--rounds", "0"], "--rounds must be 1 or more"),
+        (["audit", "--algorithm", "clientdp", "--runs", "10"], "takes 40 runs of each, not 10"),
+        (["run", "--algorithm", "fedavg", "--run.epsilon-budget", "3"], "FedAvg adds no noise"),
+    ],
+)
+def test_bad_input_is_a_sentence(fedrax: Any, arguments: list[str], sentence: str):
+    said = fedrax(*arguments)
+    assert said.status == 2 and sentence in said.err and said.err.count("\n") == 1
+
+
+def test_audit_prints_what_is_proven_beside_what_is_claimed(fedrax: Any, private: Path):
+    audited = fedrax("audit", private, "--runs", "200", "--canaries", "8", "--json")
+    assert audited.status == 0
+    watched, guessed = json.loads(audited.out)
+    assert 0 < watched["proven"] <= watched["claimed"] and watched["claimed_paper"] is None  # which is of one sample
+    assert guessed["unit"] == "client" and guessed["rounds"] == 4 and not guessed["refuted"]
+    assert "proves epsilon" in fedrax("audit", private, "--runs", "40").out

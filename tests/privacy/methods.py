@@ -1,0 +1,36 @@
+"""A private method as small as can be, for the tests of what counts it: they ask nothing of how it protects."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+import fedrax
+from fedrax import NonNegative, hyperparameters
+from fedrax.privacy.releases import Release
+
+
+@hyperparameters
+class Noisy(fedrax.FedAvg):
+    """FedAvg whose clients clip what they upload to norm 1 and add noise to it."""
+
+    noise: NonNegative = 1.0
+    """Standard deviation over the clipping norm."""
+    seen: Literal["server", "public"] = "server"
+    neighbours: Literal["presence", "replacement"] = "presence"
+
+    def client(self, message, state, data):
+        output = super().client(message, state, data)
+        size = fedrax.tree.norm(output.upload)
+        leaves, structure = jax.tree.flatten(output.upload)
+        keys = jax.random.split(data.stream("noise"), len(leaves))
+        noisy = [
+            x / jax.numpy.maximum(size, 1) + self.noise * jax.random.normal(k, x.shape)
+            for x, k in zip(leaves, keys, strict=True)
+        ]
+        return output._replace(upload=jax.tree.unflatten(structure, noisy))
+
+    def releases(self) -> tuple[Release, ...]:
+        """One answer about the client."""
+        return (Release(float(self.noise), seen=self.seen, neighbours=self.neighbours, paper_noise=self.noise / 2),)

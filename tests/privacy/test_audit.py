@@ -1,0 +1,180 @@
+"""What guesses prove, and that audits catch broken mechanisms and claims, and no sound one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError, hyperparameters
+from fedrax.contract.task import Batch
+from fedrax.experiments.audit import Unit, guess_canaries, watch_a_client
+from fedrax.models import Logistic, Model
+from fedrax.privacy.accounting import Accountant
+from fedrax.privacy.guessing import epsilon_of_mu, guess, one_run_epsilon, one_run_p_value, tell_apart
+from fedrax.privacy.mechanisms.client_level import ClientDP
+from fedrax.privacy.mechanisms.perturbation import OutputPerturbation
+from fedrax.privacy.releases import Release
+from fedrax.privacy.watching import watch
+from tests.privacy.methods import Noisy
+
+DELTA = 1e-5
+RUNS = 2000
+
+
+def logits(params, x, key=None):
+    """Of two classes, by two vectors of one shape: an upload of two leaves, whose noise could be the same."""
+    return x[:, :1] * params["a"] + x[:, 1:] * params["b"]
+
+
+PAIR = Model(lambda key: {"a": jnp.zeros(2), "b": jnp.zeros(2)}, logits)
+TASK = fedrax.classification(PAIR)
+PARAMS = PAIR.init(jax.random.key(0))
+LOCAL = fedrax.LocalSGD(lr=1e6, steps=1, batch_size="full")
+X = np.array([[1.0, -1.0]], np.float32)
+WORLDS = Batch(X, np.array([0])), Batch(X, np.array([1]))
+"""A client with one sample, of either label: its clipped updates are opposite."""
+
+
+@hyperparameters
+class TooQuiet(Noisy):
+    """Noise of a variance half as large as it says."""
+
+    def client(self, message, state, data):
+        return Noisy.client(dataclasses.replace(self, noise=self.noise / 2**0.5), message, state, data)
+
+
+@hyperparameters
+class LeafLeftOut(Noisy):
+    """One leaf goes out as it is."""
+
+    def client(self, message, state, data):
+        output, plain = super().client(message, state, data), fedrax.FedAvg.client(self, message, state, data)
+        return output._replace(upload=output.upload | {"b": plain.upload["b"] / fedrax.tree.norm(plain.upload)})
+
+
+@hyperparameters
+class SameKeyTwice(Noisy):
+    """Both leaves get the same noise."""
+
+    def client(self, message, state, data):
+        plain = fedrax.FedAvg.client(self, message, state, data)
+        noise, size = jax.random.normal(data.stream("noise"), (2,)), fedrax.tree.norm(plain.upload)
+        upload = {name: leaf / jnp.maximum(size, 1) + self.noise * noise for name, leaf in plain.upload.items()}
+        return plain._replace(upload=upload)
+
+
+def audited(method: fedrax.Algorithm, rounds: int = 1, **options):
+    """What two worlds prove of a method, over the runs of this file."""
+    seen = [watch(method, TASK, PARAMS, w, RUNS, rounds=rounds, seed=s, **options) for s, w in enumerate(WORLDS)]
+    return tell_apart(*seen, DELTA)
+
+
+def claimed(method: Noisy, rounds: int = 1) -> float:
+    """The sound epsilon of its releases, about other data of a client: they are as far apart as two messages can be."""
+    (release,) = method.releases()
+    halved = Release(release.noise / 2, neighbours="replacement")
+    return Accountant([halved], DELTA).epsilon(rounds)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_sound_mechanism_is_not_accused(rounds: int):
+    """And the bound is worth something: seven tenths of mu = 2 sqrt(rounds) / noise are proven."""
+    method = Noisy(local=LOCAL, noise=2.0)
+    told = audited(method, rounds)
+    assert 0.7 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
+    assert 0 < told.epsilon < claimed(method, rounds)
+    assert epsilon_of_mu(told.mu, DELTA) < 1.02 * claimed(method, rounds)
+
+
+@pytest.mark.parametrize("broken", [TooQuiet, LeafLeftOut, SameKeyTwice])
+def test_broken_mechanisms_are_caught(broken: type[Noisy]):
+    method = broken(local=LOCAL, noise=2.0)
+    assert epsilon_of_mu(audited(method).mu, DELTA) > 1.1 * claimed(method)
+
+
+def test_what_the_public_sees_is_the_model():
+    method = Noisy(local=LOCAL, noise=2.0, seen="public")
+    seen = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
+    assert seen.shape == (50, 8) and len(np.unique(seen[:, 0])) == 50
+    again = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
+    assert seen.tobytes() == again.tobytes()
+
+
+def test_mu_and_epsilon_of_a_gaussian_agree():
+    for mu in (0.3, 1.0, 2.5):
+        assert epsilon_of_mu(mu, DELTA) == pytest.approx(Accountant([Release(1 / mu)], DELTA).epsilon(1), rel=1e-6)
+    assert epsilon_of_mu(0.0, DELTA) == 0
+
+
+def test_all_of_a_hundred_right_guesses():
+    """P = (1 / (1 + e^-eps))^100 = 0.05 at eps = 3.493, worked out by hand; half right proves nothing."""
+    assert one_run_epsilon(100, 100, 100) == pytest.approx(3.4930, abs=1e-3)
+    assert one_run_epsilon(100, 100, 50) == 0 == one_run_epsilon(5, 0, 0)
+    assert one_run_epsilon(100, 100, 100, delta=1e-4) < 3.493
+    assert one_run_p_value(10, 10, 10, 0.0, 0.0) == pytest.approx(2**-10)
+    with pytest.raises(FedraxError, match="3 right ones of 2 guesses about 10 canaries"):
+        one_run_epsilon(10, 2, 3)
+
+
+def test_one_run_bounds_hold_as_often_as_they_say():
+    """Of randomised response at epsilon 1, guessed as well as can be, at most 5 % of bounds are above 1 (200 runs)."""
+    rng, chance = np.random.default_rng(0), 1 / (1 + np.exp(-1))
+    bounds = [one_run_epsilon(400, 400, int(rng.binomial(400, chance))) for _ in range(200)]
+    assert sum(bound > 1 for bound in bounds) <= 0.05 * 200 + 3
+    assert np.median(bounds) > 0.75
+
+
+def test_guesses_name_the_highest_and_the_lowest():
+    assert guess(np.array([0.3, 2.0, -1.0, 0.5, 0.4]), 0.8).tolist() == [-1, 1, -1, 1, 0]
+
+
+def test_few_runs_prove_nothing():
+    with pytest.raises(FedraxError, match="takes 40 runs of each, not 12"):
+        tell_apart(np.zeros((12, 1)), np.ones((50, 1)), DELTA)
+
+
+def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
+    """Of 20 samples one turns the model of 60 local steps around: it moves by 2 tau, not by tau / 20."""
+    local = fedrax.LocalSGD(lr=5.0, steps=60, batch_size="full")
+    method = OutputPerturbation(inner=fedrax.FedAvg(local=local), tau=1.0, sigma=0.8)
+    x = np.zeros((20, 2), np.float32)
+    x[0] = X[0]
+    worlds = [Batch(x, np.array([label] + [0] * 19)) for label in (0, 1)]
+    seen = [watch(method, TASK, PARAMS, world, RUNS, seed=seed) for seed, world in enumerate(worlds)]
+    proven = epsilon_of_mu(tell_apart(*seen, DELTA).mu, DELTA)
+    accountant = Accountant(method.releases(), DELTA)
+    paper = accountant.epsilon_paper(1, samples=20)
+    assert paper is not None and 5 * paper < proven < 1.02 * accountant.epsilon(1)
+
+
+@pytest.mark.parametrize("unit", ["client", "sample"])
+def test_canaries_of_one_run(unit: Unit):
+    """A claim of a quiet method is refuted by nobody; without noise to speak of most canaries are found."""
+    rng = np.random.default_rng(1)
+    x = np.eye(40, dtype=np.float32).repeat(2, axis=0)
+    federation = fedrax.Federation.from_arrays(x, rng.integers(0, 2, 80), np.arange(40).repeat(2), num_classes=2)
+    task = fedrax.classification(Logistic().build((40,), 2))
+    settings = fedrax.Settings(rounds=2, cohort_size=40)
+    quiet, loud = (ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=noise, at="client") for noise in (1e-3, 50.0))
+    found = guess_canaries(quiet, task, federation, settings, unit=unit, canaries=40)
+    assert found.trials == 14 and found.proven > 1 and not found.refuted
+    assert guess_canaries(loud, task, federation, settings, unit=unit, canaries=40).proven < found.proven
+
+
+@pytest.mark.parametrize(("at", "unit"), [("server", "client"), ("client", "sample")])
+def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
+    """Of one sample, whose label turns its update around: the two worlds are as far apart as can be."""
+    x = np.tile(X, (6, 1))
+    federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 1, 1, 1, 1, 1], num_classes=2)
+    method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0, at=at)
+    settings = fedrax.Settings(rounds=2, cohort_size=2)
+    audit = watch_a_client(method, TASK, federation, settings, unit=unit, runs=1000)
+    assert audit.claimed == pytest.approx(Accountant([Release(1.0, neighbours="replacement")], DELTA).epsilon(1))
+    assert 0.5 * audit.claimed < audit.proven < audit.claimed and not audit.refuted
+    with pytest.raises(FedraxError, match="there is no client 2: there are 2"):
+        watch_a_client(method, TASK, federation, settings, client=2)
+    with pytest.raises(FedraxError, match="FedAvg adds no noise: there is no claim to audit"):
+        watch_a_client(fedrax.FedAvg(), TASK, federation, settings)

@@ -1,0 +1,169 @@
+"""The ledger of a run: what events say, where a budget ends it, and that it outlives an interruption."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError
+from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.ledger import Ledger
+from fedrax.privacy.mechanisms.client_level import ClientDP
+from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
+from fedrax.privacy.releases import Release
+from fedrax.simulation import FixedList, Poisson, WeightedBySamples, checkpoint
+from tests.privacy.methods import Noisy
+from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_identical, run, without_times
+
+LOUD = Noisy(local=LOCAL, noise=2.0)
+PUBLIC = Noisy(local=LOCAL, noise=2.0, seen="public")
+COHORTS = [[0, 1, 2], [2, 3, 4], [2, 5, 6], [0, 1, 7]]
+SCRIPT = fedrax.Script(cohorts=COHORTS)
+
+
+def of_one(count: int, noise: float = 2.0) -> float:
+    """The epsilon of ``count`` answers of one client."""
+    return Accountant([Release(noise)], 1e-5).epsilon(count)
+
+
+def test_each_event_says_what_the_busiest_client_has_spent():
+    """Client 2 takes part in rounds 1 to 3, and nobody more often than that."""
+    result = run(LOUD, script=SCRIPT)
+    assert [event["epsilon"] for event in result.events] == [of_one(1), of_one(2), of_one(3), of_one(3)]
+    paper = [event["epsilon_paper"] for event in result.events]
+    kappa = [1 / 18, 2 / 32, 3 / 32, 2 / 18]  # clients 0 (3 samples), 2 (4), 2, 0; noise 1 for one sample
+    np.testing.assert_allclose(paper, [2 * np.sqrt(k * np.log(1e5)) + k for k in kappa], rtol=1e-12)
+    spent = result.spent
+    assert spent is not None and (spent.epsilon, spent.count, spent.by) == (of_one(3), 3, "analytic Gaussian")
+    assert "presence of a client" in repr(result)
+
+
+def test_the_draw_of_cohorts_amplifies_what_the_public_sees():
+    result = run(PUBLIC, cohort_size=1)
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("fixed", 1 / 8))
+    assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in (1, 2, 3, 4)]
+    assert result.events[-1]["epsilon"] < of_one(4)
+    plain = run(PUBLIC, cohort_size=1, amplification="none")
+    assert plain.events[0]["epsilon"] == of_one(1, noise=1.0)  # another client's place is taken
+
+
+@pytest.mark.parametrize(
+    ("options", "noise"),
+    [
+        ({"participation": WeightedBySamples()}, 1.0),  # who is not there makes room for another
+        ({"participation": FixedList((1, 2, 3))}, 2.0),
+        ({"cohort_size": 8}, 2.0),
+        ({"script": SCRIPT}, 2.0),
+    ],
+)
+def test_a_draw_that_hides_nobody_amplifies_nothing(options: dict[str, Any], noise: float):
+    result = run(PUBLIC, rounds=2, **options)
+    assert result.spent is not None and result.spent.epsilon == of_one(result.spent.count, noise)
+
+
+def test_other_methods_have_no_epsilon():
+    result = run(fedrax.FedAvg(local=LOCAL), rounds=1)
+    assert result.spent is None and "epsilon" not in result.events[0] and "epsilon" not in repr(result)
+
+
+def test_a_release_without_noise_is_null_in_events(tmp_path: Path):
+    result = run(Noisy(local=LOCAL, noise=0.0), rounds=1, directory=tmp_path / "run")
+    assert result.events[0]["epsilon"] is None and result.events[0]["epsilon_paper"] is None
+    line = json.loads((tmp_path / "run" / "events.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["epsilon"] is None
+
+
+def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Path):
+    """Of three participations of client 2 the budget has room for two; the last round is evaluated and kept."""
+    budget, directory = (of_one(2) + of_one(3)) / 2, tmp_path / "run"
+    result = run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory)
+    assert (result.stopped, len(result.events)) == ("budget", 2)
+    assert result.events[-1]["epsilon"] == of_one(2) and "test_accuracy" in result.events[-1]
+    assert checkpoint.load_meta(directory / "checkpoint")["stopped"] == "budget"
+    with pytest.raises(FedraxError, match=r"budget of epsilon = [\d.]+ at delta = 1e-05 is spent: 2 rounds have cost"):
+        run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory, resume=True)
+    assert len(run(LOUD, script=SCRIPT, epsilon_budget=None, directory=directory, resume=True).events) == 4
+
+
+def test_a_round_that_touches_no_data_costs_nothing():
+    """Upcycled-FL's second move: as many releases as without it."""
+    upcycled, plain = run(fedrax.upcycle(LOUD), script=SCRIPT), run(LOUD, script=SCRIPT)
+    assert [event["epsilon"] for event in upcycled.events] == [event["epsilon"] for event in plain.events]
+
+
+def test_poisson_cohorts_and_the_mechanisms_themselves():
+    """A round without clients counts as one that might have had some."""
+    method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0)
+    result = run(method, participation=Poisson(), cohort_size=1, rounds=5)
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("poisson", 1 / 8))
+    assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in range(1, 6)]
+    assert any(event["clients"] == 0 for event in result.events)
+
+
+def test_objective_perturbation_has_its_papers_number_alone():
+    method = ObjectivePerturbation(inner=fedrax.FedProx(mu=1.0, local=LOCAL), alpha=5.0)
+    (release,) = method.releases()
+    ledger = Ledger(Accountant([release], 1e-5), np.array([4, 9]))
+    event = ledger.spend(np.array([1])) and ledger.spend(np.array([0, 1]))
+    assert event["epsilon"] is None and event["epsilon_paper"] == pytest.approx(release.paper_epsilon / 4)
+
+
+def test_an_amplified_budget_counts_rounds():
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("fixed", 1 / 8))
+    budget = (expected.epsilon(3) + expected.epsilon(4)) / 2
+    assert len(run(PUBLIC, cohort_size=1, rounds=6, epsilon_budget=budget).events) == 3
+
+
+def test_resumed_runs_have_the_ledger_of_those_that_went_on(tmp_path: Path):
+    """Bit for bit, in events, result and checkpoint."""
+    options: dict[str, Any] = {"eval_every": 3}
+    whole = run(LOUD, rounds=6, directory=tmp_path / "whole", **options)
+    run(LOUD, rounds=3, directory=tmp_path / "parts", **options)
+    parts = run(LOUD, rounds=6, directory=tmp_path / "parts", resume=True, **options)
+    assert_identical(whole, parts)
+    assert whole.spent == parts.spent
+    kept = [np.load(tmp_path / name / "checkpoint" / "state.npz") for name in ("whole", "parts")]
+    (name,) = [name for name in kept[0].files if name.endswith("ledger")]
+    assert kept[0][name].tobytes() == kept[1][name].tobytes() and kept[0][name].sum() == 18
+
+
+def test_a_grid_of_noise_is_one_sweep():
+    grid = [Noisy(local=LOCAL, noise=noise) for noise in (1.0, 2.0)]
+    options: dict[str, Any] = {"rounds": 2, "cohort_size": 3}
+    together = fedrax.sweep(grid, TASK, FEDERATION, settings=fedrax.Settings(**options), mode="together")
+    alone = [run(method, **options) for method in grid]
+    for (lane,), one in zip(together, alone, strict=True):
+        assert [e["epsilon"] for e in lane.events] == [e["epsilon"] for e in one.events]
+        assert lane.spent == one.spent
+    with pytest.raises(FedraxError, match="runs together cannot stop at a budget"):
+        fedrax.sweep(grid, TASK, FEDERATION, mode="together", epsilon_budget=3.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "sentence"),
+    [
+        (LOUD, {"epsilon_budget": 0.01}, "has no room for a round: one costs epsilon = 1.993"),
+        (Noisy(local=LOCAL, noise=0.0), {"epsilon_budget": 3.0}, "a release without noise has no finite epsilon"),
+        (fedrax.FedAvg(local=LOCAL), {"epsilon_budget": 3.0}, "FedAvg adds no noise"),
+        (PUBLIC, {"amplification": "poisson"}, "'poisson' does not hold: cohorts are drawn at a fixed size"),
+        (LOUD, {"delta": 1.0}, "run.delta must be less than 1"),
+        (LOUD, {"epsilon_budget": -1.0}, "run.epsilon_budget must be greater than 0"),
+    ],
+)
+def test_what_no_ledger_can_keep_is_refused(method: Any, options: dict[str, Any], sentence: str, tmp_path: Path):
+    with pytest.raises(FedraxError, match=sentence):
+        run(method, directory=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_large_delta_is_warned_of():
+    with pytest.warns(UserWarning, match=r"delta = 0.2 is not below 1/8"):
+        run(LOUD, rounds=1, delta=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        events = run(LOUD, rounds=1, delta=0.1).events
+    assert "seconds" not in without_times(events)[0]
