@@ -49,7 +49,7 @@ class Reconstruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Attack:
-    """An optimizer on candidate data; :func:`dlg`, :func:`descent` and :func:`inverting_gradients` make the known ones."""
+    """An optimizer on candidate data; :func:`dlg`, :func:`descent` and :func:`inverting_gradients` give known ones."""
 
     optimizer: Optimizer
     steps: int

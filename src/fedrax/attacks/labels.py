@@ -20,11 +20,11 @@ def labels_of(gradient: Tree, samples: int, leaf: str = "output/bias") -> np.nda
     """
     found = dict(zip(tree.leaf_names(gradient), map(np.array, jax.tree.leaves(gradient)), strict=True))
     if leaf not in found or found[leaf].ndim != 1 or len(found[leaf]) < 2:
-        raise FedraxError(f"the gradient has no vector {leaf!r} with an entry for each class: it has {', '.join(found)}")
+        names = ", ".join(found)
+        raise FedraxError(f"the gradient has no vector {leaf!r} with an entry for each class: it has {names}")
     bias, labels = found[leaf].astype(float), []
     for _ in range(samples):
         lowest = int(bias.argmin())
         bias[lowest] += 1 / samples
         labels.append(lowest)
     return np.sort(np.asarray(labels))
-

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
-from fedrax.simulation.recording import Exchange
+from fedrax.simulation.recording import Exchange, Sent
 from fedrax.tree import Tree
 
 
@@ -32,16 +32,15 @@ def parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
     return tuple(part for part in found if floating(part))
 
 
-def decoded(algorithm: Algorithm, exchange: Exchange) -> Tree:
+def decoded(algorithm: Algorithm, exchange: Exchange) -> Sent:
     """What the server reads of what a client sent: the upload received, and what it sent besides."""
-    sent = exchange.sent
-    return algorithm.phases[exchange.phase].receive(sent.upload), sent.each, sent.total
+    return exchange.sent._replace(upload=algorithm.phases[exchange.phase].receive(exchange.sent.upload))
 
 
 def _alike(part: Any, params: Tree) -> bool:
     if jax.tree.structure(part) != jax.tree.structure(params):
         return False
-    return all(jnp.shape(a) == jnp.shape(b) for a, b in zip(jax.tree.leaves(part), jax.tree.leaves(params), strict=True))
+    return [jnp.shape(a) for a in jax.tree.leaves(part)] == [jnp.shape(a) for a in jax.tree.leaves(params)]
 
 
 def _path(path: tuple) -> str:

@@ -125,9 +125,7 @@ class LBFGS:
         nothing = jnp.zeros_like(line.moves)
         return self._start(line, line.point, line.value, line.gradient, nothing, nothing)
 
-    def _start(
-        self, line: _Line, at: Array, value: Array, gradient: Array, moves: Array, changes: Array
-    ) -> _Line:
+    def _start(self, line: _Line, at: Array, value: Array, gradient: Array, moves: Array, changes: Array) -> _Line:
         direction = -_times_inverse(moves, changes, gradient)
         falls = direction @ gradient < 0
         length = jnp.linalg.norm(gradient)
@@ -141,16 +139,20 @@ def _times_inverse(moves: Array, changes: Array, vector: Array) -> Array:
     """The inverse Hessian's estimate times a vector: the two loops of Nocedal (1980)."""
     products = (moves * changes).sum(1)
     weights = jnp.where(products > 0, 1 / jnp.where(products > 0, products, 1), 0)
-    shares: list[Array] = []
-    for k in reversed(range(len(moves))):
-        share = weights[k] * (moves[k] @ vector)
-        vector = vector - share * changes[k]
-        shares.append(share)
+
+    def back(vector: Array, pair: tuple) -> tuple[Array, Array]:
+        move, change, weight = pair
+        share = weight * (move @ vector)
+        return vector - share * change, share
+
+    def forth(vector: Array, pair: tuple) -> tuple[Array, None]:
+        move, change, weight, share = pair
+        return vector + (share - weight * (change @ vector)) * move, None
+
+    vector, shares = jax.lax.scan(back, vector, (moves, changes, weights), reverse=True)
     squared = changes[-1] @ changes[-1]
     vector = vector * jnp.where(squared > 0, products[-1] / jnp.where(squared > 0, squared, 1), 1)
-    for k, share in enumerate(reversed(shares)):
-        vector = vector + (share - weights[k] * (changes[k] @ vector)) * moves[k]
-    return vector
+    return jax.lax.scan(forth, vector, (moves, changes, weights, shares))[0]
 
 
 Optimizer = Descent | SignedAdam | LBFGS

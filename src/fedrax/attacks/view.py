@@ -71,9 +71,7 @@ class _Gradient:
         return (client.with_carried(Carried(statistics)).full_gradient(params, self.reduction)[1],)
 
 
-def as_gradient(
-    task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()
-) -> View:
+def as_gradient(task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()) -> View:
     """The view that ``gradient`` is the client's full gradient at ``params``, of its samples' mean or summed loss."""
     return View(_Gradient(task, reduction), (params, statistics), (gradient,))
 
@@ -104,7 +102,7 @@ class _Program:
             state, optimizer = output.state, carried.optimizer
             if self.matched[k]:
                 read = algorithm.phases[p].receive(output.upload), output.each, output.total
-                found += parts(read, params)
+                found += [part for values in read for part in parts(values, params)]
         return tuple(found)
 
 
@@ -135,7 +133,8 @@ def as_client_program(
     if matched is not None and not set(matched) & rounds:
         raise FedraxError(f"none of the rounds to match was seen: they are {sorted(rounds)}")
     chosen = tuple(matched is None or one.round in matched for one in exchanges)
-    target = [decoded(algorithm, one) for one, use in zip(exchanges, chosen, strict=True) if use]
+    read = [decoded(algorithm, one) for one, use in zip(exchanges, chosen, strict=True) if use]
+    target = tuple(part for one in read for values in one[:3] for part in parts(values, params))
     run = _Program(
         task,
         tuple(one.round - 1 for one in exchanges),
@@ -146,4 +145,4 @@ def as_client_program(
     )
     received = [(one.received, one.statistics) for one in exchanges]
     key = jax.random.key(0) if key is None else key
-    return View(run, (program or algorithm, params, key, received), tuple(p for one in target for p in parts(one, params)))
+    return View(run, (program or algorithm, params, key, received), target)

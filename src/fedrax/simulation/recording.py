@@ -142,9 +142,7 @@ def on_host(phases: Sequence[Noted], devices: int) -> list[Noted]:
     """A round's notes of one device or, where devices share the leading axis of the notes, of all of them."""
     split = lambda a: np.asarray(a).reshape(devices, -1, *a.shape[1:])  # noqa: E731
     as_arrays = lambda values: jax.tree.map(np.asarray, values)  # noqa: E731
-    return [
-        Noted(as_arrays(one.message), as_arrays(one.statistics), jax.tree.map(split, one.notes)) for one in phases
-    ]
+    return [Noted(as_arrays(one.message), as_arrays(one.statistics), jax.tree.map(split, one.notes)) for one in phases]
 
 
 def exchanges(recorded: Sequence[int], round: int, phases: Sequence[Noted]) -> list[Exchange]:
