@@ -192,7 +192,7 @@ def _descend(
     classes = start["labels"].shape[1] if "labels" in start else None
 
     def objective(candidate: dict) -> tuple[Array, Array]:
-        labels = y if classes is None else jax.nn.softmax(candidate["labels"])
+        labels: Any = y if classes is None else jax.nn.softmax(candidate["labels"])
         apart = distance_between(attack.distance, predict(known, Batch(candidate["x"], labels), classes), target)
         smooth = attack.total_variation * variation_of(candidate["x"]) if attack.total_variation else 0.0
         return apart + smooth, apart

@@ -79,7 +79,8 @@ class StepByStep(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """One client after another."""
-        sums, single, initial, notes = None, [], self.kept[0], ()
+        sums, single, initial = None, [], self.kept[0]
+        notes: Any = ()
         last, recorded = p == len(self.algorithm.phases) - 1, self.here.recorded
         for k, client in enumerate(self.numbers):
             done = run_client(

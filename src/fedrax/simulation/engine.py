@@ -212,7 +212,7 @@ def one_round(
     here: Rounds,
     axis: str | None,
     vectors_axis: str | None,
-) -> tuple[Carry, Info]:
+) -> tuple[Carry, dict[str, Any]]:
     """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was."""
     executor = OnDevice(program, algorithm, here, key, carry.store, samples, axis, vectors_axis)
     server, statistics, record, bad = run_round(executor, carry.server, carry.statistics)
@@ -223,8 +223,10 @@ def one_round(
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     new, old = (server, statistics), (carry.server, carry.statistics)
     server, statistics = jax.lax.cond(sound, lambda: new, lambda: old)
-    record |= {"sound": sound, "bad": bad} | ({NOTED: tuple(executor.noted)} if executor.noted else {})
-    return Carry(server, statistics, executor.store), record
+    made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
+    if executor.noted:
+        made[NOTED] = tuple(executor.noted)
+    return Carry(server, statistics, executor.store), made
 
 
 def run_block(
@@ -371,7 +373,7 @@ class Engine:
         Where clients are recorded, ``NOTED`` holds a list [rounds] of what was noted in each phase.
         """
         carry, records, noted = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
-        records = {name: np.asarray(value)[:rounds] for name, value in records.items()}
+        found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
         if noted:
-            records[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]
-        return carry, records
+            found[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]
+        return carry, found
