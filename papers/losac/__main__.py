@@ -18,7 +18,7 @@ from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method, last_values
 from fedrax.simulation.result import to_target
-from papers.losac import figure6, figure7
+from papers.losac import figure6, figure6_attacks, figure7
 from papers.losac.running import run, spread, stored, write_table
 
 __all__ = ["main", "spread", "stored"]
@@ -40,6 +40,7 @@ def main() -> int:
         "tuned": tuned,
         "figure6": figure6.figure,
         "figure6-search": figure6.search,
+        "figure6-attacks": figure6_attacks.attacks,
         "figure7": figure7.figure,
         "figure7-search": figure7.search,
     }
