@@ -1,4 +1,4 @@
-"""``python -m papers.losac table2|figure2|tuned|figure7|figure7-search``: run, compare with the paper, write results/.
+"""``python -m papers.losac WHAT``: run an experiment of the paper's, compare it with the paper, write results/.
 
 Finished runs below --out are kept and not run again; an interrupted command goes on where it was.
 """
@@ -18,7 +18,7 @@ from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method, last_values
 from fedrax.simulation.result import to_target
-from papers.losac import figure7
+from papers.losac import figure6, figure6_attacks, figure7
 from papers.losac.running import run, spread, stored, write_table
 
 __all__ = ["main", "spread", "stored"]
@@ -38,6 +38,9 @@ def main() -> int:
         "table2": table2,
         "figure2": figure2,
         "tuned": tuned,
+        "figure6": figure6.figure,
+        "figure6-search": figure6.search,
+        "figure6-attacks": figure6_attacks.attacks,
         "figure7": figure7.figure,
         "figure7-search": figure7.search,
     }

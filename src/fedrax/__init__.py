@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fedrax.privacy.mechanisms.client_level import ClientDP
     from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation, OutputPerturbation
     from fedrax.privacy.mechanisms.sample_level import SampleDP
-    from fedrax.simulation import Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
+    from fedrax.simulation import Record, Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
     from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.attacked import Attacked
     from fedrax.wrappers.ditto import Ditto
@@ -95,7 +95,7 @@ _HOMES = {
     "fedrax.privacy.mechanisms.client_level": "ClientDP",
     "fedrax.privacy.mechanisms.perturbation": "ObjectivePerturbation OutputPerturbation",
     "fedrax.privacy.mechanisms.sample_level": "SampleDP",
-    "fedrax.simulation": "Result Script Settings Sink join_processes simulate sweep use_all_cores",
+    "fedrax.simulation": "Record Result Script Settings Sink join_processes simulate sweep use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.attacked": "Attacked",
     "fedrax.wrappers.ditto": "Ditto",
@@ -122,7 +122,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "ClientDP", "ObjectivePerturbation", "OutputPerturbation", "SampleDP",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
-    "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",
+    "Record", "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",
 ]  # fmt: skip
 
 

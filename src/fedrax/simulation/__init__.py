@@ -4,6 +4,7 @@ from fedrax.compiled.cores import join_processes, use_all_cores
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.process import Interrupted
+from fedrax.simulation.recording import Exchange, Record, Sent
 from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, Uniform, WeightedBySamples
@@ -12,13 +13,16 @@ from fedrax.simulation.sweep import sweep
 __all__ = [
     "Availability",
     "Event",
+    "Exchange",
     "FixedList",
     "Interrupted",
     "NonFiniteError",
     "Poisson",
+    "Record",
     "Result",
     "RunInfo",
     "Script",
+    "Sent",
     "Settings",
     "Sink",
     "Uniform",

@@ -368,7 +368,9 @@ class Planner:
 
 def share_of(xs: Rounds, r: int, d: int) -> Rounds:
     """Round ``r`` of device ``d``: without these two axes."""
-    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r, d], jax.tree.map(lambda a: a[r, d], xs.places))
+    recorded = None if xs.recorded is None else xs.recorded[r]
+    places = jax.tree.map(lambda a: a[r, d], xs.places)
+    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r, d], places, recorded)
 
 
 def whole_round(xs: Rounds, r: int, rows: int, samples: int = 0) -> Rounds:

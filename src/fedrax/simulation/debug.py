@@ -14,7 +14,8 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import share_of, whole_round
-from fedrax.simulation.engine import Carry, Engine
+from fedrax.simulation.engine import NOTED, Carry, Engine, stacked
+from fedrax.simulation.recording import Noted, no_notes, noted, on_host, sent_by, statistics_down
 from fedrax.simulation.round import (
     Executor,
     Gathered,
@@ -49,15 +50,18 @@ class DebugEngine(Engine):
             except NonFiniteError:
                 records.append({"sound": False, "bad": self.program.num_clients})
                 break
-            records.append({name: np.asarray(value) for name, value in record.items()})
-        return carry, {n: np.asarray([record[n] for record in records if n in record]) for n in records[0]}
+            records.append(record)
+        return carry, stacked(records)
 
     def round(self, algorithm: Algorithm, carry: Carry, key: Array, here: Rounds) -> tuple[Carry, dict]:
         """One round on one device. NonFiniteError names what went wrong."""
         with jax.disable_jit():
             executor = StepByStep(self.program, algorithm, here, key, carry.store, jax.tree.map(_first, self.samples))
             server, statistics, record, _ = run_round(executor, carry.server, carry.statistics)
-        return Carry(server, statistics, executor.stored()), {**record, "sound": True, "bad": self.program.num_clients}
+        record = {**record, "sound": True, "bad": self.program.num_clients}
+        if executor.noted:
+            record[NOTED] = on_host(executor.noted, 1)
+        return Carry(server, statistics, executor.stored()), record
 
 
 class StepByStep(Executor):
@@ -78,6 +82,8 @@ class StepByStep(Executor):
         if not self.slots:
             return self._nobody(p, message, statistics)
         sums, single, initial = None, [], self.kept[0]
+        notes: Any = ()
+        last, recorded = p == len(self.algorithm.phases) - 1, self.here.recorded
         for k, client in enumerate(self.numbers):
             done = run_client(
                 self.program,
@@ -96,13 +102,17 @@ class StepByStep(Executor):
             require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.kept.statistics)}, who)
             if sums is None:
                 sums = no_sums(self.program, self.algorithm, p, initial if p == 0 else self._row(k), done)
+                notes = no_notes(recorded, sent_by(done, last))
             weight = self.here.places.weight[k]
             sums = add_client(self.program, sums, done, weight, jnp.bool_(True), client)
+            notes = noted(notes, recorded, client, sent_by(done, last))
             self.kept[k] = done.kept
             single.append(done.single)
         assert sums is not None
-        stacked = jax.tree.map(lambda *e: jnp.stack(e), *single)
-        return Gathered(sums, stacked, self.numbers, self.here.places.weight[: len(single)])
+        if recorded is not None:
+            self.noted.append(Noted(message, statistics_down(self.algorithm, p, statistics), notes))
+        each = jax.tree.map(lambda *e: jnp.stack(e), *single)
+        return Gathered(sums, each, self.numbers, self.here.places.weight[: len(single)])
 
     def _nobody(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """Of a cohort without clients: zeros, in the shapes that one would bring."""

@@ -26,6 +26,7 @@ from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
 from fedrax.contract.table import set_state, state_in
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded
+from fedrax.simulation.recording import Noted, no_notes, noted, on_host, sent_by, statistics_down
 from fedrax.simulation.round import (
     Executor,
     Finished,
@@ -43,6 +44,8 @@ from fedrax.simulation.round import (
 from fedrax.tree import Tree
 
 AXIS = "clients"
+NOTED = "noted"
+"""In a round's record what was noted of its messages, where clients are recorded."""
 
 
 class Carry(NamedTuple):
@@ -56,12 +59,14 @@ class Carry(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a device stands in a phase: sums, what goes up singly and what is kept by place, and the store."""
+    """Where a device stands in a phase: sums, what goes up singly and what is kept by place, the store, and notes."""
 
     sums: Sums
     single: Tree
     kept: Tree
     store: Tree
+    notes: Any = ()
+    """Of what recorded clients sent."""
 
 
 class PhaseRunner:
@@ -96,7 +101,8 @@ class PhaseRunner:
         by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
         sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
-        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store)
+        notes = no_notes(self.here.recorded, sent_by(shape, self.last))
+        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes)
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
@@ -104,7 +110,7 @@ class PhaseRunner:
         What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
         goes to the store in the last phase and to ``Progress.kept`` before.
         """
-        chunk, (sums, single, kept, store) = self.program.chunk, progress
+        chunk, (sums, single, kept, store, notes) = self.program.chunk, progress
         place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
         real = place < self.here.count
         at = jnp.minimum(place, self.here.count - 1) if chunk else place
@@ -127,7 +133,8 @@ class PhaseRunner:
             weight = self.here.places.weight[at]
             weight = jnp.where(real, weight, 0) if chunk else weight
             sums = add_client(self.program, sums, done, weight, real, self.here.places.client[at])
-        return Progress(sums, single, kept, store)
+        notes = noted(notes, self.here.recorded, self.here.places.client[at], sent_by(done, self.last))
+        return Progress(sums, single, kept, store, notes)
 
     def run(self, kept: Tree, store: Tree) -> Progress:
         """All clients of this device."""
@@ -180,7 +187,9 @@ class OnDevice(Executor):
         places = self.here.places
         runner = PhaseRunner(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
         with phase_scope(p):
-            sums, single, self.kept, self.store = runner.run(self.kept, self.store)
+            sums, single, self.kept, self.store, notes = runner.run(self.kept, self.store)
+        if self.here.recorded is not None:
+            self.noted.append(Noted(message, statistics_down(self.algorithm, p, statistics), notes))
         share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
         with scope(AGGREGATE):
             sums = self.join(sums._replace(bad=()))._replace(bad=self.least(sums.bad))
@@ -203,7 +212,7 @@ def one_round(
     here: Rounds,
     axis: str | None,
     vectors_axis: str | None,
-) -> tuple[Carry, Info]:
+) -> tuple[Carry, dict[str, Any]]:
     """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was."""
     executor = OnDevice(program, algorithm, here, key, carry.store, samples, axis, vectors_axis)
     server, statistics, record, bad = run_round(executor, carry.server, carry.statistics)
@@ -214,7 +223,10 @@ def one_round(
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     new, old = (server, statistics), (carry.server, carry.statistics)
     server, statistics = jax.lax.cond(sound, lambda: new, lambda: old)
-    return Carry(server, statistics, executor.store), record | {"sound": sound, "bad": bad}
+    made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
+    if executor.noted:
+        made[NOTED] = tuple(executor.noted)
+    return Carry(server, statistics, executor.store), made
 
 
 def run_block(
@@ -254,15 +266,20 @@ def run_block(
 def compiled_block(program: Program, mesh: Mesh) -> Callable:
     """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats."""
     by_device: Any = P(None, AXIS)
-    specs = Rounds(P(), P(), by_device, by_device)
+    specs = Rounds(P(), P(), by_device, by_device, P())
 
-    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array]]:
+    def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
+        carry, records = run_block(program, AXIS, *inputs, vectors_axis=AXIS if share_vectors(mesh) else None)
+        return carry, records, records.pop(NOTED, ())
+
+    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
         carries = Carry(server_specs(carry.server, mesh), P(), P(AXIS))
+        recorded = inputs[2].recorded is not None
         sharded = jax.shard_map(
-            partial(run_block, program, AXIS, vectors_axis=AXIS if share_vectors(mesh) else None),
+            run,
             mesh=mesh,
             in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), specs, P()),
-            out_specs=(carries, P()),
+            out_specs=(carries, P(), (Noted(P(), P(), by_device),) * len(algorithm.phases) if recorded else ()),
             check_vma=False,
         )
         return sharded(algorithm, carry, *inputs)
@@ -306,6 +323,12 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
 _copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 
 
+def stacked(records: list[dict]) -> dict[str, Any]:
+    """The records of single rounds as :meth:`Engine.run` gives them, by the names that the first one has."""
+    found = {name: [record[name] for record in records if name in record] for name in records[0]}
+    return {name: values if name == NOTED else np.asarray(values) for name, values in found.items()}
+
+
 class Engine:
     """Compiles and runs blocks of rounds on a mesh.
 
@@ -345,6 +368,12 @@ class Engine:
         return jax.jit(repeat, out_shardings=self.store_sharding)(client)
 
     def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
-        """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds]."""
-        carry, records = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
-        return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
+        """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds].
+
+        Where clients are recorded, ``NOTED`` holds a list [rounds] of what was noted in each phase.
+        """
+        carry, records, noted = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+        found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
+        if noted:
+            found[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]
+        return carry, found

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.simulation.cohorts import share_of
-from fedrax.simulation.engine import Carry, Engine, PhaseRunner, Progress
+from fedrax.simulation.engine import NOTED, Carry, Engine, PhaseRunner, Progress, stacked
+from fedrax.simulation.recording import Noted, on_host, statistics_down
 from fedrax.simulation.round import Executor, Gathered, Program, Rounds, client_keys, join_sums, run_round, serve
 from fedrax.tree import Tree
 
@@ -37,7 +38,7 @@ class LoopEngine(Engine):
             records.append(record)
             if not record["sound"]:
                 break
-        return carry, {name: np.asarray([record[name] for record in records]) for name in records[0]}
+        return carry, stacked(records)
 
     def _round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> tuple[Carry, dict]:
         executor = Dispatched(self, algorithm, carry, key, xs, r)
@@ -46,7 +47,8 @@ class LoopEngine(Engine):
         store = jax.tree.map(self._join, *executor.stores) if jax.tree.leaves(carry.store) else carry.store
         new = self.put(server, statistics, ()) if sound else carry
         values = {name: np.asarray(value) for name, value in record.items()}
-        return new._replace(store=store), values | {"sound": sound, "bad": int(bad)}
+        values |= {"sound": sound, "bad": int(bad)} | ({NOTED: executor.noted} if executor.noted else {})
+        return new._replace(store=store), values
 
     def _join(self, *shards: Array) -> Array:
         shape = (sum(len(shard) for shard in shards), *shards[0].shape[1:])
@@ -120,6 +122,10 @@ class Dispatched(Executor):
                     place = jax.device_put(np.int32(i), device)
                     progress[d] = self.compiled.step(p, self.algorithm, progress[d], inputs[d], self.kept[d], place)
         self.stores, self.kept = [q.store for q in progress], [q.kept for q in progress]
+        if self.shares[0].recorded is not None:
+            notes = jax.tree.map(lambda *a: np.concatenate([np.asarray(x) for x in a]), *[q.notes for q in progress])
+            down = statistics_down(self.algorithm, p, statistics)
+            self.noted += on_host([Noted(message, down, notes)], len(self.devices))
         parts = jax.device_put([(q.sums, q.single) for q in progress], self.devices[0])
         places = self.here.places
         return self.compiled.gather(parts, places.client.reshape(-1), places.weight.reshape(-1))

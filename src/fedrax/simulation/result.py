@@ -10,6 +10,7 @@ import jax
 
 from fedrax.privacy.ledger import Spent
 from fedrax.simulation.events import Event
+from fedrax.simulation.recording import Exchange
 from fedrax.tree import Tree
 
 
@@ -36,6 +37,8 @@ class Result:
     """The model's running statistics after the last round, averaged over clients; empty where it has none."""
     trajectory: list[Tree] = field(default_factory=list)
     """The global parameters after every round, on the host, where asked for."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    """What recorded clients were sent and sent, round by round, where asked for: see :class:`Record`."""
     store: Tree = ()
     """What clients keep, a row each."""
     homes: dict[int, int] = field(default_factory=dict)

@@ -56,6 +56,8 @@ class Rounds(NamedTuple):
     count: Any
     """int32; places in use on each device."""
     places: Place
+    recorded: Any = None
+    """int32 [K]; clients whose messages are noted, the same on all devices; None: nobody's."""
 
 
 class Kept(NamedTuple):
@@ -126,6 +128,8 @@ class Executor(ABC):
         """here: the round, of one device where there are several. key: of the run."""
         self.program, self.algorithm, self.here = program, algorithm, here
         self.round_key = jax.random.fold_in(key, jnp.asarray(here.round))
+        self.noted: list[Any] = []
+        """Of each phase so far what was noted of its messages, where clients are recorded."""
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """What phase ``p`` sends to its clients."""

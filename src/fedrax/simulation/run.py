@@ -23,10 +23,11 @@ from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
-from fedrax.simulation.engine import Carry
+from fedrax.simulation.engine import NOTED, Carry
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
+from fedrax.simulation.recording import Exchange, Record, exchanges
 from fedrax.simulation.result import Result
 from fedrax.simulation.saving import check_kept, fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
@@ -53,6 +54,7 @@ def simulate(
     sinks: Sequence[Sink] = (),
     keep_clients: bool = True,
     trajectory: bool = False,
+    record: Record | None = None,
     **changes: Any,
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
@@ -65,6 +67,7 @@ def simulate(
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
+    record: return what some clients were sent and sent in some rounds, see :class:`Record`.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
@@ -76,13 +79,16 @@ def simulate(
         path = None if directory is None else Path(directory)
         if resume and path is None:
             raise FedraxError("there is no directory to resume a run from")
-        if resume and trajectory:
-            raise FedraxError("a resumed run does not know the parameters of its first rounds: leave trajectory out")
+        if resume and (trajectory or record is not None):
+            what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
+            raise FedraxError(f"a resumed run does not know the {what} of its first rounds: leave {option} out")
         setup = prepare(algorithm, task, federation, settings, params, script, path)
+        if record is not None:
+            _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
         with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
-            steps = [] if trajectory else None
-            return Run(setup, storage_of(setup), sinks, keep_clients, place, steps, ledger).finish(resume)
+            kept = [] if trajectory else None
+            return Run(setup, storage_of(setup), sinks, keep_clients, place, kept, record, ledger).finish(resume)
 
 
 def check_same(
@@ -92,6 +98,15 @@ def check_same(
     use_all_cores()
     with arithmetic(settings.dtype):
         check_kept(prepare(algorithm, task, federation, settings, directory=Path(directory)))
+
+
+def _check_record(record: Any, setup: Setup) -> None:
+    if not isinstance(record, Record):
+        raise FedraxError(f"record is a fedrax.Record, which names clients and rounds, not {type(record).__name__}")
+    if not setup.alone:
+        raise FedraxError("messages are recorded by a run of a single process only")
+    info = setup.info
+    record.check(info.num_clients, info.rounds, info.bytes_down + info.bytes_up)
 
 
 def changed_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:
@@ -136,10 +151,12 @@ class Run:
     keep_clients: bool
     place: RunDirectory | None
     trajectory: list[Tree] | None
+    record: Record | None = None
     ledger: Ledger | None = None
     last: int = 0
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     log: EventFile | None = None
 
     def finish(self, resume: bool) -> Result:
@@ -196,12 +213,15 @@ class Run:
         """A block of rounds, evaluated where it is due, and reported: (carry, rounds, why the run would stop)."""
         setup, events = self.setup, self.events
         portion = self.storage.portion(len(events), min(pace, self._until_stop(len(events))))
+        portion, recorded = self._to_record(portion, len(events) + 1)
         rounds, after = portion.rounds, len(events) + portion.rounds
         if after < self.last:
             self.storage.make_ahead(after, min(pace, self._until_stop(after)))
         carry, records = run_portion(setup, self.storage, carry, portion)
         if not records["sound"].all():
             self._fail(carry, portion, records)
+        for phases in records.pop(NOTED, ()):
+            self.exchanges += exchanges(recorded, len(events) + 1, phases)
         carry = self.storage.settle(carry, portion)
         new = events_of(setup.info, records, portion.xs.count, events, time.monotonic() - began)
         enter(self.ledger, portion.xs, new, setup.info.num_clients)
@@ -219,10 +239,19 @@ class Run:
         return carry, rounds, "target" if self._reached(new) else "rounds"
 
     def _until_stop(self, done: int) -> int:
-        """Rounds until the host has something to do: evaluate, write a checkpoint, end."""
+        """Rounds until the host has something to do: evaluate, write a checkpoint, record messages, end."""
         settings = self.setup.settings
         every = [n for n in (settings.eval_every, settings.checkpoint_every) if n is not None]
-        return min(self.last - done, *(n - done % n for n in every), LONGEST_BLOCK)
+        others = LONGEST_BLOCK if self.record is None else self.record.rounds_until(done, settings.rounds)
+        return min(self.last - done, *(n - done % n for n in every), others, LONGEST_BLOCK)
+
+    def _to_record(self, portion: Portion, round: int) -> tuple[Portion, list[int]]:
+        """The block that begins with ``round``, with the clients to record where that round is recorded."""
+        if self.record is None or not self.record.holds(round):
+            return portion, []
+        clients = sorted({int(client) for client in self.record.clients})
+        xs = jax.tree.map(lambda a: a[:1], portion.xs)  # one round: no room for the messages of others
+        return portion._replace(xs=xs._replace(recorded=np.asarray([clients], np.int32))), clients
 
     def _checkpoint_due(self, due: float) -> bool:
         every = self.setup.settings.checkpoint_every
@@ -279,6 +308,7 @@ class Run:
             lower_is_better=setup.task.lower_is_better,
             statistics=carry.statistics,
             trajectory=self.trajectory or [],
+            exchanges=self.exchanges,
             store=self.storage.store(carry),
             homes=setup.planner.rows(),
             initial_client=setup.initial,

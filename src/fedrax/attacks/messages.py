@@ -1,0 +1,102 @@
+"""What is in messages: vectors of the parameters' kind, alone and summed up over the rounds that somebody saw.
+
+Nothing here knows a method. A message is a pytree, and whatever in it has the structure and shapes of the parameters
+may be a gradient, a model, an increment of either, or a state's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.errors import FedraxError
+from fedrax.simulation.recording import Exchange, Sent
+from fedrax.tree import Tree
+
+
+def vectors(message: Tree, params: Tree) -> dict[str, Tree]:
+    """The parts of ``message`` with the structure and shapes of ``params``, by path ("" for the whole)."""
+    parts = jax.tree_util.tree_flatten_with_path(message, is_leaf=lambda part: _alike(part, params))[0]
+    return {_path(path): part for path, part in parts if _alike(part, params)}
+
+
+def parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
+    """The message cut into vectors of the parameters' kind and the arrays besides them, floating ones only."""
+    found = jax.tree.leaves(message, is_leaf=lambda part: _alike(part, params))
+    floating = lambda part: all(jnp.issubdtype(jnp.result_type(a), jnp.floating) for a in jax.tree.leaves(part))  # noqa: E731
+    return tuple(part for part in found if floating(part))
+
+
+def decoded(algorithm: Algorithm, exchange: Exchange) -> Sent:
+    """What the server reads of what a client sent: the upload received, and what it sent besides."""
+    return exchange.sent._replace(upload=algorithm.phases[exchange.phase].receive(exchange.sent.upload))
+
+
+def _alike(part: Any, params: Tree) -> bool:
+    if jax.tree.structure(part) != jax.tree.structure(params):
+        return False
+    return [jnp.shape(a) for a in jax.tree.leaves(part)] == [jnp.shape(a) for a in jax.tree.leaves(params)]
+
+
+def _path(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+class Seen(NamedTuple):
+    """A vector made of messages that may be a gradient of a client's data, and where it was taken, as far as known."""
+
+    name: str
+    """Phase, part of the message, and what was made of it."""
+    params: Tree
+    """The parameters that the client had been sent."""
+    vector: Tree
+
+
+def of_one_client(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """The exchanges in order. FedraxError where there are none, or of several clients."""
+    clients = {one.client for one in exchanges}
+    if len(clients) != 1:
+        raise FedraxError(f"an attack needs the messages of one client, not of {len(clients)}")
+    return sorted(exchanges, key=lambda one: (one.round, one.phase))
+
+
+def gradients_seen(algorithm: Algorithm, exchanges: Sequence[Exchange], params: Tree) -> list[Seen]:
+    """What could be the gradient of a client's data at a point that the attacker knows.
+
+    exchanges: of one client, as far as the attacker saw them; those of a server are all. params: of the model's kind.
+    Each vector of the client's messages, in the last one ("last"), summed up over all ("sum", which turns increments
+    of a state that began at zero into the state), and less the one before ("difference"). A vector descends where it
+    is a gradient with the sign turned round, so each is there with both signs.
+    """
+    exchanges = of_one_client(exchanges)
+    found: list[Seen] = []
+    for p in sorted({one.phase for one in exchanges}):
+        series = [one for one in exchanges if one.phase == p]
+        at = _parameters(exchanges, series[-1], params)
+        histories = [vectors(decoded(algorithm, one), params) for one in series]
+        for name in histories[-1]:
+            history = [one[name] for one in histories]
+            made = {"last": history[-1]}
+            if len(history) > 1:
+                total = history[0]
+                for vector in history[1:]:
+                    total = tree.add(total, vector)
+                made |= {"sum": total, "difference": tree.sub(history[-1], history[-2])}
+            for what, vector in made.items():
+                label = f"phase {p + 1}, {name}, {what}"
+                found += [Seen(label, at, vector), Seen(f"{label}, negative", at, tree.scale(-1, vector))]
+    return found
+
+
+def _parameters(exchanges: Sequence[Exchange], last: Exchange, params: Tree) -> Tree:
+    """The parameters that came with an exchange or, where it had none, in an earlier phase of its round."""
+    for one in sorted((one for one in exchanges if one.round == last.round), key=lambda one: -one.phase):
+        sent_down = vectors(one.received, params)
+        if one.phase <= last.phase and sent_down:
+            return sent_down.get("params", next(iter(sent_down.values())))
+    raise FedraxError(f"no message to client {last.client} in round {last.round} has the model's parameters")

@@ -1,0 +1,93 @@
+"""What clients were sent and sent, as every execution plan notes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import Record, tree
+from tests.simulation.problems import AWAY, LOCAL, SCAFFOLD, run, state_of
+
+MIME = fedrax.MimeSVRG(local=LOCAL)
+EVERYBODY = tuple(range(8))
+
+
+def who(result: fedrax.Result) -> list[tuple[int, int, int]]:
+    return [(one.round, one.client, one.phase) for one in result.exchanges]
+
+
+@pytest.fixture(scope="module")
+def scanned() -> fedrax.Result:
+    """Two phases a round, rounds and clients of which only some are recorded."""
+    return run(MIME, plan="scan", record=Record(clients=(4, 1, 6), rounds=(1, 3)), rounds=3)
+
+
+@pytest.mark.parametrize("options", [{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, AWAY | {"plan": "scan"}])
+def test_every_plan_notes_the_same(scanned: fedrax.Result, options: dict[str, Any]) -> None:
+    other = run(MIME, record=Record(clients=(1, 4, 6), rounds=(3, 1)), rounds=3, **options)
+    assert who(other) == who(scanned) == [(1, 6, 0), (1, 6, 1), (3, 4, 0), (3, 4, 1), (3, 6, 0), (3, 6, 1)]
+    for one, two in zip(scanned.exchanges, other.exchanges, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(two)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_recorded_run_is_the_run(scanned: fedrax.Result) -> None:
+    for a, b in zip(state_of(scanned), state_of(run(MIME, plan="scan", rounds=3)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_the_server_makes_its_step_of_what_was_noted() -> None:
+    """SCAFFOLD by hand, from the messages alone: x and c of the next round, and every client's c_i."""
+    result = run(SCAFFOLD, plan="scan", record=Record(clients=EVERYBODY), trajectory=True, rounds=3)
+    control = [np.zeros(12 + 3) for _ in EVERYBODY]
+    flat = lambda values: np.concatenate([np.ravel(a) for a in jax.tree.leaves(values)])  # noqa: E731
+    for round in (1, 2, 3):
+        mine = [one for one in result.exchanges if one.round == round]
+        assert len(mine) == 3
+        x, c = flat(mine[0].received.params), flat(mine[0].received.control)
+        np.testing.assert_allclose(c, np.mean(control, axis=0), atol=1e-6)
+        moved = np.mean([flat(one.sent.upload.params) for one in mine], axis=0)
+        np.testing.assert_allclose(flat(result.trajectory[round - 1]), x + moved, atol=1e-6)
+        for one in mine:
+            control[one.client] = control[one.client] + flat(one.sent.upload.control)
+    for client in EVERYBODY:
+        np.testing.assert_allclose(flat(result.client_state(client).control), control[client], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fedrax.Quantised(inner=SCAFFOLD, bits=4), fedrax.TopK(inner=fedrax.FedAvg(local=LOCAL))]
+)
+def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
+    """Compressed, and of as many bytes as events count."""
+    result = run(algorithm, plan="scan", record=Record(clients=EVERYBODY), rounds=1)
+    event = result.events[0]
+    assert sum(tree.num_bytes(one.sent) for one in result.exchanges) == event["bytes_up"]
+    assert sum(tree.num_bytes((one.received, one.statistics)) for one in result.exchanges) == event["bytes_down"]
+    inner = run(algorithm.inner, plan="scan", rounds=1)  # type: ignore[attr-defined]
+    assert event["bytes_up"] < inner.events[0]["bytes_up"]
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (Record(clients=(8,)), "no client 8 to record: they go from 0 to 7"),
+        (Record(rounds=(0,)), "no round 0 to record: they go from 1 to 4"),
+        (Record(clients=()), "one client at least"),
+        (Record(clients=(True,)), "no client True"),
+        (Record(max_bytes=400), "the record would take"),
+        ((0, 1), "record is a fedrax.Record"),
+    ],
+)
+def test_a_record_of_what_there_is_not_is_refused(record: Any, sentence: str) -> None:
+    with pytest.raises(fedrax.FedraxError, match=sentence):
+        run(record=record)
+
+
+def test_a_resumed_run_has_no_record(tmp_path: Any) -> None:
+    with pytest.raises(fedrax.FedraxError, match="messages of its first rounds: leave record out"):
+        run(record=Record(), directory=tmp_path / "run", resume=True)
