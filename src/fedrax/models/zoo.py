@@ -19,6 +19,7 @@ from jax import Array
 
 from fedrax.contract.hyperparameters import Count
 from fedrax.errors import FedraxError, unknown
+from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
     ACTIVATIONS,
     Layer,
@@ -214,6 +215,12 @@ MODELS: dict[str, type] = {
     "cnn": CNN,
     "lstm": LSTM,
     "trace_regression": TraceRegression,
+    "tinynn": TinyNN,
+    "lenet5": LeNet5,
+    "vgg11": VGG11,
+    "resnet18": ResNet18,
+    "resnet20": ResNet20,
+    "resnet50": ResNet50,
 }
 
 
