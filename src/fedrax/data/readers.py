@@ -13,6 +13,7 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
 from fedrax.errors import FedraxError, unknown
@@ -355,6 +356,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("digits", "1,797 8x8 digits bundled with scikit-learn; needs no files", load_digits),
         DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, made on the spot", load_synthetic),
         DatasetEntry("matrix_sensing", "inner products with a low-rank matrix, made on the spot", load_matrix_sensing),
+        DatasetEntry("quartic_pair", "two polynomials of degree four with noise, made on the spot", load_quartic_pair),
         DatasetEntry("mnist", "70,000 28x28 grey digits", load_mnist, _idx_files("mnist")),
         DatasetEntry("fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")),
         DatasetEntry(

@@ -37,6 +37,7 @@ from fedrax.models.layers import (
     to_images,
 )
 from fedrax.models.model import Model, Params
+from fedrax.models.polynomial import Polynomial
 from fedrax.models.recurrent import init_lstm, lstm
 from fedrax.models.trace_regression import TraceRegression
 
@@ -215,6 +216,7 @@ MODELS: dict[str, type] = {
     "cnn": CNN,
     "lstm": LSTM,
     "trace_regression": TraceRegression,
+    "polynomial": Polynomial,
     "tinynn": TinyNN,
     "lenet5": LeNet5,
     "vgg11": VGG11,
