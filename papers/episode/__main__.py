@@ -79,8 +79,8 @@ def write(
         "",
         f"Distance |x - x*| from the minimum of the mean objective, mean ± standard deviation over {arguments.seeds} "
         "seeds. The paper prints curves, no numbers: EPISODE arrives at every H, CELGC fails to as H grows. "
-        f"eta = 0.01, gamma / eta = 5, I = 8, from x = 1. Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
-        f"{datetime.date.today().isoformat()}).",
+        f"eta = 0.01, gamma / eta = 5, I = 8, from x = 1. Written by `{command}` ({processor()}, "
+        f"{os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
         "",
         f"| H | minimum x* | method | after {measured[early]} rounds | after {measured[-1]} rounds | mean x there |",
         "|---|---|---|---|---|---|",

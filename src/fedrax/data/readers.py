@@ -16,6 +16,7 @@ from fedrax.data.files import cache_directory, data_directory, find_file, read_i
 from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
+from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import read_csv
 
@@ -383,6 +384,8 @@ DATASETS: dict[str, DatasetEntry] = {
             load_upcycled_synthetic,
             ("upcycled_synthetic/synthetic_0.5_0.5.npz", "upcycled_synthetic/synthetic_iid.npz"),
         ),
+        DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
+        DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table with a label column and perhaps a client column", load_csv),

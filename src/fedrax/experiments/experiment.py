@@ -183,7 +183,9 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
     """
     targets = federation.train.y.shape[1:]
     outputs = federation.num_classes or (targets[-1] if targets else 1)
-    made = experiment.model.build(input_shape=federation.train.x.shape[1:], num_outputs=outputs)
+    build = experiment.model.build
+    words = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
+    made = build(input_shape=federation.train.x.shape[1:], num_outputs=outputs, **words)
     if isinstance(made, Task):
         return made
     if not isinstance(made, Model):

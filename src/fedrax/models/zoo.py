@@ -39,6 +39,7 @@ from fedrax.models.layers import (
 from fedrax.models.model import Model, Params
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.recurrent import init_lstm, lstm
+from fedrax.models.text import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 
 Shape = tuple[int, ...]
@@ -223,6 +224,8 @@ MODELS: dict[str, type] = {
     "resnet18": ResNet18,
     "resnet20": ResNet20,
     "resnet50": ResNet50,
+    "sentence_pairs": SentencePairs,
+    "tweets": Tweets,
 }
 
 
