@@ -17,7 +17,7 @@ import numpy as np
 
 from fedrax import FedraxError, files
 from papers.losac.running import processor, spread
-from papers.upcycled.grid import DATA, EVERY, METHODS, Point, measured
+from papers.upcycled.grid import DATA, EVERY, METHODS, Point, measured, place_of
 
 HERE = Path(__file__).parent
 STRAGGLERS = {"table1": 90, "table3": 30}
@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=80, help="of 10 local epochs each; upcycled, two iterations each")
     parser.add_argument("--out", type=Path, default=Path("runs/upcycled"), help="where sweeps are kept")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
+    parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of what there is")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where tables go")
     try:
         table(parser.parse_args())
@@ -53,6 +54,8 @@ def table(arguments: argparse.Namespace) -> None:
         for method in [
             m for m in EVERY if m in arguments.methods or (m not in METHODS and "FedAvg" in arguments.methods)
         ]:
+            if arguments.only_write and not all(kept(arguments, data, method)):
+                continue
             began = time.monotonic()
             both = [sweep_of(arguments, data, method, part) for part in ("test", "held out")]
             if method in METHODS:
@@ -61,8 +64,16 @@ def table(arguments: argparse.Namespace) -> None:
             else:
                 gains.append(server_step_row(data, *both))
             text = write(arguments, rows, gains)
+            if arguments.only_write:
+                continue
             print(f"{data}, {method}: {time.monotonic() - began:.0f} s", flush=True)
     print(text)
+
+
+def kept(arguments: argparse.Namespace, data: str, method: str) -> list[bool]:
+    """Whether each of a method's two sweeps has been run."""
+    where = (arguments.out, data, STRAGGLERS[arguments.what], method)
+    return [place_of(*where, part).exists() for part in ("test", "held out")]
 
 
 def sweep_of(arguments: argparse.Namespace, data: str, method: str, part: str) -> Found:
@@ -159,7 +170,8 @@ def write(arguments: argparse.Namespace, rows: list[list[str]], gains: list[list
         "Test accuracy in % after the last round, averaged over devices, mean ± standard deviation over "
         f"{len(arguments.seeds)} seeds ({arguments.rounds} rounds; upcycled, twice as many iterations). Points are "
         "chosen by this very accuracy, as the paper's grid search does. 'own' sets are our generator's. pFedMe: the "
-        "devices' own models. '(end)': the best value lies at the end of its grid. Written by "
+        "devices' own models. Sets and methods that are not in the table were not run. "
+        "'(end)': the best value lies at the end of its grid. Written by "
         f"`{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
         "",
         *markdown(

@@ -142,7 +142,7 @@ def measured(
     """Final accuracies of every point of a method's grid, {name: [seeds]} in percent, kept in a file of their own."""
     spec = EVERY[method]
     facts = {"points": spec.points, "seeds": seeds, "rounds": rounds, "data": DATA[data]}
-    place = out / f"{data} {part} {stragglers} {method}.json".replace(" ", "-").replace(",", "")
+    place = place_of(out, data, stragglers, method, part)
     if not place.exists():
         found = run(spec, federation_of(data, part, data_dir), stragglers, seeds, rounds)
         files.write_text(place, json.dumps({**facts, "found": found}) + "\n")
@@ -150,6 +150,11 @@ def measured(
     if any(kept[key] != json.loads(json.dumps(value)) for key, value in facts.items()):
         raise FedraxError(f"{place} holds another sweep: choose another --out.")
     return [(p, {k: np.array(v) for k, v in f.items()}) for p, f in zip(spec.points, kept["found"], strict=True)]
+
+
+def place_of(out: Path, data: str, stragglers: int, method: str, part: str) -> Path:
+    """Where a method's grid is kept."""
+    return out / f"{data} {part} {stragglers} {method}.json".replace(" ", "-").replace(",", "")
 
 
 def run(spec: Method, federation: Federation, stragglers: int, seeds: list[int], rounds: int) -> list[dict[str, Any]]:
