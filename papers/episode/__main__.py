@@ -1,4 +1,8 @@
-"""``python -m papers.episode fig3``: Figure 3's quartic pair, EPISODE beside CELGC, as a table and a picture."""
+"""``python -m papers.episode fig3|snli|cifar10``: EPISODE beside CELGC and others, as tables and pictures.
+
+fig3 is Figure 3's quartic pair. snli and cifar10 are at similarity 30 and 10 %, made for a GPU, or --small; their runs
+are kept below --out, and an interrupted command goes on where it was.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,15 @@ from matplotlib.figure import Figure
 
 from fedrax import FedraxError, files, sweep
 from fedrax.experiments import comparison, experiment
-from fedrax.report.curves import PALETTE, save_curves
+from fedrax.report.curves import PALETTE, draw_curves, save_curves
+from fedrax.report.runs import last_values
+from papers.losac import running as losac
 from papers.losac.running import processor, spread
 
 HERE = Path(__file__).parent
 HETEROGENEITY = (1, 2, 4, 8)
+SEEDS = 200
+SIMILARITY = (30, 10)
 EARLY = 30
 """The round by which EPISODE has arrived, as the table reports it."""
 
@@ -29,12 +37,19 @@ Paths = dict[str, np.ndarray]
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.episode", description=__doc__)
-    parser.add_argument("what", choices=["fig3"])
-    parser.add_argument("--seeds", type=int, default=200, help="how many")
+    commands = {"fig3": fig3, "snli": similarity, "cifar10": similarity}
+    parser.add_argument("what", choices=list(commands))
+    parser.add_argument("--small", action="store_true", help="snli and cifar10: in a size for a few cores")
+    parser.add_argument("--seeds", type=int, help="how many; by default 200 for fig3, and the file's for the others")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/episode"), help="where runs of snli and cifar10 are kept"
+    )
+    parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where table and picture go")
     try:
-        fig3(parser.parse_args())
+        arguments = parser.parse_args()
+        commands[arguments.what](arguments)
     except FedraxError as error:
         print(f"papers.episode: {error}", file=sys.stderr)
         return 1
@@ -44,7 +59,7 @@ def main() -> int:
 def fig3(arguments: argparse.Namespace) -> None:
     """All seeds of a method as one compiled program, for each H."""
     table = files.read_table(HERE / "fig3.toml")
-    rounds = arguments.rounds or table["run"]["rounds"]
+    rounds, arguments.seeds = arguments.rounds or table["run"]["rounds"], arguments.seeds or SEEDS
     found, minima = {}, {}
     for heterogeneity in HETEROGENEITY:
         table["data"]["heterogeneity"] = float(heterogeneity)
@@ -72,7 +87,7 @@ def write(
 ) -> str:
     """Distances from the minimum, early and at the end."""
     early = min(range(len(measured)), key=lambda i: abs(measured[i] - EARLY))
-    command = "python -m papers.episode fig3" + (f" --seeds {arguments.seeds}" if arguments.seeds != 200 else "")
+    command = "python -m papers.episode fig3" + (f" --seeds {arguments.seeds}" if arguments.seeds != SEEDS else "")
     command += f" --rounds {rounds}" if arguments.rounds else ""
     lines = [
         "# EPISODE, Figure 3 (quartic pair)",
@@ -95,6 +110,45 @@ def write(
     arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / "fig3.md", text)
     return text
+
+
+def similarity(arguments: argparse.Namespace) -> None:
+    """Every method of a file at similarity 30 and 10 %."""
+    name = arguments.what + ("_small" if arguments.small else "")
+    chosen = argparse.Namespace(
+        **vars(arguments) | {"seeds": list(range(arguments.seeds)) if arguments.seeds else None}
+    )
+    rows = []
+    for percent in SIMILARITY:
+        out = arguments.out / name / f"s={percent}"
+        methods = losac.run(HERE / f"{name}.toml", out, chosen, "--partition.percent", str(percent))
+        for method in methods:
+            ends = [last_values(one.events) for one in method.runs if one.failure is None]
+            cells = [spread([100 * end["test_accuracy"] for end in ends], ".2f")]
+            cells += [spread([end["test_loss"] for end in ends], ".4f")]
+            rows.append([f"{percent}", method.label, *cells, str(len(method.runs) - len(ends))])
+        save_curves(
+            draw_curves(methods, title=f"{name}, similarity {percent} %"), arguments.results / f"{name}-s{percent}"
+        )
+    command = f"python -m papers.episode {arguments.what}" + (" --small" if arguments.small else "")
+    command += f" --seeds {arguments.seeds}" if arguments.seeds else ""
+    command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
+    kind = "on the smaller budget of" if arguments.small else "with the settings of"
+    lines = [
+        f"# EPISODE, {'SNLI' if arguments.what == 'snli' else 'CIFAR-10'}",
+        "",
+        f"Run {kind} `{name}.toml`. The paper prints curves, no numbers. Mean ± standard deviation over seeds after "
+        f"the last round. Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
+        f"{datetime.date.today().isoformat()}).",
+        "",
+        "| similarity % | method | test accuracy % | test loss | diverged |",
+        "|---|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    text = "\n".join(lines) + "\n"
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    files.write_text(arguments.results / f"{name}.md", text)
+    print(text)
 
 
 def objective(heterogeneity: int, x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedrax import Batch, FedraxError
+from fedrax import Batch, FedraxError, classification
 from fedrax.contract.task import margin
 from fedrax.experiments import experiment
 from fedrax.models import Model, SentencePairs, Tweets
@@ -37,7 +37,7 @@ def numpy_states(layer, vectors):
 
 
 def test_sentence_pairs_are_their_equations() -> None:
-    task = SMALL.build((2, 5), 3, vocabulary=WORDS)
+    task = margin(SMALL.build((2, 5), 3, vocabulary=WORDS))
     params = task.init(KEY)
     x = np.array([[[2, 3, 4, 1, 0], [4, 2, 0, 0, 0]]], np.int32)
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
@@ -62,7 +62,7 @@ def test_sentence_pairs_are_their_equations() -> None:
 
 
 def test_tweets_end_in_the_state_at_the_last_word() -> None:
-    task = Tweets(hidden=3, embedding=2).build((4,), 2, vocabulary=WORDS)
+    task = classification(Tweets(hidden=3, embedding=2).build((4,), 2, vocabulary=WORDS))
     params = task.init(KEY)
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     x = np.array([[3, 2, 0, 0]], np.int32)
@@ -81,7 +81,7 @@ def test_without_padding_the_states_are_the_lstms() -> None:
 
 def test_vectors_of_a_file_are_not_trained(tmp_path: Path) -> None:
     (tmp_path / "glove.txt").write_text("a 1 0 2\nc 0 1 0\n")
-    task = Tweets(hidden=2, layers=1, vectors=tmp_path / "glove.txt").build((2,), 2, vocabulary=WORDS)
+    task = classification(Tweets(2, layers=1, vectors=tmp_path / "glove.txt").build((2,), 2, vocabulary=WORDS))
     params = task.init(KEY)
     assert "embedding" not in params
     assert params["lstm1"]["input_weight"].shape == (3, 8)
@@ -117,6 +117,7 @@ def test_from_a_file_to_a_task(tmp_path: Path) -> None:
         "model": {"name": "sentence_pairs", "hidden": 2, "classifier": 2, "embedding": 2},
     }
     _, task, federation = experiment.build(experiment.from_table(table, "made"), tmp_path)
+    assert task.name == "margin/sentence_pairs"
     params = task.init(KEY)
     assert params["embedding"].shape == (2 + 3, 2)
     gradient = jax.grad(lambda p: task.loss(p, Batch(*federation.train), KEY).sum())(params)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedrax import Batch, FedraxError
+from fedrax.contract.task import objective
 from fedrax.data import load
 from fedrax.models import Polynomial
 from papers.episode import __main__ as episode
@@ -16,12 +17,13 @@ from papers.episode import __main__ as episode
 @pytest.mark.parametrize("heterogeneity", [1, 8])
 def test_the_pair_is_the_papers_with_noise_of_mean_zero(heterogeneity: int) -> None:
     data = load("quartic_pair", heterogeneity=heterogeneity, samples=50)
-    task = Polynomial().build((4,), 1)
+    task = objective(Polynomial().build((4,), 1))
     x, h = 1.3, heterogeneity
     want = [x**4 - 3 * x**3 + h * x**2 + x, x**4 - 3 * x**3 - 2 * h * x**2 + x]
     key = jax.random.key(0)
-    np.testing.assert_allclose(task.loss({"x": x}, Batch(*data.test), key), want, rtol=1e-5)
-    of_client = np.asarray(task.loss({"x": x}, Batch(*data.train), key)).reshape(2, 50)
+    at = {"x": np.float32(x)}
+    np.testing.assert_allclose(task.loss(at, Batch(*data.test), key), want, rtol=1e-5)
+    of_client = np.asarray(task.loss(at, Batch(*data.train), key)).reshape(2, 50)
     np.testing.assert_allclose(of_client.mean(1), want, rtol=1e-5)
     gradients = jax.vmap(jax.grad(lambda x, s: task.loss({"x": x}, Batch(s[None], s[:1]), key)[0]), (None, 0))
     noise = np.asarray(gradients(x, data.train.x)).reshape(2, 50) - [

@@ -176,6 +176,17 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
     return replace(task, lower_is_better=("mse", "frobenius_error"))
 
 
+def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
+    """The model's one output a sample is the loss itself ([B] or [B, 1]); labels count for nothing."""
+
+    def value(output: Array, y: Array) -> Array:
+        if output.shape not in ((len(y),), (len(y), 1)):
+            raise FedraxError(f"an objective needs a model with one output a sample, not outputs of {output.shape}.")
+        return output.reshape(len(y))
+
+    return _supervised(model, preprocess, value, {}, "objective", truth)
+
+
 def _supervised(
     model: Model, preprocess: Preprocess | None, loss, metrics: Mapping, kind: str, truth: Any = None
 ) -> Task:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
+from fedrax.models.model import Model, Params
 
 
 @dataclass(frozen=True)
@@ -19,17 +18,18 @@ class Polynomial:
     start: float = 1.0
     """Where x starts."""
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> Task:
-        """The task on polynomials of shape ``input_shape``, whose y counts for nothing; it measures x."""
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> Model:
+        """The model on polynomials of shape ``input_shape``, whose y counts for nothing; it measures x."""
         if len(input_shape) != 1 or num_outputs != 1:
-            raise FedraxError(f"polynomial reads coefficients (degree,), not inputs of shape {tuple(input_shape)}.")
-        degree = input_shape[0]
+            raise FedraxError(
+                f"polynomial reads coefficients (degree,) for one output, not inputs of shape {tuple(input_shape)} "
+                f"for {num_outputs}."
+            )
 
-        def init(key: Array) -> dict[str, Array]:
+        def init(key: Array) -> Params:
             return {"x": jnp.asarray(self.start, float)}
 
-        def values(params: dict[str, Any], batch: Batch, key: Array | None = None) -> Array:
-            powers = params["x"] ** jnp.arange(1, degree + 1)
-            return jnp.asarray(batch.x) @ powers.astype(batch.x.dtype)
+        def apply(params: Params, x: Array, key: Array | None = None) -> Array:
+            return x @ params["x"] ** jnp.arange(1, input_shape[0] + 1)
 
-        return Task(init, values, name="polynomial", measures=lambda params: {"x": params["x"]})
+        return Model(init, apply, name="polynomial", measures=lambda params, truth: dict(params), loss="value")

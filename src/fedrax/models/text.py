@@ -7,16 +7,15 @@ count: how far a text is padded changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax.contract.hyperparameters import Count
-from fedrax.contract.task import Task, classification, margin
 from fedrax.data.words import PADDING, UNKNOWN, read_vectors
 from fedrax.errors import FedraxError
 from fedrax.models.layers import dense, dropout, init_dense, init_output, output
@@ -44,8 +43,8 @@ class SentencePairs:
     """A file of word vectors in GloVe's format, used as they are; learned ones without."""
     loss: Literal["hinge", "cross_entropy"] = "hinge"
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Task:
-        """The task on pairs of texts [2, words]."""
+    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
+        """The model on pairs of texts [2, words]."""
         if len(input_shape) != 2 or input_shape[0] != 2:
             raise FedraxError(f"sentence_pairs reads pairs of texts (2, words), not inputs of shape {input_shape}.")
         embed, init_embedding, width = _embedding(self.vectors, vocabulary, self.embedding)
@@ -74,7 +73,8 @@ class SentencePairs:
         def hidden(params: Params, x: Array, key: Array | None = None) -> Array:
             return activate(dense(params["dense2"], activate(dense(params["dense1"], x))))
 
-        return _task(self.loss, _model("sentence_pairs", init, [encoded, hidden]))
+        model = _model("sentence_pairs", init, [encoded, hidden])
+        return replace(model, loss="hinge") if self.loss == "hinge" else model
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Tweets:
     dropout: float = 0.0
     """Of the last state, in training."""
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Task:
-        """The task on texts [words]."""
+    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
+        """The model on texts [words]."""
         if len(input_shape) != 1:
             raise FedraxError(f"tweets reads texts (words,), not inputs of shape {tuple(input_shape)}.")
         if not 0 <= self.dropout < 1:
@@ -110,7 +110,7 @@ class Tweets:
                 h = states(params[f"lstm{i}"], h, kept)
             return dropout(h[:, -1], self.dropout, key)
 
-        return _task("cross_entropy", _model("tweets", init, [read]))
+        return _model("tweets", init, [read])
 
 
 def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False) -> Array:
@@ -164,7 +164,3 @@ def _model(name: str, init: Callable, body: list[Callable]) -> Model:
         return top(params, features(params, x, key))
 
     return Model(init, apply, features, name, (*body, top))
-
-
-def _task(loss: str, model: Model) -> Any:
-    return margin(model) if loss == "hinge" else classification(model)
