@@ -137,7 +137,9 @@ class Runs:
         return dataclasses.replace(made, run=dataclasses.replace(made.run, seed=seed))
 
     def _text(self, cell: Cell, method: str, point: Point, seed: int) -> str:
-        return tomlkit.dumps(experiment.to_table(self._experiment(cell, method, point, seed)))
+        table = experiment.to_table(self._experiment(cell, method, point, seed))
+        table["partition"]["name"] = self.table["partition"]["name"]  # not where this folder happens to lie
+        return tomlkit.dumps(table)
 
 
 def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:

@@ -22,7 +22,7 @@ from fedrax.data import Dataset, Natural, Samples, load
 from fedrax.data.dataset import generator, split_test
 from fedrax.models import Logistic
 
-STEPS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+STEPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 """Local step sizes."""
 EXTRAPOLATIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 """a of `upcycle`; 0 is the method without it."""
@@ -94,12 +94,14 @@ class Method:
 
 METHODS = {
     "FedAvg": Method(_fedavg),
-    "FedAvgM": Method(_fedavgm, {"beta": (0.1, 0.3, 0.5, 0.7, 0.9)}),
-    "FedProx": Method(_fedprox, {"mu": (0.001, 0.01, 0.1, 1.0)}),
+    "FedAvgM": Method(_fedavgm, {"beta": (0.3, 0.6, 0.9, 0.95)}),
+    "FedProx": Method(_fedprox, {"mu": (0.001, 0.01, 0.1, 1.0, 10.0)}),
     "SCAFFOLD": Method(_scaffold, weights="uniform"),
-    "FedDyn": Method(_feddyn, {"alpha": (0.001, 0.01, 0.1, 1.0)}, weights="uniform"),
-    "pFedMe": Method(_pfedme, {"lambda": (1.0, 5.0, 15.0), "inner lr": (0.01, 0.1)}, steps=STEPS[2:8]),
-    "FedYogi": Method(_fedyogi, {"server lr": (0.003, 0.01, 0.03, 0.1, 0.3)}, steps=STEPS[:8]),
+    "FedDyn": Method(_feddyn, {"alpha": (0.01, 0.1, 1.0, 10.0)}, weights="uniform"),
+    "pFedMe": Method(
+        _pfedme, {"lambda": (0.1, 1.0, 10.0), "inner lr": (1e-3, 1e-2, 0.1)}, steps=(1e-4, 1e-3, 1e-2, 0.1)
+    ),
+    "FedYogi": Method(_fedyogi, {"server lr": (0.01, 0.03, 0.1, 0.3, 1.0)}, steps=STEPS[:7]),
 }
 SERVER_STEP = Method(_server_step, {"server lr": SERVER_STEPS}, upcycled=False)
 """FedAvg with a tuned server step and nothing upcycled."""

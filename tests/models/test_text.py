@@ -116,6 +116,8 @@ def test_from_a_file_to_a_task(tmp_path: Path) -> None:
         "partition": {"name": "similarity", "clients": 2, "percent": 50.0},
         "model": {"name": "sentence_pairs", "hidden": 2, "classifier": 2, "embedding": 2},
     }
+    named = experiment.from_table(table | {"model": table["model"] | {"vectors": "glove.txt"}}, "made")
+    assert experiment.to_table(named)["model"]["vectors"].endswith("glove.txt")
     _, task, federation = experiment.build(experiment.from_table(table, "made"), tmp_path)
     assert task.name == "margin/sentence_pairs"
     params = task.init(KEY)
