@@ -5,13 +5,18 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import polars as pl
 import pytest
+import tomlkit
 
-from fedrax import Batch, FedraxError
+from fedrax import Batch, FedraxError, files
 from fedrax.contract.task import objective
 from fedrax.data import load
+from fedrax.experiments import comparison
 from fedrax.models import Polynomial
 from papers.episode import __main__ as episode
+
+HERE = Path(episode.__file__).parent
 
 
 @pytest.mark.parametrize("heterogeneity", [1, 8])
@@ -53,3 +58,38 @@ def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.
     assert max(apart["EPISODE"]) < 0.03
     assert 1.5 < apart["CELGC"][1] < 2.3
     assert (tmp_path / "fig3.png").stat().st_size > 10_000
+
+
+def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "snli").mkdir()
+    for part in ("dev", "test"):
+        columns = {"sentence1": ["a b", "c", "b"] * 8, "sentence2": ["b", "a", "c c"] * 8}
+        labels = {"label": ["entailment", "neutral", "contradiction"] * 8}
+        pl.DataFrame(columns | labels).write_parquet(tmp_path / "snli" / f"{part}.parquet")
+    table = files.read_table(HERE / "snli_small.toml")
+    table["compare"] = table["compare"][1:]
+    table["data"]["length"] = 3
+    table["model"] |= {"hidden": 2, "classifier": 2, "embedding": 2}
+    (tmp_path / "snli_small.toml").write_text(tomlkit.dumps(table))
+    monkeypatch.setattr(episode, "HERE", tmp_path)
+    monkeypatch.setattr(episode, "SIMILARITY", (10,))
+    command = ["episode", "snli", "--small", "--rounds", "1", "--data-dir", str(tmp_path)]
+    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert episode.main() == 0
+    text = (tmp_path / "snli_small.md").read_text()
+    assert "| 10 | CELGC | " in text
+    assert "`python -m papers.episode snli --small --rounds 1`" in text
+    assert (tmp_path / "snli_small-s10.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["fig3", "snli", "snli_small", "cifar10", "cifar10_small"])
+def test_the_experiment_files_are_sound(name: str) -> None:
+    spec = comparison.read([HERE / f"{name}.toml"])
+    spec.check()
+    for method in spec.methods:
+        local = method.algorithm.local  # type: ignore[attr-defined]
+        assert local.steps == (4 if "snli" in name else 8)
+        clip = getattr(method.algorithm, "gamma", None) or local.clip
+        if clip is not None:
+            assert clip / local.lr == pytest.approx({"fig3": 5, "cifar10": 0.5, "cifar10_small": 0.5}.get(name, 1))
