@@ -7,6 +7,7 @@ are kept below --out, and an interrupted command goes on where it was.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import sys
@@ -28,7 +29,7 @@ HETEROGENEITY = (1, 2, 4, 8)
 SEEDS = 200
 SIMILARITY = (30, 10)
 EARLY = 30
-"""The round by which EPISODE has arrived, as the table reports it."""
+"""The rounds that the figure shows."""
 
 Paths = dict[str, np.ndarray]
 """By method: x [seeds, evaluations]."""
@@ -71,13 +72,18 @@ def fig3(arguments: argparse.Namespace) -> None:
 
 
 def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
-    """x of every method and seed, the rounds in which it was measured, and the minimum."""
+    """x of every method and seed, the rounds in which it was measured (the early ones and the last), the minimum."""
     paths, measured, minimum = {}, [], 0.0
     for method in comparison.from_table(table, "fig3.toml").methods:
         algorithm, task, federation = experiment.build(method)
-        (results,) = sweep([algorithm], task, federation, range(seeds), method.run, mode="together")
-        measured = [round for round, _ in results[0].metric("x")]
-        paths[method.name] = np.array([[x for _, x in result.metric("x")] for result in results])
+        rounds, both = method.run.rounds, []
+        for stop, every in ((min(EARLY, rounds), 1), (rounds, rounds)):
+            settings = dataclasses.replace(method.run, rounds=stop, eval_every=every)
+            (results,) = sweep([algorithm], task, federation, range(seeds), settings, mode="together")
+            both.append([result.metric("x") for result in results])
+        joined = [[(0, method.model.start), *early, *late] for early, late in zip(*both, strict=True)]
+        measured = [round for round, _ in joined[0]]
+        paths[method.name] = np.array([[x for _, x in path] for path in joined])
         minimum = float(np.ravel(federation.truth)[0])
     return paths, measured, minimum
 
@@ -86,7 +92,7 @@ def write(
     arguments: argparse.Namespace, rounds: int, found: dict[int, Paths], measured: list[int], minima: dict[int, float]
 ) -> str:
     """Distances from the minimum, early and at the end."""
-    early = min(range(len(measured)), key=lambda i: abs(measured[i] - EARLY))
+    early = len(measured) - 2
     command = "python -m papers.episode fig3" + (f" --seeds {arguments.seeds}" if arguments.seeds != SEEDS else "")
     command += f" --rounds {rounds}" if arguments.rounds else ""
     lines = [
@@ -166,10 +172,10 @@ def draw(found: dict[int, Paths], measured: list[int], minima: dict[int, float])
         line = np.linspace(min(ends) - 0.6, max(ends) + 0.6, 300)
         below.plot(line, objective(heterogeneity, line), color="0.6", linewidth=1.4)
         for i, (method, x) in enumerate(paths.items()):
-            values = objective(heterogeneity, x)
+            values = objective(heterogeneity, x[:, :-1])
             mean, deviation = values.mean(0), values.std(0)
-            above.plot(measured, mean, color=PALETTE[i], linewidth=1.6, label=method)
-            above.fill_between(measured, mean - deviation, mean + deviation, color=PALETTE[i], alpha=0.15)
+            above.plot(measured[:-1], mean, color=PALETTE[i], linewidth=1.6, label=method)
+            above.fill_between(measured[:-1], mean - deviation, mean + deviation, color=PALETTE[i], alpha=0.15)
             end = x[:, -1]
             below.errorbar(
                 end.mean(), objective(heterogeneity, end.mean()), xerr=end.std(), fmt="osd^"[i], color=PALETTE[i]

@@ -97,7 +97,7 @@ def test_snli_is_pairs_of_texts_with_the_training_rows_words(tmp_path: Path) -> 
 
 
 def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
-    texts = [f"so happy {i} :)" for i in range(10)] + [f"so sad {i}" for i in range(5)]
+    texts = [f"so happy {i} :)" for i in range(10)] + [f"so sad {i}" for i in range(50, 55)]
     users, labels = ["u1"] * 10 + ["u0"] * 5, [1] * 10 + [0] * 5
     write(tmp_path / "sent140" / "leaf_k30_by_user.parquet", user=users, text=texts, label=labels)
     data = load("sent140", tmp_path, length=4)
