@@ -84,7 +84,7 @@ def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
         joined = [[(0, method.model.start), *early, *late] for early, late in zip(*both, strict=True)]
         measured = [round for round, _ in joined[0]]
         paths[method.name] = np.array([[x for _, x in path] for path in joined])
-        minimum = float(np.ravel(federation.truth)[0])
+        minimum = float(np.asarray(federation.truth).item())
     return paths, measured, minimum
 
 

@@ -57,12 +57,12 @@ def table(arguments: argparse.Namespace) -> None:
             if arguments.only_write and not all(kept(arguments, data, method)):
                 continue
             began = time.monotonic()
-            both = [sweep_of(arguments, data, method, part) for part in ("test", "held out")]
+            test, held = (sweep_of(arguments, data, method, part) for part in ("test", "held out"))
             if method in METHODS:
-                rows.append(row_of(data, method, *both, printed.get((data.removeprefix("own "), method))))
-                gains.append(held_out_row(data, method, *both))
+                rows.append(row_of(data, method, test, printed.get((data.removeprefix("own "), method))))
+                gains.append(held_out_row(data, method, test, held))
             else:
-                gains.append(server_step_row(data, *both))
+                gains.append(server_step_row(data, test, held))
             text = write(arguments, rows, gains)
             if arguments.only_write:
                 continue
@@ -93,7 +93,7 @@ def choose(found: Found, upcycled: bool, over: str = "devices") -> int:
     return max(allowed, key=lambda i: found[i][1][kind(found) + over].mean())
 
 
-def row_of(data: str, method: str, test: Found, held: Found, printed: dict[str, str] | None) -> list[str]:
+def row_of(data: str, method: str, test: Found, printed: dict[str, str] | None) -> list[str]:
     """Paper beside ours, chosen on the test rows as the paper says."""
     plain, up = choose(test, False), choose(test, True)
     ours = [test[i][1][kind(test) + "devices"] for i in (plain, up)]

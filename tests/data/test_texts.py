@@ -102,6 +102,7 @@ def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
     write(tmp_path / "sent140" / "leaf_k30_by_user.parquet", user=users, text=texts, label=labels)
     data = load("sent140", tmp_path, length=4)
     assert data.train.x.shape == (12, 4)
+    assert data.test_clients is not None
     assert np.bincount(data.test_clients).tolist() == [1, 2]
     assert set(data.vocabulary) == {"so", "happy", "sad", ":", ")"}
     federation = Federation.from_dataset(data, Natural(), 0)

@@ -41,9 +41,12 @@ def test_the_pair_is_the_papers_with_noise_of_mean_zero(heterogeneity: int) -> N
 
 
 def test_impossible_pairs_are_refused() -> None:
-    for options in ({"heterogeneity": -1}, {"heterogeneity": float("nan")}, {"samples": 0}):
-        with pytest.raises(FedraxError):
-            load("quartic_pair", **options)
+    with pytest.raises(FedraxError, match="0 or more"):
+        load("quartic_pair", heterogeneity=-1)
+    with pytest.raises(FedraxError, match="0 or more"):
+        load("quartic_pair", heterogeneity=float("nan"))
+    with pytest.raises(FedraxError, match="samples"):
+        load("quartic_pair", samples=0)
     with pytest.raises(FedraxError, match="coefficients"):
         Polynomial().build((4, 2), 1)
 

@@ -43,7 +43,7 @@ def load_snli(
             raise FedraxError(f"snli: labels are {', '.join(RELATIONS)}, not {min(map(str, other))!r}.")
         x = np.stack([encode(side, words, length) for side in (first, second)], axis=1)
         parts.append(Samples(x, np.array([RELATIONS.index(label) for label in table["label"]], np.int32)))
-    return Dataset("snli", *parts, len(RELATIONS), class_names=RELATIONS, vocabulary=words)
+    return Dataset("snli", parts[0], parts[1], len(RELATIONS), class_names=RELATIONS, vocabulary=words)
 
 
 _PAIR = ("sentence1", "sentence2", "label")

@@ -29,7 +29,7 @@ class TinyNN:
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         """The model on inputs of any shape, flattened."""
         sizes = (math.prod(input_shape), 200, 100)
-        blocks = {f"layer{i}": _dense_block(*sizes[i - 1 : i + 1], self.norm) for i in (1, 2)}
+        blocks = {f"layer{i}": _dense_block(sizes[i - 1], sizes[i], self.norm) for i in (1, 2)}
         return network("tinynn", blocks, sizes[-1], num_outputs)
 
 
