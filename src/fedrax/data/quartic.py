@@ -21,7 +21,7 @@ def load_quartic_pair(heterogeneity: float = 1.0, samples: int = 1000) -> Datase
         raise FedraxError(f"the heterogeneity is a number of 0 or more, not {heterogeneity}.")
     if not 1 <= samples <= MAX_SAMPLES:
         raise FedraxError(f"a client has 1 to {MAX_SAMPLES:,} samples, not {samples}.")
-    pair = np.array([[1, heterogeneity, -3, 1], [1, -2 * heterogeneity, -3, 1]])
+    pair = np.array([[1, heterogeneity, -3, 1], [1, -2 * heterogeneity, -3, 1]], float)
     noise = (2 * np.arange(samples) + 1) / samples - 1
     x = np.repeat(pair, samples, axis=0)
     x[:, 0] += np.tile(noise, 2)
