@@ -125,6 +125,25 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
     return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "classification")
 
 
+def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
+    """Multiclass hinge loss of the model's scores [B, classes] against integer labels [B]; metric: accuracy.
+
+    sum over the other classes j of max(0, 1 - score_y + score_j), divided by the number of classes (PyTorch's
+    multi-margin loss). Raises FedraxError where scores and labels do not go together.
+    """
+
+    def loss(scores: Array, labels: Array) -> Array:
+        labels = _labels_of(scores, labels)
+        short = jax.nn.relu(1 + scores - _pick(scores, labels)[..., None])
+        others = labels[..., None] != jnp.arange(scores.shape[-1])
+        return _over_positions(jnp.where(others, short, 0).sum(-1) / scores.shape[-1])
+
+    def accuracy(scores: Array, labels: Array) -> Array:
+        return _over_positions((scores.argmax(-1) == _labels_of(scores, labels)).astype(scores.dtype))
+
+    return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "margin")
+
+
 def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
     """Logistic loss of one logit a label ([B] or [B, 1]; [B, ...]) against labels 0 and 1; metric: accuracy.
 
@@ -155,6 +174,17 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
 
     task = _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression", truth)
     return replace(task, lower_is_better=("mse", "frobenius_error"))
+
+
+def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
+    """The model's one output a sample is the loss itself ([B] or [B, 1]); labels count for nothing."""
+
+    def value(output: Array, y: Array) -> Array:
+        if output.shape not in ((len(y),), (len(y), 1)):
+            raise FedraxError(f"an objective needs a model with one output a sample, not outputs of {output.shape}.")
+        return output.reshape(len(y))
+
+    return _supervised(model, preprocess, value, {}, "objective", truth)
 
 
 def _supervised(

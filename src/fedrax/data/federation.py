@@ -32,7 +32,7 @@ class Federation:
     is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
     ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
     ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a
-    regression; ``mean``, ``std``, ``pixels``, ``padding`` and ``truth`` are as in ``Dataset``.
+    regression; ``mean``, ``std``, ``pixels``, ``padding``, ``truth`` and ``vocabulary`` are as in ``Dataset``.
     """
 
     train: Samples
@@ -47,6 +47,7 @@ class Federation:
     pixels: bool = False
     padding: int | None = None
     truth: np.ndarray | None = None
+    vocabulary: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -112,6 +113,7 @@ class Federation:
             pixels=dataset.pixels,
             padding=dataset.padding,
             truth=dataset.truth,
+            vocabulary=dataset.vocabulary,
         )
 
     @classmethod

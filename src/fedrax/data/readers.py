@@ -14,8 +14,10 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
+from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import read_csv
 
@@ -358,6 +360,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("digits", "1,797 8x8 digits bundled with scikit-learn; needs no files", load_digits),
         DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, made on the spot", load_synthetic),
         DatasetEntry("matrix_sensing", "inner products with a low-rank matrix, made on the spot", load_matrix_sensing),
+        DatasetEntry("quartic_pair", "two polynomials of degree four with noise, made on the spot", load_quartic_pair),
         DatasetEntry("mnist", "70,000 28x28 grey digits", load_mnist, _idx_files("mnist")),
         DatasetEntry("fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")),
         DatasetEntry(
@@ -384,6 +387,8 @@ DATASETS: dict[str, DatasetEntry] = {
             load_upcycled_synthetic,
             ("upcycled_synthetic/synthetic_0.5_0.5.npz", "upcycled_synthetic/synthetic_iid.npz"),
         ),
+        DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
+        DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table with a label column and perhaps a client column", load_csv),

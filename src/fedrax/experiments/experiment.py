@@ -41,7 +41,7 @@ import tomlkit
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
-from fedrax.contract.task import Task, classification, regression
+from fedrax.contract.task import Task, classification, margin, objective, regression
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
@@ -185,19 +185,25 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
 
 
 def make_task(experiment: Experiment, federation: Federation) -> Task:
-    """The model on the federation's inputs, with cross entropy or, for a regression, squared error.
+    """The model on the federation's inputs, with cross entropy or, for a regression, squared error, or its own loss.
 
     ``num_outputs`` of the model is the number of classes, or of a regression's targets a sample (its last axis).
     """
     targets = federation.train.y.shape[1:]
     outputs = federation.num_classes or (targets[-1] if targets else 1)
-    made = experiment.model.build(input_shape=federation.train.x.shape[1:], num_outputs=outputs)
+    build = experiment.model.build
+    words = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
+    made = build(input_shape=federation.train.x.shape[1:], num_outputs=outputs, **words)
     if isinstance(made, Task):
         return made
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
     preprocess = federation.preprocess(experiment.normalise)
+    if made.loss == "value":
+        return objective(made, preprocess, federation.truth)
+    if made.loss == "hinge" and federation.num_classes is not None:
+        return margin(made, preprocess)
     if federation.num_classes is None:
         return regression(made, preprocess, federation.truth)
     return classification(made, preprocess, federation.padding)

@@ -1,7 +1,10 @@
 """Models: the zoo, and what wraps models users bring."""
 
 from fedrax.models.adapters import from_equinox, from_linen, from_nnx
+from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.model import Model, Variables
+from fedrax.models.polynomial import Polynomial
+from fedrax.models.text import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 from fedrax.models.zoo import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, TwoNN
 
@@ -10,11 +13,20 @@ __all__ = [
     "LSTM",
     "MLP",
     "MODELS",
+    "VGG11",
     "LeNet",
+    "LeNet5",
     "Linear",
     "Logistic",
     "Model",
+    "Polynomial",
+    "ResNet18",
+    "ResNet20",
+    "ResNet50",
+    "SentencePairs",
+    "TinyNN",
     "TraceRegression",
+    "Tweets",
     "TwoNN",
     "Variables",
     "from_equinox",

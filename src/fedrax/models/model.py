@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Params = Any  # a pytree of arrays
 
@@ -36,3 +36,6 @@ class Model:
     measures: Callable[[Params, Any], dict[str, Any]] | None = None
     """(parameters, truth) -> numbers by name that say something of the parameters without any data. truth: what made
     the data, None where nobody knows."""
+    loss: Literal["hinge", "value"] | None = None
+    """What an experiment trains it with, where that is neither cross entropy (of classes) nor squared error (of a
+    regression): the multiclass hinge loss, or its own output as the loss."""

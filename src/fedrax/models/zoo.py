@@ -19,6 +19,7 @@ from jax import Array
 
 from fedrax.contract.hyperparameters import Count
 from fedrax.errors import FedraxError, unknown
+from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
     ACTIVATIONS,
     Layer,
@@ -36,7 +37,9 @@ from fedrax.models.layers import (
     to_images,
 )
 from fedrax.models.model import Model, Params
+from fedrax.models.polynomial import Polynomial
 from fedrax.models.recurrent import init_lstm, lstm
+from fedrax.models.text import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 
 Shape = tuple[int, ...]
@@ -214,6 +217,15 @@ MODELS: dict[str, type] = {
     "cnn": CNN,
     "lstm": LSTM,
     "trace_regression": TraceRegression,
+    "polynomial": Polynomial,
+    "tinynn": TinyNN,
+    "lenet5": LeNet5,
+    "vgg11": VGG11,
+    "resnet18": ResNet18,
+    "resnet20": ResNet20,
+    "resnet50": ResNet50,
+    "sentence_pairs": SentencePairs,
+    "tweets": Tweets,
 }
 
 

@@ -1,0 +1,200 @@
+"""``python -m papers.episode fig3|snli|cifar10``: EPISODE beside CELGC and others, as tables and pictures.
+
+fig3 is Figure 3's quartic pair. snli and cifar10 are at similarity 30 and 10 %, made for a GPU, or --small; their runs
+are kept below --out, and an interrupted command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedrax import FedraxError, files, sweep
+from fedrax.experiments import comparison, experiment
+from fedrax.report.curves import PALETTE, draw_curves, save_curves
+from fedrax.report.runs import last_values
+from papers.losac import running as losac
+from papers.losac.running import processor, spread
+
+HERE = Path(__file__).parent
+HETEROGENEITY = (1, 2, 4, 8)
+SEEDS = 200
+SIMILARITY = (30, 10)
+EARLY = 30
+"""The rounds that the figure shows."""
+
+Paths = dict[str, np.ndarray]
+"""By method: x [seeds, evaluations]."""
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m papers.episode", description=__doc__)
+    commands = {"fig3": fig3, "snli": similarity, "cifar10": similarity}
+    parser.add_argument("what", choices=list(commands))
+    parser.add_argument("--small", action="store_true", help="snli and cifar10: in a size for a few cores")
+    parser.add_argument("--seeds", type=int, help="how many; by default 200 for fig3, and the file's for the others")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/episode"), help="where runs of snli and cifar10 are kept"
+    )
+    parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
+    parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where table and picture go")
+    try:
+        arguments = parser.parse_args()
+        commands[arguments.what](arguments)
+    except FedraxError as error:
+        print(f"papers.episode: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def fig3(arguments: argparse.Namespace) -> None:
+    """All seeds of a method as one compiled program, for each H."""
+    table = files.read_table(HERE / "fig3.toml")
+    rounds, arguments.seeds = arguments.rounds or table["run"]["rounds"], arguments.seeds or SEEDS
+    found, minima = {}, {}
+    for heterogeneity in HETEROGENEITY:
+        table["data"]["heterogeneity"] = float(heterogeneity)
+        table["run"]["rounds"] = rounds
+        found[heterogeneity], measured, minima[heterogeneity] = run(table, arguments.seeds)
+    text = write(arguments, rounds, found, measured, minima)
+    save_curves(draw(found, measured, minima), arguments.results / "fig3")
+    print(text)
+
+
+def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
+    """x of every method and seed, the rounds in which it was measured (the early ones and the last), the minimum."""
+    paths, measured, minimum = {}, [], 0.0
+    for method in comparison.from_table(table, "fig3.toml").methods:
+        algorithm, task, federation = experiment.build(method)
+        rounds, both = method.run.rounds, []
+        for stop, every in ((min(EARLY, rounds), 1), (rounds, rounds)):
+            settings = dataclasses.replace(method.run, rounds=stop, eval_every=every)
+            (results,) = sweep([algorithm], task, federation, range(seeds), settings, mode="together")
+            both.append([result.metric("x") for result in results])
+        joined = [[(0, method.model.start), *early, *late] for early, late in zip(*both, strict=True)]
+        measured = [round for round, _ in joined[0]]
+        paths[method.name] = np.array([[x for _, x in path] for path in joined])
+        minimum = float(np.asarray(federation.truth).item())
+    return paths, measured, minimum
+
+
+def write(
+    arguments: argparse.Namespace, rounds: int, found: dict[int, Paths], measured: list[int], minima: dict[int, float]
+) -> str:
+    """Distances from the minimum, early and at the end."""
+    early = len(measured) - 2
+    command = "python -m papers.episode fig3" + (f" --seeds {arguments.seeds}" if arguments.seeds != SEEDS else "")
+    command += f" --rounds {rounds}" if arguments.rounds else ""
+    lines = [
+        "# EPISODE, Figure 3 (quartic pair)",
+        "",
+        f"Distance |x - x*| from the minimum of the mean objective, mean ± standard deviation over {arguments.seeds} "
+        "seeds. The paper prints curves, no numbers: EPISODE arrives at every H, CELGC fails to as H grows. "
+        f"eta = 0.01, gamma / eta = 5, I = 8, from x = 1. Written by `{command}` ({processor()}, "
+        f"{os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
+        "",
+        f"| H | minimum x* | method | after {measured[early]} rounds | after {measured[-1]} rounds | mean x there |",
+        "|---|---|---|---|---|---|",
+    ]
+    for heterogeneity, paths in found.items():
+        for method, x in paths.items():
+            apart = np.abs(x - minima[heterogeneity])
+            cells = [str(heterogeneity), f"{minima[heterogeneity]:.4f}", method]
+            cells += [spread(apart[:, at].tolist(), ".4f") for at in (early, -1)]
+            lines.append("| " + " | ".join([*cells, f"{x[:, -1].mean():.4f}"]) + " |")
+    text = "\n".join(lines) + "\n"
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    files.write_text(arguments.results / "fig3.md", text)
+    return text
+
+
+def similarity(arguments: argparse.Namespace) -> None:
+    """Every method of a file at similarity 30 and 10 %."""
+    name = arguments.what + ("_small" if arguments.small else "")
+    chosen = argparse.Namespace(
+        **vars(arguments) | {"seeds": list(range(arguments.seeds)) if arguments.seeds else None}
+    )
+    rows = []
+    for percent in SIMILARITY:
+        out = arguments.out / name / f"s={percent}"
+        methods = losac.run(HERE / f"{name}.toml", out, chosen, "--partition.percent", str(percent))
+        for method in methods:
+            ends = [last_values(one.events) for one in method.runs if one.failure is None]
+            cells = [spread([100 * end["test_accuracy"] for end in ends], ".2f")]
+            cells += [spread([end["test_loss"] for end in ends], ".4f")]
+            rows.append([f"{percent}", method.label, *cells, str(len(method.runs) - len(ends))])
+        save_curves(
+            draw_curves(methods, title=f"{name}, similarity {percent} %"), arguments.results / f"{name}-s{percent}"
+        )
+    command = f"python -m papers.episode {arguments.what}" + (" --small" if arguments.small else "")
+    command += f" --seeds {arguments.seeds}" if arguments.seeds else ""
+    command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
+    kind = "on the smaller budget of" if arguments.small else "with the settings of"
+    lines = [
+        f"# EPISODE, {'SNLI' if arguments.what == 'snli' else 'CIFAR-10'}",
+        "",
+        f"Run {kind} `{name}.toml`. The paper prints curves, no numbers. Mean ± standard deviation over seeds after "
+        f"the last round. Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
+        f"{datetime.date.today().isoformat()}).",
+        "",
+        "| similarity % | method | test accuracy % | test loss | diverged |",
+        "|---|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    text = "\n".join(lines) + "\n"
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    files.write_text(arguments.results / f"{name}.md", text)
+    print(text)
+
+
+def objective(heterogeneity: int, x: np.ndarray) -> np.ndarray:
+    """(f_1 + f_2) / 2."""
+    return x**4 - 3 * x**3 - heterogeneity / 2 * x**2 + x
+
+
+def draw(found: dict[int, Paths], measured: list[int], minima: dict[int, float]) -> Figure:
+    """Above, the objective against rounds (mean over seeds, band of one deviation); below, where methods end."""
+    sketch = Figure(figsize=(3 * len(found), 5.4), layout="constrained")
+    grid = sketch.subplots(2, len(found), squeeze=False)
+    for column, (heterogeneity, paths) in enumerate(found.items()):
+        above, below = grid[0][column], grid[1][column]
+        ends = [minima[heterogeneity], 1.0, *(x[:, -1].mean() for x in paths.values())]
+        line = np.linspace(min(ends) - 0.6, max(ends) + 0.6, 300)
+        below.plot(line, objective(heterogeneity, line), color="0.6", linewidth=1.4)
+        for i, (method, x) in enumerate(paths.items()):
+            values = objective(heterogeneity, x[:, :-1])
+            mean, deviation = values.mean(0), values.std(0)
+            above.plot(measured[:-1], mean, color=PALETTE[i], linewidth=1.6, label=method)
+            above.fill_between(measured[:-1], mean - deviation, mean + deviation, color=PALETTE[i], alpha=0.15)
+            end = x[:, -1]
+            below.errorbar(
+                end.mean(), objective(heterogeneity, end.mean()), xerr=end.std(), fmt="osd^"[i], color=PALETTE[i]
+            )
+        lowest = objective(heterogeneity, np.array(minima[heterogeneity]))
+        above.axhline(lowest, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1, label="minimum")
+        above.set_title(f"H = {heterogeneity}", fontsize="medium")
+        above.set_xlabel("communication rounds")
+        below.set_xlabel("x")
+        if column == 0:
+            above.set_ylabel("mean objective")
+            below.set_ylabel("mean objective")
+        for axes in (above, below):
+            axes.grid(color="0.92", linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+    sketch.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return sketch
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Runs of Table 1, one file each, and the search of a method's grid through them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from fedrax import FedraxError, files, sweep
+from fedrax.experiments import comparison, experiment
+from fedrax.experiments.comparison import merged, safe_name
+from fedrax.experiments.experiment import Experiment
+
+AXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "local step": (("local", "lr"), (0.001, 0.01, 0.1)),
+    "server step": (("server_optimizer", "lr"), (0.1, 1.0, 10.0)),
+    "server step (GradMA)": (("server_lr",), (0.1, 1.0, 10.0)),
+    "mu": (("mu",), (0.001, 0.01, 0.1)),
+    "alpha": (("alpha",), (0.001, 0.01, 0.1)),
+    "beta1": (("server_optimizer", "momentum"), (0.1, 0.5, 0.9)),
+    "beta1 (GradMA)": (("beta1",), (0.1, 0.5, 0.9)),
+    "beta2": (("beta2",), (0.1, 0.5, 0.9)),
+    "beta": (("beta",), (0.1, 0.5, 0.9)),
+}
+"""The grids of the paper's appendix .2.1: which key of a method's table, and its values."""
+METHODS: dict[str, tuple[str, ...]] = {
+    "FedAvg": ("local step", "server step"),
+    "FedProx": ("local step", "server step", "mu"),
+    "FedMLB": ("local step", "server step"),
+    "MOON": ("local step", "server step"),
+    "Scaffold": ("local step", "server step"),
+    "GradMA-W": ("local step", "server step"),
+    "FedAvgM": ("local step", "server step", "beta1"),
+    "MIFA": ("local step", "server step"),
+    "MIFAM": ("local step", "server step", "beta1"),
+    "GradMA-S": ("local step", "server step (GradMA)", "beta1 (GradMA)", "beta2"),
+    "FedProxM": ("local step", "server step", "mu", "beta1"),
+    "FedMLBM": ("local step", "server step", "beta1"),
+    "MOONM": ("local step", "server step", "beta1"),
+    "FedDyn": ("local step", "alpha"),
+    "MimeLite": ("local step", "server step", "beta"),
+    "GradMA": ("local step", "server step (GradMA)", "beta1 (GradMA)", "beta2"),
+}
+"""What is tuned of each method, in the order in which `axes` walks through it."""
+
+Point = tuple[float, ...]
+"""A value for each of a method's axes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A column of the table."""
+
+    cohort: int
+    omega: float
+
+    def __str__(self) -> str:
+        return f"S={self.cohort}, omega={self.omega:g}"
+
+
+class Runs:
+    """Runs of one experiment file's methods, each kept in a JSON file of its own."""
+
+    def __init__(self, file: Path, out: Path, rounds: int | None, data_dir: str | None):
+        self.table, self.file, self.out, self.data_dir = files.read_table(file), file, out, data_dir
+        self.rounds = rounds or self.table["run"]["rounds"]
+        self.base = {entry["label"]: entry for entry in self.table["compare"]}
+        self._built: tuple[Cell | None, Any, Any] = (None, None, None)
+
+    def start(self, method: str) -> Point:
+        """The point of the file."""
+        entry = merged(self.table["algorithm"], self.base[method])
+        return tuple(_value(entry, *AXES[axis]) for axis in METHODS[method])
+
+    def stored(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any] | None:
+        """The record of a run, None where there is none; FedraxError if it is of another experiment."""
+        place = self._place(cell, method, point, seed)
+        if not place.exists():
+            return None
+        record = json.loads(place.read_text())
+        if record["experiment"] != self._text(cell, method, point, seed):
+            raise FedraxError(f"{place} holds a run of another experiment: choose another --out.")
+        return record
+
+    def run(self, cell: Cell, method: str, points: list[Point], seed: int) -> None:
+        """Run what is not stored; the points of one method are one sweep."""
+        points = [point for point in points if self.stored(cell, method, point, seed) is None]
+        if not points:
+            return
+        made = [self._experiment(cell, method, point, seed) for point in points]
+        if self._built[0] != cell:
+            self._built = (cell, *experiment.build(made[0], self.data_dir)[1:])
+        _, task, federation = self._built
+        for point, (result,) in zip(
+            points, sweep([m.algorithm for m in made], task, federation, (seed,), made[0].run), strict=True
+        ):
+            measured = [(e["round"], e["test_accuracy"]) for e in result.events if "test_accuracy" in e]
+            record = {
+                "experiment": self._text(cell, method, point, seed),
+                "diverged": result.stopped == "diverged",
+                "round": [r for r, _ in measured],
+                "accuracy": [round(a, 6) for _, a in measured],
+            }
+            files.write_text(self._place(cell, method, point, seed), json.dumps(record) + "\n")
+
+    def top(self, cell: Cell, method: str, point: Point, seed: int) -> float | None:
+        """The highest test accuracy in percent of a stored run; 0 of one that was never measured."""
+        record = self.stored(cell, method, point, seed)
+        return None if record is None else 100 * max(record["accuracy"], default=0.0)
+
+    def known(self, cell: Cell, method: str, seed: int) -> dict[Point, float]:
+        """Every point of the grid that has been run, with its top accuracy."""
+        every = itertools.product(*(AXES[axis][1] for axis in METHODS[method]))
+        found = {point: self.top(cell, method, point, seed) for point in every}
+        return {point: top for point, top in found.items() if top is not None}
+
+    def _place(self, cell: Cell, method: str, point: Point, seed: int) -> Path:
+        name = "_".join(f"{value:g}" for value in point)
+        return self.out / safe_name(str(cell)) / safe_name(method) / name / f"seed-{seed}.json"
+
+    def _experiment(self, cell: Cell, method: str, point: Point, seed: int) -> Experiment:
+        over: dict[str, Any] = {}
+        for axis, value in zip(METHODS[method], point, strict=True):
+            over = merged(over, _nested(AXES[axis][0], value))
+        table = {key: value for key, value in self.table.items() if key not in ("seeds", "compare")}
+        table["partition"] = table["partition"] | {"omega": cell.omega}
+        table["run"] = table["run"] | {"cohort_size": cell.cohort, "rounds": self.rounds}
+        table["compare"] = [merged(self.base[method], over)]
+        (made,) = comparison.from_table(table, str(self.file), self.file.parent).methods
+        made.check()
+        return dataclasses.replace(made, run=dataclasses.replace(made.run, seed=seed))
+
+    def _text(self, cell: Cell, method: str, point: Point, seed: int) -> str:
+        table = experiment.to_table(self._experiment(cell, method, point, seed))
+        table["partition"]["name"] = self.table["partition"]["name"]  # not where this folder happens to lie
+        return tomlkit.dumps(table)
+
+
+def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:
+    """What a stage of the search runs: first the file's point; then, by mode, one axis after another around the best
+    point so far (axes), or the whole grid (grid)."""
+    axes = [AXES[axis][1] for axis in METHODS[method]]
+    if stage == 0:
+        return [runs.start(method)]
+    if mode == "grid":
+        return list(itertools.product(*axes)) if stage == 1 else []
+    if mode == "none" or stage > len(axes):
+        return []
+    best = best_point(runs, cell, method, seed)
+    return [(*best[: stage - 1], value, *best[stage:]) for value in axes[stage - 1]]
+
+
+def best_point(runs: Runs, cell: Cell, method: str, seed: int) -> Point:
+    """Of the points run with ``seed`` that with the highest top accuracy, as "top accuracy" asks for."""
+    known = runs.known(cell, method, seed)
+    return max(known, key=lambda point: known[point]) if known else runs.start(method)
+
+
+def work(runs: Runs, cells: list[Cell], methods: list[str], seeds: list[int], mode: str) -> Iterator[tuple]:
+    """(cell, method, points, seed) in the order in which they are run: a stage of the search in all cells before the
+    next stage, and the search, with the first seed, before the other seeds."""
+    for stage in range(1 + max(len(METHODS[method]) for method in methods)):
+        for cell, method in itertools.product(cells, methods):
+            points = candidates(runs, cell, method, seeds[0], stage, mode)
+            if points:
+                yield cell, method, points, seeds[0]
+    for seed, cell, method in itertools.product(seeds[1:], cells, methods):
+        yield cell, method, [best_point(runs, cell, method, seeds[0])], seed
+
+
+def _value(table: Mapping[str, Any], path: tuple[str, ...], values: tuple[float, ...]) -> float:
+    """The table's value at ``path``, or the middle of the axis."""
+    for key in path:
+        if key not in table:
+            return values[1]
+        table = table[key]
+    return float(table)  # type: ignore[arg-type]
+
+
+def _nested(path: tuple[str, ...], value: float) -> dict[str, Any]:
+    """A table with ``value`` at ``path``."""
+    return {path[0]: _nested(path[1:], value) if path[1:] else value}

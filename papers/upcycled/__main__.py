@@ -1,0 +1,209 @@
+"""``python -m papers.upcycled table1|table3``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %).
+
+Every sweep is kept below --out and not run again: break the command off when you like, and type it again to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fedrax import FedraxError, files
+from papers.losac.running import processor, spread
+from papers.upcycled.grid import DATA, EVERY, METHODS, Point, measured, place_of
+
+HERE = Path(__file__).parent
+STRAGGLERS = {"table1": 90, "table3": 30}
+Found = list[tuple[Point, dict[str, np.ndarray]]]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m papers.upcycled", description=__doc__)
+    parser.add_argument("what", choices=list(STRAGGLERS))
+    parser.add_argument("--data", nargs="+", choices=list(DATA), default=list(DATA), help="which sets")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=80, help="of 10 local epochs each; upcycled, two iterations each")
+    parser.add_argument("--out", type=Path, default=Path("runs/upcycled"), help="where sweeps are kept")
+    parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
+    parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of what there is")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where tables go")
+    try:
+        table(parser.parse_args())
+    except FedraxError as error:
+        print(f"papers.upcycled: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Every sweep that is missing, and the table after each method."""
+    stragglers, rows, gains = STRAGGLERS[arguments.what], [], []
+    with (HERE / "tables_printed.csv").open() as file:
+        printed = {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
+    text = ""
+    for data in arguments.data:
+        for method in [
+            m for m in EVERY if m in arguments.methods or (m not in METHODS and "FedAvg" in arguments.methods)
+        ]:
+            if arguments.only_write and not all(kept(arguments, data, method)):
+                continue
+            began = time.monotonic()
+            test, held = (sweep_of(arguments, data, method, part) for part in ("test", "held out"))
+            if method in METHODS:
+                rows.append(row_of(data, method, test, printed.get((data.removeprefix("own "), method))))
+                gains.append(held_out_row(data, method, test, held))
+            else:
+                gains.append(server_step_row(data, test, held))
+            text = write(arguments, rows, gains)
+            if arguments.only_write:
+                continue
+            print(f"{data}, {method}: {time.monotonic() - began:.0f} s", flush=True)
+    print(text)
+
+
+def kept(arguments: argparse.Namespace, data: str, method: str) -> list[bool]:
+    """Whether each of a method's two sweeps has been run."""
+    where = (arguments.out, data, STRAGGLERS[arguments.what], method)
+    return [place_of(*where, part).exists() for part in ("test", "held out")]
+
+
+def sweep_of(arguments: argparse.Namespace, data: str, method: str, part: str) -> Found:
+    """A method's grid on a set."""
+    where = (arguments.out, data, STRAGGLERS[arguments.what], method, part)
+    return measured(*where, arguments.seeds, arguments.rounds, arguments.data_dir)
+
+
+def kind(found: Found) -> str:
+    """What the paper compares: a personal method's own models."""
+    return "personal " if "personal devices" in found[0][1] else ""
+
+
+def choose(found: Found, upcycled: bool, over: str = "devices") -> int:
+    """The point with the highest mean accuracy over devices or samples, among those with or without extrapolation."""
+    allowed = [i for i, (point, _) in enumerate(found) if "a" not in point or (point["a"] > 0) == upcycled]
+    return max(allowed, key=lambda i: found[i][1][kind(found) + over].mean())
+
+
+def row_of(data: str, method: str, test: Found, printed: dict[str, str] | None) -> list[str]:
+    """Paper beside ours, chosen on the test rows as the paper says."""
+    plain, up = choose(test, False), choose(test, True)
+    ours = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
+    samples = [test[choose(test, up, "samples")][1][kind(test) + "samples"] for up in (False, True)]
+    row = [data, method]
+    for name, found in zip(("plain", "upcycled"), ours, strict=True):
+        paper = f"{printed[name]} ± {printed[name + '_deviation']}" if printed else "-"
+        row += [paper, spread(found.tolist(), ".2f")]
+    gain = f"{float(printed['upcycled']) - float(printed['plain']):+.2f}" if printed else "-"
+    row += [gain, f"{ours[1].mean() - ours[0].mean():+.2f}"]
+    row += [spread(s.tolist(), ".2f") for s in samples] + [f"{samples[1].mean() - samples[0].mean():+.2f}"]
+    return [*row, shown(test, plain), shown(test, up)]
+
+
+def held_out_row(data: str, method: str, test: Found, held: Found) -> list[str]:
+    """Test accuracy at points chosen on held-out rows."""
+    return [data, method, *chosen(test, choose(held, False), choose(held, True))]
+
+
+def server_step_row(data: str, test: Found, held: Found) -> list[str]:
+    """FedAvg with a server step of its own, against FedAvg."""
+    plain = lambda found: max(  # noqa: E731
+        (i for i, (p, _) in enumerate(found) if p["server lr"] == 1), key=lambda i: found[i][1]["devices"].mean()
+    )
+    return [data, "FedAvg, server step tuned instead", *chosen(test, plain(held), choose(held, False))]
+
+
+def chosen(test: Found, plain: int, up: int) -> list[str]:
+    """Test accuracies over devices at two points, the second one's gain, and both over samples."""
+    devices = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
+    samples = [test[i][1][kind(test) + "samples"].mean() for i in (plain, up)]
+    gain = devices[1] - devices[0]
+    return [
+        *(spread(d.tolist(), ".2f") for d in devices),
+        spread(gain.tolist(), "+.2f").replace("± +", "± "),
+        *(f"{s:.2f}" for s in samples),
+        shown(test, plain),
+        shown(test, up),
+    ]
+
+
+def shown(found: Found, index: int) -> str:
+    """A point as text; a value at its axis's end that no other value equals is marked."""
+    point, values = found[index]
+    best, parts = values[kind(found) + "devices"].mean(), []
+    for axis, value in point.items():
+        line = {
+            p[axis]: v[kind(found) + "devices"].mean() for p, v in found if without(p, axis) == without(point, axis)
+        }
+        ends = {min(line), max(line)}
+        inner = max((mean for other, mean in line.items() if other not in ends), default=0.0)
+        edge = axis != "a" and value in ends and best > inner
+        if axis != "a" or value:
+            parts.append(f"{axis} {value:g}" + (" (end)" if edge else ""))
+    return ", ".join(parts)
+
+
+def without(point: Point, axis: str) -> Point:
+    """The point's other axes."""
+    return {name: value for name, value in point.items() if name != axis}
+
+
+def write(arguments: argparse.Namespace, rows: list[list[str]], gains: list[list[str]]) -> str:
+    """Both tables in results/."""
+    stragglers = STRAGGLERS[arguments.what]
+    command = f"python -m papers.upcycled {arguments.what}"
+    for option, value in (("data", arguments.data), ("methods", arguments.methods)):
+        if value != list({"data": DATA, "methods": METHODS}[option]):
+            command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
+    command += f" --rounds {arguments.rounds}" if arguments.rounds != 80 else ""
+    lines = [
+        f"# Upcycled-FL, Table {arguments.what[-1]} (synthetic sets, {stragglers} % stragglers)",
+        "",
+        "Test accuracy in % after the last round, averaged over devices, mean ± standard deviation over "
+        f"{len(arguments.seeds)} seeds ({arguments.rounds} rounds; upcycled, twice as many iterations). Points are "
+        "chosen by this very accuracy, as the paper's grid search does; those of the columns over samples, by accuracy "
+        "over all test samples. 'own' sets are our generator's. pFedMe: the "
+        "devices' own models. Sets and methods that are not in the table were not run. "
+        "'(end)': the best value lies at the end of its grid. Written by "
+        f"`{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
+        "",
+        *markdown(
+            "set|method|paper|ours|paper, upcycled|ours, upcycled|paper's gain|our gain"
+            "|over samples|upcycled, over samples|gain over samples|best|best, upcycled",
+            rows,
+        ),
+        "",
+        "## Chosen on held-out rows",
+        "",
+        "The same test accuracies at points chosen by runs on 80 % of each device's training rows, measured on the "
+        "other 20 %. The gain is over the same seeds. The last method of each set is FedAvg with its server step "
+        "chosen from a grid of its own, not upcycled: `upcycle(FedAvg, a)` is FedAvg with server step 1 + a.",
+        "",
+        *markdown(
+            "set|method|plain|upcycled|gain|over samples|upcycled, over samples|chosen|chosen, upcycled",
+            gains,
+        ),
+    ]
+    text = "\n".join(lines) + "\n"
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    files.write_text(arguments.results / f"{arguments.what}.md", text)
+    return text
+
+
+def markdown(columns: str, rows: list[list[str]]) -> list[str]:
+    """A Markdown table's lines; columns are divided by |."""
+    names = columns.split("|")
+    head = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return head + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

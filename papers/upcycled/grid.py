@@ -1,0 +1,188 @@
+"""The grids of the seven methods, and the compiled sweeps that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrax import Federation, FedraxError, LocalSGD, Settings, classification, files, sweep, upcycle
+from fedrax.algorithms.fedavg import FedAvg, FedProx
+from fedrax.algorithms.feddyn import FedDyn
+from fedrax.algorithms.pfedme import PFedMe
+from fedrax.algorithms.scaffold import Scaffold
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.server_optimizers import SGD, Yogi
+from fedrax.data import Dataset, Natural, Samples, load
+from fedrax.data.dataset import generator, split_test
+from fedrax.models import Logistic
+
+STEPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
+"""Local step sizes."""
+EXTRAPOLATIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+"""a of `upcycle`; 0 is the method without it."""
+SERVER_STEPS = (0.3, 0.5, 0.7, 1.0, 1.1, 1.3, 1.5, 1.7, 1.9, 2.5, 3.0)
+"""FedAvg's: 1.1 to 1.9 are what `upcycle` with a = 0.1 to 0.9 makes of it."""
+HELD_OUT = 0.2
+"""Share of each device's training rows on which points are chosen in the second place."""
+
+Point = dict[str, float]
+
+
+def _local(lr: float, momentum: float | None = 0.5) -> LocalSGD:
+    return LocalSGD(lr=lr, epochs=10, batch_size=32, momentum=momentum)
+
+
+def _fedavg(point: Point) -> Algorithm:
+    return FedAvg(local=_local(point["lr"]))
+
+
+def _fedavgm(point: Point) -> Algorithm:
+    return FedAvg(local=_local(point["lr"]), server_optimizer=SGD(momentum=point["beta"]))
+
+
+def _fedprox(point: Point) -> Algorithm:
+    return FedProx(local=_local(point["lr"]), mu=point["mu"])
+
+
+def _scaffold(point: Point) -> Algorithm:
+    return Scaffold(local=_local(point["lr"]))
+
+
+def _feddyn(point: Point) -> Algorithm:
+    return FedDyn(local=_local(point["lr"]), alpha=point["alpha"])
+
+
+def _pfedme(point: Point) -> Algorithm:
+    return PFedMe(local=_local(point["lr"], None), lam=point["lambda"], inner_lr=point["inner lr"], inner_steps=5)
+
+
+def _fedyogi(point: Point) -> Algorithm:
+    return FedAvg(local=_local(point["lr"]), server_optimizer=Yogi(lr=point["server lr"]))
+
+
+def _server_step(point: Point) -> Algorithm:
+    return FedAvg(local=_local(point["lr"]), server_optimizer=SGD(lr=point["server lr"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method and what is tuned of it besides the local step and a."""
+
+    make: Callable[[Point], Algorithm]
+    axes: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    weights: str = "samples"
+    """Of the aggregation; SCAFFOLD's and FedDyn's are plain."""
+    steps: tuple[float, ...] = STEPS
+    upcycled: bool = True
+
+    @property
+    def points(self) -> list[Point]:
+        """Every point of the grid."""
+        axes = {"lr": self.steps, **self.axes, **({"a": EXTRAPOLATIONS} if self.upcycled else {})}
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+    def at(self, point: Point) -> Algorithm:
+        """The method at a point."""
+        return upcycle(self.make(point), a=point["a"]) if self.upcycled else self.make(point)
+
+
+METHODS = {
+    "FedAvg": Method(_fedavg),
+    "FedAvgM": Method(_fedavgm, {"beta": (0.3, 0.6, 0.9, 0.95)}),
+    "FedProx": Method(_fedprox, {"mu": (0.001, 0.01, 0.1, 1.0, 10.0)}),
+    "SCAFFOLD": Method(_scaffold, weights="uniform"),
+    "FedDyn": Method(_feddyn, {"alpha": (0.01, 0.1, 1.0, 10.0)}, weights="uniform"),
+    "pFedMe": Method(
+        _pfedme, {"lambda": (0.1, 1.0, 10.0), "inner lr": (1e-3, 1e-2, 0.1)}, steps=(1e-4, 1e-3, 1e-2, 0.1)
+    ),
+    "FedYogi": Method(_fedyogi, {"server lr": (0.01, 0.03, 0.1, 0.3, 1.0)}, steps=STEPS[:7]),
+}
+SERVER_STEP = Method(_server_step, {"server lr": SERVER_STEPS}, upcycled=False)
+"""FedAvg with a tuned server step and nothing upcycled."""
+EVERY = {**METHODS, "FedAvg, server step": SERVER_STEP}
+
+DATA = {
+    "iid": ("upcycled_synthetic", {"variant": "iid"}),
+    "0.5_0.5": ("upcycled_synthetic", {"variant": "0.5_0.5"}),
+    "own iid": ("synthetic", {"iid": True, "features": 20, "classes": 2}),
+    "own 0_0": ("synthetic", {"alpha": 0.0, "beta": 0.0, "features": 20, "classes": 2}),
+    "own 0.5_0.5": ("synthetic", {"alpha": 0.5, "beta": 0.5, "features": 20, "classes": 2}),
+    "own 1_1": ("synthetic", {"alpha": 1.0, "beta": 1.0, "features": 20, "classes": 2}),
+}
+"""The published sets, and our generator's of the same kind: 30 devices, 20 features, two classes as published."""
+
+
+def federation_of(data: str, part: str, data_dir: str | None) -> Federation:
+    """A set's federation; of the part "held out" the test rows are held out of the training rows."""
+    name, options = DATA[data]
+    dataset = load(name, data_dir, **options)
+    if part == "held out":
+        dataset = held_out(dataset)
+    return Federation.from_dataset(dataset, Natural(), 0)
+
+
+def held_out(dataset: Dataset) -> Dataset:
+    """The training rows alone, a share of each device's for the test."""
+    owner = dataset.train_clients
+    if owner is None:
+        raise FedraxError(f"{dataset.name!r} has no devices.")
+    train, test = split_test(owner, HELD_OUT, generator(0, "held out"))
+    of = lambda rows: Samples(dataset.train.x[rows], dataset.train.y[rows])  # noqa: E731
+    clients = {"train_clients": owner[train], "test_clients": owner[test]}
+    return dataclasses.replace(dataset, train=of(train), test=of(test), **clients)
+
+
+def measured(
+    out: Path, data: str, stragglers: int, method: str, part: str, seeds: list[int], rounds: int, data_dir: str | None
+) -> list[tuple[Point, dict[str, np.ndarray]]]:
+    """Final accuracies of every point of a method's grid, {name: [seeds]} in percent, kept in a file of their own."""
+    spec = EVERY[method]
+    facts = {"points": spec.points, "seeds": seeds, "rounds": rounds, "data": DATA[data]}
+    place = place_of(out, data, stragglers, method, part)
+    if not place.exists():
+        found = run(spec, federation_of(data, part, data_dir), stragglers, seeds, rounds)
+        files.write_text(place, json.dumps({**facts, "found": found}) + "\n")
+    kept = json.loads(place.read_text())
+    if any(kept[key] != json.loads(json.dumps(value)) for key, value in facts.items()):
+        raise FedraxError(f"{place} holds another sweep: choose another --out.")
+    return [(p, {k: np.array(v) for k, v in f.items()}) for p, f in zip(spec.points, kept["found"], strict=True)]
+
+
+def place_of(out: Path, data: str, stragglers: int, method: str, part: str) -> Path:
+    """Where a method's grid is kept."""
+    return out / f"{data} {part} {stragglers} {method}.json".replace(" ", "-").replace(",", "")
+
+
+def run(spec: Method, federation: Federation, stragglers: int, seeds: list[int], rounds: int) -> list[dict[str, Any]]:
+    """One compiled program for the whole grid."""
+    task = classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
+    settings = Settings(
+        rounds=rounds,
+        cohort_size=round(0.3 * federation.num_clients),
+        stragglers=stragglers / 100,
+        weights=spec.weights,  # type: ignore[arg-type]
+        eval_every=rounds,
+        per_client=True,
+    )
+    algorithms = [spec.at(point) for point in spec.points]
+    results = sweep(algorithms, task, federation, seeds, settings, mode="together")
+    return [final([r.events[-1] if r.stopped == "rounds" else {} for r in runs]) for runs in results]
+
+
+def final(events: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Accuracies in percent over devices and over samples, of personal models where there are any; 0 of a run that
+    diverged."""
+    names = {"devices": "accuracy_client_mean", "samples": "accuracy"}
+    kinds = {"": "test_", "personal ": "test_personal_"}
+    return {
+        kind + name: [100 * event.get(prefix + metric, 0.0) for event in events]
+        for kind, prefix in kinds.items()
+        for name, metric in names.items()
+        if kind == "" or any(prefix + metric in event for event in events)
+    }

@@ -1,0 +1,102 @@
+"""Text as numbers: words, vocabularies, and word vectors from files. Hostile until parsed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedrax.errors import FedraxError
+
+PADDING, UNKNOWN = 0, 1
+"""The numbers of no word at all, and of every word that a vocabulary does not have; its own begin at 2."""
+
+MAX_CHARACTERS = 20_000
+"""Of one text; what lies beyond is not read."""
+MAX_DIMENSION = 4096
+"""Of a word vector."""
+MAX_LINE = 64 * MAX_DIMENSION
+"""Bytes of a line of a file of word vectors."""
+
+_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|[^\sa-z0-9]")
+
+
+def tokenise(text: str) -> list[str]:
+    """Words in lower case: letters and digits with what follows an apostrophe, and every other sign by itself."""
+    return _WORD.findall(text[:MAX_CHARACTERS].lower())
+
+
+def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
+    """The words that occur at least ``min_count`` times, the most frequent ones first, at most ``largest``."""
+    if min_count < 1 or largest < 1:
+        raise FedraxError(f"a vocabulary needs counts of 1 or more, not min_count {min_count} and largest {largest}.")
+    counts: Counter[str] = Counter()
+    for words in texts:
+        counts.update(words)
+    kept = [(-count, word) for word, count in counts.items() if count >= min_count]
+    return tuple(word for _, word in sorted(kept)[:largest])
+
+
+def encode(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) -> np.ndarray:
+    """Texts as int32 [n, length]: the first ``length`` words of each by number, then padding."""
+    if length < 1:
+        raise FedraxError(f"a text has room for 1 word or more, not {length}.")
+    number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
+    encoded = np.full((len(texts), length), PADDING, np.int32)
+    for row, text in enumerate(texts):
+        numbers = [number.get(word, UNKNOWN) for word in text[:length]]
+        encoded[row, : len(numbers)] = numbers
+    return encoded
+
+
+def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
+    """Vectors of padding, of unknown words and of ``words``, float32 [2 + len(words), dimension], from a file.
+
+    The format of GloVe: a line a word, the word and its numbers between single blanks; a first line of two whole
+    numbers (word2vec's) is passed over. The first vector of a word counts. Words without any, padding and unknown
+    words are zeros. Only vectors that are asked for are kept. Raises FedraxError for any other file.
+    """
+    number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
+    table, found = np.zeros((0, 0), np.float32), set()
+    for at, word, line in _lines(Path(path)):
+        if word not in number or word in found:
+            continue
+        values = line.split(" ")
+        if not table.size:
+            if not 1 <= len(values) <= MAX_DIMENSION:
+                raise FedraxError(f"{path}, line {at}: a vector has 1 to {MAX_DIMENSION} numbers, not {len(values)}.")
+            table = np.zeros((len(words) + UNKNOWN + 1, len(values)), np.float32)
+        try:
+            vector = np.array([float(value) for value in values])
+        except ValueError:
+            raise FedraxError(f"{path}, line {at}: {word!r} is not followed by numbers.") from None
+        if len(vector) != table.shape[1] or not (np.abs(vector) < 1e30).all():
+            raise FedraxError(f"{path}, line {at}: not {table.shape[1]} finite numbers, as the lines before.")
+        table[number[word]] = vector
+        found.add(word)
+    if not found:
+        raise FedraxError(f"{path} has a vector for none of the {len(words)} words.")
+    return table
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
+    """(number, word, the rest) of every line."""
+    try:
+        with path.open("rb") as file:
+            at = 0
+            while raw := file.readline(MAX_LINE + 1):
+                at += 1
+                if len(raw) > MAX_LINE:
+                    raise FedraxError(f"{path}, line {at} is longer than {MAX_LINE:,} bytes.")
+                try:
+                    word, _, rest = raw.decode("utf-8").rstrip().partition(" ")
+                except UnicodeDecodeError:
+                    raise FedraxError(f"{path}, line {at} is not UTF-8 text.") from None
+                if at == 1 and word.isdecimal() and rest.isdecimal():
+                    continue
+                yield at, word, rest
+    except OSError as error:
+        raise FedraxError(f"{path} cannot be read: {error.strerror}.") from error

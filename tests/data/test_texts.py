@@ -1,0 +1,113 @@
+"""Words, vocabularies, files of word vectors, and the readers of sentence pairs and tweets."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from fedrax import FedraxError
+from fedrax.data import Federation, Natural, load
+from fedrax.data.words import MAX_LINE, encode, read_vectors, tokenise, vocabulary
+
+
+def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
+    assert tokenise("A man's dog, 2 cats -- isn't it?") == (
+        ["a", "man's", "dog", ",", "2", "cats", "-", "-", "isn't", "it", "?"]
+    )
+    assert tokenise(" \n\t") == []
+    assert tokenise("naïve 日本") == ["na", "ï", "ve", "日", "本"]
+
+
+def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
+    texts = [["b", "a", "b"], ["c", "a", "b"]]
+    assert vocabulary(texts, min_count=2) == ("b", "a")
+    assert vocabulary(texts, largest=1) == ("b",)
+    encoded = encode([["a", "z", "b", "b"], []], ("b", "a"), 3)
+    np.testing.assert_array_equal(encoded, [[3, 1, 2], [0, 0, 0]])
+    assert encoded.dtype == np.int32
+    with pytest.raises(FedraxError):
+        vocabulary(texts, min_count=0)
+    with pytest.raises(FedraxError):
+        encode(texts, (), 0)
+
+
+def test_vectors_come_from_a_file_in_gloves_format(tmp_path: Path) -> None:
+    path = tmp_path / "glove.txt"
+    path.write_text("3 2\nthe 1.0 2.0\ncat -1 0.5\nthe 9 9\nother 7 7\n")
+    table = read_vectors(path, ("cat", "dog", "the"))
+    np.testing.assert_array_equal(table, [[0, 0], [0, 0], [-1, 0.5], [0, 0], [1, 2]])
+    assert table.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"cat one two\n", "not followed by numbers"),
+        (b"cat 1 2\ndog 1\n", "line 2: not 2 finite numbers"),
+        (b"cat nan 1\n", "finite"),
+        (b"cat 1e39 1\n", "finite"),
+        (b"cat\n", "not followed by numbers"),
+        (b"\xff\xfe 1\n", "line 1 is not UTF-8"),
+        (b"bird 1 2\n", "none of the 2 words"),
+        (b"cat " + b"1 " * 5000 + b"\n", "1 to 4096 numbers"),
+        (b"x" * (MAX_LINE + 10), "longer than"),
+        (b"", "none of the 2 words"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_bytes(content)
+    with pytest.raises(FedraxError, match=says):
+        read_vectors(path, ("cat", "dog"))
+    with pytest.raises(FedraxError, match="cannot be read"):
+        read_vectors(tmp_path, ("cat",))
+
+
+def write(path: Path, **columns: list) -> None:
+    path.parent.mkdir(exist_ok=True)
+    pl.DataFrame(columns).write_parquet(path)
+
+
+def pairs(path: Path, label: str = "neutral") -> None:
+    write(path, sentence1=["A dog .", "Two men"], sentence2=["A cat", "No one ."], label=["entailment", label])
+
+
+def test_snli_is_pairs_of_texts_with_the_training_rows_words(tmp_path: Path) -> None:
+    pairs(tmp_path / "snli" / "dev.parquet")
+    write(tmp_path / "snli" / "test.parquet", sentence1=["A bird ."], sentence2=["Men"], label=["contradiction"])
+    data = load("snli", tmp_path, length=3)
+    assert data.vocabulary[:2] == (".", "a")
+    assert (data.train.x.shape, data.train.x.dtype) == ((2, 2, 3), np.int32)
+    number = {word: i for i, word in enumerate(data.vocabulary, start=2)}
+    np.testing.assert_array_equal(data.train.x[0], [[number["a"], number["dog"], number["."]], [3, number["cat"], 0]])
+    np.testing.assert_array_equal(data.test.x[0], [[3, 1, 2], [number["men"], 0, 0]])
+    assert data.test.y.tolist() == [2]
+    pairs(tmp_path / "snli" / "test.parquet", label="-")
+    with pytest.raises(FedraxError, match="not '-'"):
+        load("snli", tmp_path)
+    with pytest.raises(FedraxError, match=r"train\.parquet"):
+        load("snli", tmp_path, train="train")
+    (tmp_path / "snli" / "dev.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(FedraxError, match="cannot be read"):
+        load("snli", tmp_path)
+    write(tmp_path / "snli" / "dev.parquet", sentence1=["a"], sentence2=[3], label=["neutral"])
+    with pytest.raises(FedraxError, match="'sentence2' holds"):
+        load("snli", tmp_path)
+
+
+def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
+    texts = [f"so happy {i} :)" for i in range(10)] + [f"so sad {i}" for i in range(50, 55)]
+    users, labels = ["u1"] * 10 + ["u0"] * 5, [1] * 10 + [0] * 5
+    write(tmp_path / "sent140" / "leaf_k30_by_user.parquet", user=users, text=texts, label=labels)
+    data = load("sent140", tmp_path, length=4)
+    assert data.train.x.shape == (12, 4)
+    assert data.test_clients is not None
+    assert np.bincount(data.test_clients).tolist() == [1, 2]
+    assert set(data.vocabulary) == {"so", "happy", "sad", ":", ")"}
+    federation = Federation.from_dataset(data, Natural(), 0)
+    assert federation.vocabulary == data.vocabulary
+    assert (federation.num_clients, federation.train.y[:4].tolist()) == (2, [0] * 4)
+    write(tmp_path / "sent140" / "leaf_k30_by_user.parquet", user=["a"], text=["b"], label=[4])
+    with pytest.raises(FedraxError, match="labels are 0 and 1"):
+        load("sent140", tmp_path)

@@ -1,0 +1,126 @@
+"""Networks of words against NumPy; padding changes nothing; the hinge loss; the way from a file to a task."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import polars as pl
+import pytest
+
+from fedrax import Batch, FedraxError, classification
+from fedrax.contract.task import margin
+from fedrax.experiments import experiment
+from fedrax.models import Model, SentencePairs, Tweets
+from fedrax.models.recurrent import lstm
+from fedrax.models.text import states
+
+WORDS = ("a", "b", "c")
+KEY = jax.random.key(1)
+SMALL = SentencePairs(hidden=3, classifier=4, embedding=2, activation="relu")
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def numpy_states(layer, vectors):
+    h, c = np.zeros((2, layer["hidden_weight"].shape[0]))
+    found = []
+    for x in vectors:
+        gates = x @ layer["input_weight"] + layer["input_bias"] + h @ layer["hidden_weight"] + layer["hidden_bias"]
+        i, f, g, o = np.split(gates, 4)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        found.append(h)
+    return np.array(found)
+
+
+def test_sentence_pairs_are_their_equations() -> None:
+    task = margin(SMALL.build((2, 5), 3, vocabulary=WORDS))
+    params = task.init(KEY)
+    x = np.array([[[2, 3, 4, 1, 0], [4, 2, 0, 0, 0]]], np.int32)
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    ends = []
+    for sentence in x[0]:
+        vectors = p["embedding"][sentence[sentence > 0]]
+        both = [numpy_states(p["forward"], vectors), numpy_states(p["backward"], vectors[::-1])]
+        ends.append(np.concatenate([way.max(0) for way in both]))
+    u, v = ends
+    h = np.concatenate([u, v, abs(u - v), u * v])
+    for layer in ("dense1", "dense2"):
+        h = np.maximum(h @ p[layer]["weight"] + p[layer]["bias"], 0)
+    want = p["output"]["weight"] @ h + p["output"]["bias"]
+    assert task.outputs is not None
+    scores = jax.jit(task.outputs)(params, x)
+    np.testing.assert_allclose(scores[0], want, atol=1e-5)
+    loss = sum(max(0, 1 - want[1] + want[j]) for j in (0, 2)) / 3
+    np.testing.assert_allclose(task.loss(params, Batch(x, np.array([1], np.int32)), KEY), [loss], rtol=1e-4)
+    wider = np.pad(x, ((0, 0), (0, 0), (0, 4)))
+    np.testing.assert_allclose(task.outputs(params, wider), scores, atol=1e-6)
+    assert np.isfinite(task.outputs(params, np.zeros_like(x))).all()  # a pair without any words
+
+
+def test_tweets_end_in_the_state_at_the_last_word() -> None:
+    task = classification(Tweets(hidden=3, embedding=2).build((4,), 2, vocabulary=WORDS))
+    params = task.init(KEY)
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    x = np.array([[3, 2, 0, 0]], np.int32)
+    h = numpy_states(p["lstm2"], numpy_states(p["lstm1"], p["embedding"][[3, 2]]))[-1]
+    assert task.outputs is not None
+    outputs = jax.jit(task.outputs)(params, x)
+    np.testing.assert_allclose(outputs[0], p["output"]["weight"] @ h + p["output"]["bias"], atol=1e-5)
+
+
+def test_without_padding_the_states_are_the_lstms() -> None:
+    params = Tweets(hidden=3, layers=1, embedding=2).build((4,), 2, vocabulary=WORDS).init(KEY)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 2)), jnp.float32)
+    found = states(params["lstm1"], x, jnp.ones((2, 4), bool))
+    np.testing.assert_allclose(found[:, -1], lstm(params["lstm1"], x), atol=1e-6)
+
+
+def test_vectors_of_a_file_are_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "glove.txt").write_text("a 1 0 2\nc 0 1 0\n")
+    task = classification(Tweets(2, layers=1, vectors=tmp_path / "glove.txt").build((2,), 2, vocabulary=WORDS))
+    params = task.init(KEY)
+    assert "embedding" not in params
+    assert params["lstm1"]["input_weight"].shape == (3, 8)
+    assert task.outputs is not None
+    known, unknown = task.outputs(params, np.array([[2, 4], [3, 3]], np.int32))
+    assert not np.allclose(known, unknown)
+
+
+def test_the_hinge_is_pytorchs_multi_margin() -> None:
+    scores = np.array([[0.1, 0.2, 0.4, 0.8]], np.float32)
+    task = margin(Model(lambda key: {"w": jnp.ones(1)}, lambda params, x, key=None: x))
+    loss = task.loss({"w": jnp.ones(1)}, Batch(scores, np.array([3], np.int32)), KEY)
+    np.testing.assert_allclose(loss, [(0.3 + 0.4 + 0.6) / 4], rtol=1e-5)  # the example of its documentation
+
+
+def test_models_of_words_need_words() -> None:
+    with pytest.raises(FedraxError, match="vocabulary"):
+        SMALL.build((2, 5), 3)
+    with pytest.raises(FedraxError, match="pairs of texts"):
+        SMALL.build((5,), 3, vocabulary=WORDS)
+    with pytest.raises(FedraxError, match="texts"):
+        Tweets().build((2, 5), 3, vocabulary=WORDS)
+
+
+def test_from_a_file_to_a_task(tmp_path: Path) -> None:
+    (tmp_path / "snli").mkdir()
+    for part in ("dev", "test"):
+        columns = {"sentence1": ["a b", "c"] * 4, "sentence2": ["b", "a"] * 4, "label": ["entailment", "neutral"] * 4}
+        pl.DataFrame(columns).write_parquet(tmp_path / "snli" / f"{part}.parquet")
+    table = {
+        "data": {"name": "snli", "length": 3},
+        "partition": {"name": "similarity", "clients": 2, "percent": 50.0},
+        "model": {"name": "sentence_pairs", "hidden": 2, "classifier": 2, "embedding": 2},
+    }
+    named = experiment.from_table(table | {"model": table["model"] | {"vectors": "glove.txt"}}, "made")
+    assert experiment.to_table(named)["model"]["vectors"].endswith("glove.txt")
+    _, task, federation = experiment.build(experiment.from_table(table, "made"), tmp_path)
+    assert task.name == "margin/sentence_pairs"
+    params = task.init(KEY)
+    assert params["embedding"].shape == (2 + 3, 2)
+    gradient = jax.grad(lambda p: task.loss(p, Batch(*federation.train), KEY).sum())(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

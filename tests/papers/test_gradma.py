@@ -1,0 +1,94 @@
+"""The command for GradMA's Table 1 on stand-in files of MNIST's format: it runs, is broken off, and goes on."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedrax.data import Dataset, as_samples
+from fedrax.experiments import comparison
+from papers.gradma import __main__ as gradma
+from papers.gradma.partition import DirichletWorkers
+from papers.gradma.search import METHODS, Cell, Runs, best_point, candidates
+
+HERE = Path(gradma.__file__).parent
+
+
+def test_workers_get_two_rows_and_shares_of_every_class() -> None:
+    rng = np.random.default_rng(0)
+    samples = as_samples(rng.normal(size=(3000, 2)), rng.integers(0, 5, 3000))
+    dataset = Dataset("made", samples, samples, 5)
+    indices, offsets = DirichletWorkers(50, 0.01).assign(dataset, 1)
+    sizes = np.diff(offsets)
+    assert sorted(indices) == list(range(3000))
+    assert sizes.min() == 2
+    assert (sizes == 2).sum() > 10
+    even = np.diff(DirichletWorkers(50, 1e5).assign(dataset, 1).offsets)
+    assert np.abs(even - 60).max() < 10
+
+
+def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
+    runs, cell = Runs(HERE / "mnist.toml", tmp_path, None, None), Cell(10, 0.01)
+
+    def ran(point: tuple, accuracy: float) -> None:
+        place = runs._place(cell, "FedProx", point, 0)
+        place.parent.mkdir(parents=True)
+        text = runs._text(cell, "FedProx", point, 0)
+        place.write_text(json.dumps({"experiment": text, "round": [5], "accuracy": [accuracy]}))
+
+    start = (0.01, 1.0, 0.01)
+    assert candidates(runs, cell, "FedProx", 0, 0, "axes") == [start]
+    ran(start, 0.5)
+    assert candidates(runs, cell, "FedProx", 0, 1, "axes") == [(lr, 1.0, 0.01) for lr in (0.001, 0.01, 0.1)]
+    ran((0.1, 1.0, 0.01), 0.7)
+    assert best_point(runs, cell, "FedProx", 0) == (0.1, 1.0, 0.01)
+    assert candidates(runs, cell, "FedProx", 0, 2, "axes") == [(0.1, lr, 0.01) for lr in (0.1, 1.0, 10.0)]
+    assert len(candidates(runs, cell, "FedProx", 0, 1, "grid")) == 27
+    assert candidates(runs, cell, "FedProx", 0, 1, "none") == []
+
+
+def test_table1_prints_paper_ours_and_what_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, folder = np.random.default_rng(0), tmp_path / "mnist"
+    folder.mkdir()
+    for part, rows in (("train", 500), ("t10k", 100)):
+        labels = np.tile(np.arange(10, dtype=np.uint8), rows // 10)
+        images = rng.integers(0, 256, (rows, 28, 28)).astype(np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, rows, 28, 28) + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, rows) + labels.tobytes())
+    printed = (HERE / "table1_printed.csv").read_text().splitlines()
+    (tmp_path / "table1_printed.csv").write_text("\n".join([printed[0], *(p for p in printed if "mnist,5," in p)]))
+    for name in ("mnist.toml", "partition.py"):
+        (tmp_path / name).write_text((HERE / name).read_text())
+    monkeypatch.setattr(gradma, "HERE", tmp_path)
+    command = ["gradma", "table1", "--search", "none", "--seeds", "0", "--rounds", "1", "--methods", "FedAvg"]
+    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path), "--data-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gradma.main() == 0
+    text = (tmp_path / "table1-mnist.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| FedAvg |"))
+    assert row.startswith("| FedAvg | (5, 0.01) | 49.65 ± 3.88 | ")
+    assert row.endswith("| 1 | 1 of 9 | local step 0.01, server step 1 |")
+    assert "| MOON | (5, 0.01) | 50.39 ± 5.16 | not run |" in text
+    assert "seed 0" in capsys.readouterr().out
+    assert gradma.main() == 0
+    assert "seed 0," not in capsys.readouterr().out  # kept, not run again
+    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "2"])
+    assert gradma.main() == 1
+    assert "another experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", ["mnist", "cifar10"])
+def test_the_experiment_files_are_the_papers(data: str) -> None:
+    spec = comparison.read([HERE / f"{data}.toml"])
+    spec.check()
+    assert [method.name for method in spec.methods] == list(METHODS)
+    assert {(m.run.rounds, m.partition.clients) for m in spec.methods} == {(500 if data == "mnist" else 1000, 100)}
+    for method in spec.methods:
+        local = method.algorithm.local  # type: ignore[attr-defined]
+        assert (local.steps, local.batch_size) == (5, 64)
+    assert len(gradma.read_printed(data)) == (80 if data == "mnist" else 48)

@@ -1,0 +1,78 @@
+"""The command for Upcycled-FL's tables, on a few devices and points."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedrax.data import load
+from papers.upcycled import __main__ as upcycled
+from papers.upcycled import grid
+
+
+def test_table1_prints_paper_ours_and_what_held_out_rows_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fedavg = dataclasses.replace(grid.METHODS["FedAvg"], steps=(1e-3, 0.1))
+    step = dataclasses.replace(grid.SERVER_STEP, steps=(0.1,), axes={"server lr": (1.0, 1.5)})
+    monkeypatch.setattr(grid, "EXTRAPOLATIONS", (0.0, 0.5))
+    every = {"FedAvg": fedavg, "FedAvg, server step": step}
+    monkeypatch.setattr(grid, "EVERY", every)
+    monkeypatch.setattr(upcycled, "EVERY", every)
+    monkeypatch.setitem(grid.DATA, "own 0_0", ("synthetic", {"alpha": 0, "beta": 0, "devices": 4, "features": 3}))
+    command = ["upcycled", "table1", "--data", "own 0_0", "--methods", "FedAvg", "--seeds", "0", "1", "--rounds", "2"]
+    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert upcycled.main() == 0
+    text = (tmp_path / "table1.md").read_text()
+    assert "| own 0_0 | FedAvg | 79.28 ± 0.61 | " in text
+    assert "| +2.18 |" in text  # the paper's gain
+    assert "| own 0_0 | FedAvg, server step tuned instead | " in text
+    assert '--data "own 0_0" --methods FedAvg --rounds 2' in text
+    # upcycle(FedAvg, 0.5) is FedAvg with server step 1.5
+    where = (tmp_path / "runs", "own 0_0", 90)
+    up = dict_of(grid.measured(*where, "FedAvg", "test", [0, 1], 2, None))
+    own = dict_of(grid.measured(*where, "FedAvg, server step", "test", [0, 1], 2, None))
+    np.testing.assert_allclose(up[0.1, 0.5], own[0.1, 1.5], atol=0.5)
+    before = (tmp_path / "table1.md").stat().st_mtime_ns
+    monkeypatch.setattr(sys, "argv", [*command, "--only-write"])
+    assert upcycled.main() == 0
+    assert (tmp_path / "table1.md").stat().st_mtime_ns > before
+    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "3"])
+    capsys.readouterr()
+    assert upcycled.main() == 1
+    assert "another sweep" in capsys.readouterr().err
+
+
+def dict_of(found: upcycled.Found) -> dict[tuple[float, ...], np.ndarray]:
+    return {tuple(point.values()): values["devices"] for point, values in found}
+
+
+def test_the_best_point_is_marked_where_it_lies_at_an_end() -> None:
+    def found(*means: float) -> upcycled.Found:
+        return [({"lr": lr, "a": 0.0}, {"devices": np.array([m])}) for lr, m in zip((1, 2, 3), means, strict=True)]
+
+    assert upcycled.choose(found(5, 7, 6), upcycled=False) == 1
+    assert upcycled.shown(found(5, 7, 6), 1) == "lr 2"
+    assert upcycled.shown(found(5, 7, 8), 2) == "lr 3 (end)"
+    assert upcycled.shown(found(5, 8, 8), 2) == "lr 3"
+
+
+def test_held_out_rows_are_of_the_training_rows_of_every_device() -> None:
+    data = load("synthetic", devices=5, features=3)
+    made = grid.held_out(data)
+    assert data.train_clients is not None
+    assert made.test_clients is not None
+    assert len(made.train.y) + len(made.test.y) == len(data.train.y)
+    np.testing.assert_array_equal(np.bincount(made.test_clients), np.bincount(data.train_clients) // 5)
+
+
+def test_the_grids_are_wide_and_hold_the_papers_extrapolations() -> None:
+    assert list(grid.METHODS) == ["FedAvg", "FedAvgM", "FedProx", "SCAFFOLD", "FedDyn", "pFedMe", "FedYogi"]
+    assert min(grid.STEPS) < 0.003 < max(grid.STEPS)
+    assert {point["a"] for point in grid.METHODS["FedDyn"].points} == {0, 0.1, 0.3, 0.5, 0.7, 0.9}
+    assert {f"{1 + a:g}" for a in grid.EXTRAPOLATIONS} <= {f"{step:g}" for step in grid.SERVER_STEPS}
+    for method in grid.EVERY.values():
+        method.at(method.points[0])
