@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedrax.algorithms.scaffold import Scaffold
     from fedrax.algorithms.signsgd import SignSGD
     from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+    from fedrax.contract.averaging import Averaging
     from fedrax.contract.client_data import ClientData
     from fedrax.contract.fields import Leaf, Static
     from fedrax.contract.hyperparameters import Count, Decay, Fraction, NonNegative, Positive, Whole, hyperparameters
@@ -81,6 +82,7 @@ _HOMES = {
     "fedrax.algorithms.scaffold": "Scaffold",
     "fedrax.algorithms.signsgd": "SignSGD",
     "fedrax.contract.algorithm": "Algorithm ClientOutput Cohort Info Phase",
+    "fedrax.contract.averaging": "Averaging",
     "fedrax.contract.client_data": "ClientData",
     "fedrax.contract.fields": "Leaf Static",
     "fedrax.contract.hyperparameters": "Count Decay Fraction NonNegative Positive Whole hyperparameters",
@@ -111,7 +113,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 
 __all__ = [  # noqa: RUF022 - by topic
     "FedraxError", "tree",
-    "Algorithm", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
+    "Algorithm", "Averaging", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",
     "Episode", "FedADMM", "FedAvg", "FedCM", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga",

@@ -119,6 +119,12 @@ def test_defaults_are_in_bounds_and_explained(kind: type[Algorithm]):
 
 
 @EVERY
+def test_is_final(kind: type[Algorithm]):
+    known = set(algorithms().values())
+    assert not known.intersection(kind.__mro__[1:]), "a method of the package overrides another one"
+
+
+@EVERY
 def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
     algorithm = example(kind)
     leaves, structure = jax.tree.flatten(algorithm)

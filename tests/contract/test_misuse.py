@@ -106,6 +106,15 @@ def test_a_class_without_the_decorator_is_refused():
             use(Bare(local=LocalSGD()))
 
 
+def test_a_base_without_what_it_leaves_open_is_refused():
+    @fedrax.hyperparameters
+    class Idle(fedrax.Averaging):
+        """No client."""
+
+    with pytest.raises(FedraxError, match="Idle must define client"):
+        check_algorithm(Idle)
+
+
 @pytest.mark.parametrize("kind", [FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK])
 def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)

@@ -6,13 +6,14 @@ efficient local gradient clipping, Liu et al. 2022) is FedAvg with ``local.clip`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.averaging import Averaging, Server
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD
@@ -20,37 +21,18 @@ from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 
-class Server(NamedTuple):
-    """Global parameters and the server optimizer's state."""
-
-    params: Tree
-    optimizer: Tree
-
-
 @hyperparameters
-class FedAvg(Algorithm):
+class FedAvg(Averaging):
     """Local SGD, averaged: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x."""
-
-    local: LocalSGD = LocalSGD()
-    server_optimizer: ServerOptimizer = SGD()
-
-    def init(self, params: Tree, num_clients: int) -> Server:
-        """Server state before the first round."""
-        return Server(params, self.server_optimizer.init(params))
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD from the global parameters."""
         result = self.local.run(data, message)
         return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 
-    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """One step of the server optimizer on the mean update."""
-        params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
-        return Server(params, state), {}
-
 
 @hyperparameters
-class FedProx(FedAvg):
+class FedProx(Averaging):
     """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss: g_i + mu (x_i - x) is its gradient, which
     local momentum sees."""
 

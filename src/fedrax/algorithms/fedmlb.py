@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import ClientOutput
+from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.requirements import Requirements
@@ -20,7 +20,7 @@ from fedrax.tree import Tree
 
 
 @hyperparameters
-class FedMLB(FedAvg):
+class FedMLB(Averaging):
     """FedAvg on CE(main) + lambda1 mean_k CE(hybrid_k) + lambda2 mean_k KL(hybrid_k || main), sample by sample.
 
     main is the local network. hybrid_k runs its blocks 1..k and then the blocks k+1.. of the global one, which are

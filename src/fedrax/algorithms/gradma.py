@@ -6,6 +6,7 @@ A correction takes the direction's nearest vector that does not point against an
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,9 +15,9 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.algorithms.fedavg import FedAvg
 from fedrax.compiled.cone import multipliers, project
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import Decay, Positive, Whole, hyperparameters
 from fedrax.contract.local import LocalResult, LocalSGD, Step
@@ -81,7 +82,7 @@ def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: Cli
 
 
 @hyperparameters
-class GradMAW(FedAvg):
+class GradMAW(Averaging):
     """GradMA on the workers alone: local steps along p~ (Algorithm 7).
 
     p~ is the nearest to the gradient with no negative inner product with the gradients, on the same batch, at the
@@ -104,8 +105,8 @@ class GradMAW(FedAvg):
 
 
 @hyperparameters
-class GradMAS(Algorithm):
-    """GradMA on the server alone (Algorithms 3, 4 and 8).
+class ServerMemory(Algorithm):
+    """GradMA's server (Algorithms 3, 4 and 8), whatever the workers do.
 
     m = beta1 m~ + d with d = sum_i p_i d_i and d_i = x - x_i. D[i] sums client i's updates, forgotten by the
     factor beta2 a round. m~ is the nearest to m with no negative inner product with any D[i]; x <- x - lr m~.
@@ -144,10 +145,9 @@ class GradMAS(Algorithm):
         vectors = Vectors.zeros(m, params)
         return Server(params, zeros, Memory(vectors, scale, gram, none + num_clients, none, none))
 
+    @abstractmethod
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local SGD; d_i goes up."""
-        result = self.local.run(data, message)
-        return self.output(tree.sub(message, result.params), result.info)
+        """Local steps; d_i goes up as :meth:`output` has it."""
 
     def output(self, update: Tree, info: Info, state: Tree = ()) -> ClientOutput:
         """d_i for itself where the server remembers it, for the mean where not."""
@@ -221,7 +221,18 @@ def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array,
 
 
 @hyperparameters
-class GradMA(GradMAS):
+class GradMAS(ServerMemory):
+    """GradMA on the server alone: m = beta1 m~ + d, corrected by the memory of the workers' updates; see
+    :class:`ServerMemory`."""
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Local SGD; d_i goes up."""
+        result = self.local.run(data, message)
+        return self.output(tree.sub(message, result.params), result.info)
+
+
+@hyperparameters
+class GradMA(ServerMemory):
     """GradMA: corrected steps on the workers and on the server (Algorithm 1)."""
 
     previous: Literal["global", "local"] = "global"

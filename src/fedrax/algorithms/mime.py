@@ -5,6 +5,7 @@ Its momentum s is the server's and stays fixed during the local steps; clients r
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +35,8 @@ class Message(NamedTuple):
 
 
 @hyperparameters
-class MimeSVRG(Algorithm):
-    """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
+class Centred(Algorithm):
+    """Two phases: the cohort's mean full gradient c at x, then local steps that know it."""
 
     local: LocalSGD = LocalSGD()
     server_optimizer: ServerOptimizer = SGD()
@@ -65,10 +66,9 @@ class MimeSVRG(Algorithm):
         """Phase 2: x and c."""
         return Message(server.params, server.gradient)
 
+    @abstractmethod
     def direction(self, message: Any, gradient: Tree, step: Step) -> Tree:
-        """Phase 2: what a local step descends along."""
-        _, at_start = step.gradient(message.params)
-        return jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient)
+        """Phase 2: what a local step descends along; :func:`corrected` with what the method adds."""
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Phase 2: corrected local steps, two gradients each."""
@@ -84,6 +84,21 @@ class MimeSVRG(Algorithm):
         """One step of the server optimizer on the mean update."""
         params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
         return server._replace(params=params, optimizer=state), {}
+
+
+def corrected(message: Any, gradient: Tree, step: Step) -> Tree:
+    """g_i(x_i; xi) - g_i(x; xi) + c."""
+    _, at_start = step.gradient(message.params)
+    return jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient)
+
+
+@hyperparameters
+class MimeSVRG(Centred):
+    """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
+
+    def direction(self, message: Message, gradient: Tree, step: Step) -> Tree:
+        """Phase 2: the corrected gradient."""
+        return corrected(message, gradient, step)
 
 
 class MimeServer(NamedTuple):
@@ -109,7 +124,7 @@ def _mixed(beta: Any, gradient: Tree, momentum: Tree) -> Tree:
 
 
 @hyperparameters
-class Mime(MimeSVRG):
+class Mime(Centred):
     """d = (1 - beta)(g_i(x_i; xi) - g_i(x; xi) + c) + beta s; after the round s <- (1 - beta) c + beta s.
 
     s is zero at first. beta = 0 is MimeSVRG.
@@ -129,7 +144,7 @@ class Mime(MimeSVRG):
 
     def direction(self, message: MimeMessage, gradient: Tree, step: Step) -> Tree:
         """Phase 2: MimeSVRG's direction and the momentum."""
-        return _mixed(self.beta, super().direction(message, gradient, step), message.momentum)
+        return _mixed(self.beta, corrected(message, gradient, step), message.momentum)
 
     def server(self, server: MimeServer, cohort: Cohort) -> tuple[MimeServer, Info]:
         """One step of the server optimizer on the mean update, and the new s."""

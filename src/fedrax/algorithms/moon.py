@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import ClientOutput
+from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.requirements import Requirements
@@ -26,7 +26,7 @@ class Client(NamedTuple):
 
 
 @hyperparameters
-class MOON(FedAvg):
+class MOON(Averaging):
     """FedAvg on the loss plus mu times -log(exp(s+ / tau) / (exp(s+ / tau) + exp(s- / tau))), sample by sample.
 
     s+ and s- are the cosine similarities of the sample's penultimate features under x_i with those under the global

@@ -18,6 +18,8 @@ client remembers something); the other methods have defaults. CONTRIBUTING.md sh
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,8 +115,12 @@ class Phase(NamedTuple):
 
 
 @hyperparameters
-class Algorithm:
-    """Base of all algorithms: the defaults of the contract."""
+class Algorithm(ABC):
+    """Base of all algorithms: the defaults of the contract.
+
+    An algorithm of this package is a base with an abstract method, or final: no method is changed by overriding
+    another one's. What several share is a base (:class:`fedrax.Averaging`) or a function.
+    """
 
     # -- what a round is ---------------------------------------------------------------------------------------
 
@@ -128,9 +134,9 @@ class Algorithm:
         """Whether the server sees the uploads one by one, as ``cohort.uploads``, beside their mean."""
         return False
 
+    @abstractmethod
     def init(self, params: Tree, num_clients: int) -> Any:
         """The server's state before the first round: a NamedTuple with the field ``params``, see :meth:`params`."""
-        raise TypeError(f"{type(self).__name__} must define init")
 
     def init_client(self, params: Tree) -> Tree:
         """The state of a client that has not yet taken part; ``params`` are the initial ones."""
@@ -208,8 +214,9 @@ class Algorithm:
 
 
 def is_algorithm(value: Any) -> bool:
-    """Whether ``value`` is a concrete algorithm class."""
-    return isinstance(value, type) and issubclass(value, Algorithm) and value is not Algorithm
+    """Whether ``value`` is an algorithm class that can be made an object of."""
+    concrete = isinstance(value, type) and issubclass(value, Algorithm) and not inspect.isabstract(value)
+    return concrete and value is not Algorithm
 
 
 def summed_dtype(dtype: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,9 @@ class ErrorFeedback(Wrapper):
     convergence in Karimireddy et al. (2019). A client that takes part rarely sends its rest late.
     """
 
+    @abstractmethod
     def compressed(self, values: Tree) -> Any:
         """C(values) as it travels: a pytree class with a method ``dense`` that gives a tree like ``values`` back."""
-        raise TypeError(f"{type(self).__name__} must define compressed")
 
     def init_client_own(self, params: Tree) -> Tree:
         """A rest for each phase: nothing is left out yet."""

@@ -41,8 +41,11 @@ def hyperparameters(cls: type[T]) -> type[T]:
     return cls
 
 
-def refuse_undecorated(cls: type) -> None:
-    """FedraxError where ``cls`` extends a hyper-parameter class and is none itself: JAX would not know it."""
+def refuse_unfinished(cls: type) -> None:
+    """FedraxError where ``cls`` lacks a method of its base, or extends a hyper-parameter class and is none itself: JAX
+    would not know it."""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")
     if hasattr(cls, _MARK) and _MARK not in vars(cls):
         raise FedraxError(f"{cls.__name__} lacks the decorator @hyperparameters")
 
@@ -73,7 +76,7 @@ def check(config: Any, path: str = "") -> None:
 
     Raises FedraxError naming the field, e.g. ``Scaffold.local.lr must be greater than 0, got -1.0``.
     """
-    refuse_undecorated(type(config))
+    refuse_unfinished(type(config))
     for field in fields_of(type(config)).values():
         value, where = getattr(config, field.name), f"{path or type(config).__name__}.{field.name}"
         nested = dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedrax.contract.algorithm import Algorithm, is_algorithm
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.fields import Field, fields_of, hints_of, inferred
-from fedrax.contract.hyperparameters import refuse_undecorated
+from fedrax.contract.hyperparameters import refuse_unfinished
 from fedrax.errors import FedraxError, unknown
 from fedrax.experiments.methods import KNOWN_AS, algorithms
 from fedrax.experiments.own_code import Trust, import_named
@@ -87,9 +87,9 @@ def snake_case(name: str) -> str:
 
 def own_algorithm(found: Any) -> type:
     """What ``file.py:Class`` must be to serve as an algorithm."""
-    if not is_algorithm(found):
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.Algorithm.")
-    refuse_undecorated(found)
+    refuse_unfinished(found)
     return found
 
 

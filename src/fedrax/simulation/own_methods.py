@@ -13,7 +13,7 @@ import numpy as np
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
-from fedrax.contract.hyperparameters import check
+from fedrax.contract.hyperparameters import check, refuse_unfinished
 from fedrax.contract.task import Task, classification
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -39,6 +39,8 @@ def check_algorithm(method: type[Algorithm] | Algorithm, **fields: Any) -> None:
     """
     if isinstance(method, type) and not issubclass(method, Algorithm):
         raise FedraxError(f"{method.__name__} is no algorithm: derive it from fedrax.Algorithm")
+    if isinstance(method, type):
+        refuse_unfinished(method)
     algorithm = _made(method, fields) if isinstance(method, type) else method
     if not isinstance(algorithm, Algorithm):
         raise FedraxError(f"{algorithm!r} is no algorithm: derive its class from fedrax.Algorithm")

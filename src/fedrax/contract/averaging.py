@@ -1,0 +1,44 @@
+"""What FedAvg and its kin share: local work from the global parameters, and a server optimizer on its mean."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters and the server optimizer's state."""
+
+    params: Tree
+    optimizer: Tree
+
+
+@hyperparameters
+class Averaging(Algorithm):
+    """A base: x <- x + eta_g sum_i p_i Delta_i, where a subclass's ``client`` says how Delta_i comes about.
+
+    The server's optimizer takes the mean update as the step to make (FedAvgM, FedAdam and FedYogi are such).
+    """
+
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round."""
+        return Server(params, self.server_optimizer.init(params))
+
+    @abstractmethod
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Local work from the global parameters ``message``; Delta_i goes up."""
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """One step of the server optimizer on the mean update."""
+        params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean, cohort.round)
+        return Server(params, state), {}

@@ -1,0 +1,205 @@
+"""A task and its partition, measured along a short run: the constants that the methods' assumptions are about."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from scipy.optimize import linprog, nnls
+
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.task import Task
+from fedrax.data import Federation
+from fedrax.diagnosis.gradients import Clients
+from fedrax.diagnosis.smoothness import curvature
+from fedrax.errors import FedraxError
+from fedrax.simulation import Settings, simulate
+
+MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
+"""Clients that are measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured at the parameters after ``round`` rounds; f = mean_i f_i over the measured clients."""
+
+    round: int
+    loss: float
+    """f."""
+    gradient: float
+    """|grad f|."""
+    largest: float
+    """max_i |grad f_i|."""
+    dissimilarity: float
+    """B = sqrt(mean_i |grad f_i|^2) / |grad f| (Upcycled-FL, Definition 5.1)."""
+    apart: float
+    """sqrt(mean_i |grad f_i - grad f|^2)."""
+    noise: float
+    """sigma = sqrt(mean_i E |grad f_ij - grad f_i|^2) over single samples j."""
+    curvature: float
+    """|Hess f|, the spectral norm."""
+    steps: float
+    """T, mean local steps of a client."""
+    update: float
+    """|mean_i Delta_i| of one round's local updates."""
+    drift: float
+    """sqrt(mean_i |Delta_i - mean_j Delta_j|^2)."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Measurements along a run of FedAvg, and the constants that fit them."""
+
+    points: tuple[Point, ...]
+    clients: int
+    """N."""
+    measured: int
+    """Clients that were measured."""
+    cohort: int
+    """S."""
+    batch: float
+    """Samples in a local step (their mean over clients, where batches are whole clients)."""
+    kappa: float
+    rho: float
+    """|grad f_i| <= kappa + rho |grad f| for all i (EPISODE, Assumption 1 iv), as tight as one pair can be at all
+    points: the least mean of the right side."""
+    l0: float
+    l1: float
+    """|Hess f| is about L0 + L1 |grad f| (EPISODE, Assumption 1 i): least squares with neither negative."""
+
+    @property
+    def dissimilarity(self) -> float:
+        """B, the largest along the run, which is where Definition 5.1 wants it."""
+        return max(point.dissimilarity for point in self.points)
+
+    def typical(self, value: Callable[[Point], float]) -> float:
+        """Its median over the points."""
+        return float(np.median([value(point) for point in self.points]))
+
+    @property
+    def apart(self) -> float:
+        """How far clients' gradients are from their mean, in units of its length; typical of the run."""
+        return self.typical(lambda p: p.apart / p.gradient)
+
+    @property
+    def noise(self) -> float:
+        """The noise of one local batch's gradient, in units of |grad f|; typical of the run."""
+        return self.typical(lambda p: p.noise / np.sqrt(self.batch) / p.gradient)
+
+    @property
+    def cohort_noise(self) -> float:
+        """How far a cohort's mean gradient is from that of all clients, in units of |grad f|; typical of the run."""
+        left = (self.clients - self.cohort) / max(self.clients - 1, 1)
+        return self.apart * np.sqrt(left / self.cohort)
+
+    @property
+    def drift(self) -> float:
+        """How far clients' updates are from their mean, in units of its length; typical of the run."""
+        return self.typical(lambda p: p.drift / p.update)
+
+    @property
+    def growth(self) -> float:
+        """The share of the largest curvature that grows with the gradient: L1 |grad f| / (L0 + L1 |grad f|)."""
+        part = self.l1 * max(point.gradient for point in self.points)
+        return part / (self.l0 + part) if part > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        names = ("dissimilarity", "apart", "noise", "cohort_noise", "drift", "growth")
+        return dataclasses.asdict(self) | {name: float(getattr(self, name)) for name in names}
+
+
+def diagnose(
+    task: Task,
+    federation: Federation,
+    settings: Settings | None = None,
+    local: LocalSGD | None = None,
+    *,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    **changes: Any,
+) -> Diagnosis:
+    """Measure a task and its partition along ``settings.rounds`` rounds of FedAvg with the local steps ``local``.
+
+    At rounds 0, 1, 2, 4, 8 ... and the last: one pass over the data of at most 256 clients, one of their local work,
+    and twenty products with the Hessian over at most 4,096 samples. progress: told points done and to do.
+    FedraxError for models with running statistics, whose clients have no gradients without their batches.
+    """
+    settings = dataclasses.replace(settings or Settings(rounds=32), eval_every=10**6, target=None, **changes)
+    local = local or LocalSGD()
+    seen = _measured(federation, settings.seed)
+    clients = Clients(task, seen, settings.seed)
+    start = task.init(jax.random.fold_in(jax.random.key(settings.seed), 0))
+    bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed), _rows(seen, settings.seed)
+    run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=True)
+    when = sorted({0, settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})
+    points = []
+    for r in when:
+        progress(len(points), len(when))
+        points.append(_point(clients, start if r == 0 else run.trajectory[r - 1], r, local, bend, rows))
+    progress(len(when), len(when))
+    if not all(point.gradient > 0 for point in points):
+        raise FedraxError("the mean gradient is zero at a point of the run: there is nothing to compare clients with")
+    batch = float(seen.sizes.mean()) if local.batch_size == "full" else min(local.batch_size, seen.sizes.mean())
+    counts = federation.num_clients, seen.num_clients, min(settings.cohort_size, federation.num_clients)
+    return Diagnosis(tuple(points), *counts, float(batch), *bound(points), *smoothness(points))
+
+
+def _point(clients: Clients, x: Any, round: int, local: LocalSGD, bend: Callable, rows: np.ndarray) -> Point:
+    found, walked = clients.gradients(x), clients.drift(x, local, round)
+    mean, norms = float(found.mean), np.asarray(found.norms)
+    return Point(
+        round=round,
+        loss=float(found.loss),
+        gradient=mean,
+        largest=float(norms.max()),
+        dissimilarity=float(np.sqrt(np.mean(norms**2)) / mean) if mean > 0 else float("inf"),
+        apart=float(found.apart),
+        noise=clients.noise(x, rows),
+        curvature=bend(x),
+        steps=float(walked.steps),
+        update=float(walked.mean),
+        drift=float(walked.apart),
+    )
+
+
+def bound(points: list[Point]) -> tuple[float, float]:
+    """(kappa, rho) with max_i |grad f_i| <= kappa + rho |grad f| at every point, kappa >= 0, rho >= 1; the pair with
+    the least mean of the right side."""
+    means, largest = np.array([p.gradient for p in points]), np.array([p.largest for p in points])
+    sides = np.stack([np.ones_like(means), means], 1)
+    found = linprog(sides.mean(0), A_ub=-sides, b_ub=-largest, bounds=[(0, None), (1, None)])
+    return float(found.x[0]), float(found.x[1])
+
+
+def smoothness(points: list[Point]) -> tuple[float, float]:
+    """(L0, L1), neither negative, whose L0 + L1 |grad f| is nearest to the curvatures in the mean square."""
+    means = np.array([p.gradient for p in points])
+    found, _ = nnls(np.stack([np.ones_like(means), means], 1), np.array([p.curvature for p in points]))
+    return float(found[0]), float(found[1])
+
+
+def _measured(federation: Federation, seed: int) -> Federation:
+    """The federation, or some of its clients by chance."""
+    if federation.num_clients <= MOST_CLIENTS:
+        return federation
+    chosen = np.sort(np.random.default_rng(seed).choice(federation.num_clients, MOST_CLIENTS, replace=False))
+    low, sizes = federation.offsets[chosen], federation.sizes[chosen]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    rows = np.repeat(low - offsets[:-1], sizes) + np.arange(offsets[-1])
+    train = type(federation.train)(*(part[rows] for part in federation.train))
+    return dataclasses.replace(federation, train=train, offsets=offsets, test_offsets=None)
+
+
+def _rows(federation: Federation, seed: int) -> np.ndarray:
+    """Rows of each client to take single gradients of, [N, m], -1 where it has fewer."""
+    rng, most = np.random.default_rng(seed), min(SAMPLES_EACH, int(federation.sizes.max()))
+    rows = np.full((federation.num_clients, most), -1)
+    for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
+        chosen = np.arange(size) if size <= most else rng.choice(size, most, replace=False)
+        rows[i, : len(chosen)] = low + chosen
+    return rows
