@@ -21,7 +21,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation import Settings, simulate
 
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
-"""Clients that are measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
+"""Clients measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class Clients:
     def __init__(self, task: Task, federation: Federation, seed: int = 0):
         if task.loss_and_statistics is not None:
             raise FedraxError(
-                "a model with running statistics mixes the samples of a batch: its clients have no gradients of their own"
-                " that could be compared"
+                "a model with running statistics mixes the samples of a batch: its clients have no gradients of their"
+                " own that could be compared"
             )
         self.task, self.federation = task, federation
         self.program = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0)

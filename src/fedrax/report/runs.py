@@ -79,7 +79,7 @@ def read_run(directory: Path) -> Run:
     failed = directory / FAILURE  # empty where a full disk left no room for the state
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
     kept = directory / CHECKPOINT
-    limited = isinstance(run.get("epsilon_budget"), float) and checkpoint.exists(kept)
+    limited = isinstance(table["run"].get("epsilon_budget"), float) and checkpoint.exists(kept)
     spent = limited and checkpoint.load_meta(kept).get("stopped") == "budget"
     return Run(directory, table, events, None if failure is None else str(failure), spent)
 

@@ -68,9 +68,7 @@ def _what_helps(directory: Path) -> str:
     return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
 
 
-def _at_checkpoint(
-    setup: Setup, storage: Storage, where: Path, ledger: Ledger | None
-) -> tuple[Carry, list[Event]]:
+def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> tuple[Carry, list[Event]]:
     assert setup.directory is not None
     if not (where / checkpoint.FILE).is_file():
         raise checkpoint.DamagedError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
