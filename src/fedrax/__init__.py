@@ -46,7 +46,19 @@ if TYPE_CHECKING:
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
-    from fedrax.simulation import Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
+    from fedrax.experiments.comparing import Outcome, compare
+    from fedrax.simulation import (
+        Result,
+        Script,
+        Settings,
+        Sink,
+        Tuned,
+        join_processes,
+        simulate,
+        sweep,
+        tune,
+        use_all_cores,
+    )
     from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.attacked import Attacked
     from fedrax.wrappers.ditto import Ditto
@@ -89,7 +101,8 @@ _HOMES = {
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
-    "fedrax.simulation": "Result Script Settings Sink join_processes simulate sweep use_all_cores",
+    "fedrax.experiments.comparing": "Outcome compare",
+    "fedrax.simulation": "Result Script Settings Sink Tuned join_processes simulate sweep tune use_all_cores",
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.attacked": "Attacked",
     "fedrax.wrappers.ditto": "Ditto",
@@ -115,7 +128,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
-    "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",
+    "Outcome", "Result", "Script", "Settings", "Sink", "Tuned", "compare", "join_processes", "simulate", "sweep", "tune",
+    "use_all_cores",
 ]  # fmt: skip
 
 

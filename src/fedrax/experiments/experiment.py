@@ -42,7 +42,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task, classification, regression
-from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
+from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
@@ -95,6 +95,8 @@ def _own_model(found: Any) -> type:
     return config.options_class(found, ("input_shape", "num_outputs"), "build")
 
 
+OF_COMPARISONS = ("compare", "seeds", "target", "grid", "search")
+"""Keys of a file that say how methods are compared, and nothing of a run."""
 DATA = Choice("data set", _data_classes, _own_data)
 PARTITION = Choice("partition", _partition_classes, _own_partition, keep=True)
 MODEL = Choice("model", lambda: MODELS, _own_model)
@@ -112,6 +114,8 @@ class Experiment:
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
     normalise: bool = True
     """Standardise images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
+    validation: float = 0.0
+    """Share of each client's training rows that is held out and evaluated on, in place of the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
 
     @property
@@ -119,8 +123,15 @@ class Experiment:
         """The algorithm's name in files."""
         return ALGORITHM.name_of(self.algorithm)
 
+    @property
+    def method_name(self) -> str:
+        """The algorithm's name for people: without the file of one's own."""
+        return self.algorithm_name.rpartition(":")[2]
+
     def check(self) -> None:
         """Refuse numbers out of their bounds and contradictions; raises FedraxError naming the key."""
+        if not 0 <= self.validation < 1:
+            raise FedraxError(f"validation must be a share in [0, 1), got {self.validation}")
         for part in ("model", "algorithm", "run", "partition"):
             check(getattr(self, part), part)
         name, run = type(self.algorithm).__name__, self.run
@@ -130,7 +141,11 @@ class Experiment:
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Experiment:
     """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
     if "compare" in table:
-        raise FedraxError(f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it.")
+        raise FedraxError(
+            f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it, or fedrax.compare"
+            " in Python."
+        )
+    table = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
     try:
         experiment.check()
@@ -173,7 +188,14 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
         dataset = experiment.data.read(data_dir=data_dir)
         if not isinstance(dataset, Dataset):
             raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
-    return Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed)
+    return held_out(experiment, Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed))
+
+
+def held_out(experiment: Experiment, federation: Federation) -> Federation:
+    """The federation with the experiment's share of validation data in place of the test data, if it has one."""
+    if not experiment.validation:
+        return federation
+    return hold_out(federation, experiment.validation, experiment.partition.seed)
 
 
 def make_task(experiment: Experiment, federation: Federation) -> Task:

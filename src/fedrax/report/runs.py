@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ class Run:
         return int(self.table["run"]["rounds"])
 
     @property
+    def validation(self) -> bool:
+        """Whether it was evaluated on validation data, in place of the test data."""
+        return bool(self.table.get("validation"))
+
+    @property
     def finished(self) -> bool:
         """Whether nothing is left to do."""
         target = self.table["run"].get("target")
@@ -61,6 +66,8 @@ class Method:
 
     label: str
     runs: Sequence[Run]
+    settings: str = ""
+    """What it has otherwise than the methods beside it: what a search chose, settings of its runs."""
 
     @property
     def failure(self) -> str | None:
@@ -81,13 +88,13 @@ def read_run(directory: Path) -> Run:
 
 
 def find_runs(path: Path) -> list[Run]:
-    """The run in ``path``, or all runs below it."""
+    """The run in ``path``, or all runs below it; those on validation data only where there are no others."""
     if (path / "experiment.toml").is_file():
         return [read_run(path)]
     found = [read_run(file.parent) for file in sorted(path.glob("**/experiment.toml"))]
     if not found:
         raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
-    return found
+    return [run for run in found if not run.validation] or found
 
 
 def group(runs: Sequence[Run]) -> list[Method]:
@@ -97,7 +104,7 @@ def group(runs: Sequence[Run]) -> list[Method]:
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True), []).append(run)
     names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
-    names.append([str(runs[0].table["algorithm"].get("name", "")) for runs in groups.values()])
+    names.append([str(runs[0].table["algorithm"].get("name", "")).rpartition(":")[2] for runs in groups.values()])
     names.append([runs[0].directory.name for runs in groups.values()])
     names.append([str(runs[0].directory) for runs in groups.values()])
     if len(groups) == 1 and names[0] == ["experiment"]:
@@ -193,6 +200,27 @@ class Row:
     rounds: Statistic | None
     megabytes: Statistic | None
     seconds: Statistic | None
+    best: Statistic | None = None
+    """The best value of what methods are compared by, and its round."""
+    best_round: Statistic | None = None
+    others: dict[str, Statistic] = field(default_factory=dict)
+    """Final values of the other metrics on test data."""
+    settings: str = ""
+
+
+def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
+    """The metrics on test data besides accuracy and loss, clients' statistics apart."""
+    names = sorted({name for last in lasts for name in last if name.startswith("test_") and "_client" not in name})
+    found = {name: Statistic.of([last[name] for last in lasts if name in last]) for name in names}
+    hidden = ("test_accuracy", "test_loss", "test_mse")  # the mean squared error is the loss
+    return {name: value for name, value in found.items() if value is not None and name not in hidden}
+
+
+def best_of(run: Run, metric: str) -> tuple[float, int] | None:
+    """(best value, its first round) of a metric in a run."""
+    values = [(event[metric], event["round"]) for event in run.events if metric in event]
+    sign = -1 if metric == "test_accuracy" else 1
+    return min(values, key=lambda entry: sign * entry[0], default=None)
 
 
 def summarise(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
@@ -203,6 +231,7 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
     complete = bool(took) and len(took) == len(method.runs)
     pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}
     states = {run.state for run in method.runs}
+    tops = [top for run in method.runs if (top := best_of(run, metric)) is not None]
     return Row(
         label=method.label,
         seeds=len(method.runs),
@@ -213,6 +242,10 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
         rounds=pick["rounds"],
         megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in took]) if complete else None,
         seconds=pick["seconds"],
+        best=Statistic.of([value for value, _ in tops]),
+        best_round=Statistic.of([at for _, at in tops]),
+        others=other_metrics(lasts),
+        settings=method.settings,
     )
 
 

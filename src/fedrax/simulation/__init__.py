@@ -8,6 +8,7 @@ from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Availability, FixedList, Script, Settings, Uniform, WeightedBySamples
 from fedrax.simulation.sweep import sweep
+from fedrax.simulation.tuning import Tuned, tune
 
 __all__ = [
     "Availability",
@@ -20,6 +21,7 @@ __all__ = [
     "Script",
     "Settings",
     "Sink",
+    "Tuned",
     "Uniform",
     "WeightedBySamples",
     "join_processes",
@@ -27,5 +29,6 @@ __all__ = [
     "simulate",
     "sweep",
     "to_target",
+    "tune",
     "use_all_cores",
 ]

@@ -95,6 +95,16 @@ def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
     return same and setup.settings.target is None and (setup.info.parameters <= _SMALL or not on_cpu)
 
 
+def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings) -> bool:
+    """Whether ``sweep`` would of itself run these together."""
+    use_all_cores()
+    if len(algorithms) < 2:
+        return False
+    with arithmetic(settings.dtype):
+        setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
+        return not setup.streamed and not setup.spilled and _pays(algorithms, setup)
+
+
 def _alone(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> Result:
     try:
         return simulate(algorithm, task, federation, settings)
