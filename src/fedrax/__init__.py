@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fedrax.contract.optax_rule import Optax
     from fedrax.contract.requirements import Requirements
     from fedrax.contract.table import Table
-    from fedrax.contract.task import Batch, Task, Variables, binary, classification, regression, scale
+    from fedrax.contract.task import Batch, Task, Variables, binary, classification, regression, scale, supervised
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
@@ -97,7 +97,7 @@ _HOMES = {
     "fedrax.contract.optax_rule": "Optax",
     "fedrax.contract.requirements": "Requirements",
     "fedrax.contract.table": "Table",
-    "fedrax.contract.task": "Batch Task Variables binary classification regression scale",
+    "fedrax.contract.task": "Batch Task Variables binary classification regression scale supervised",
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
@@ -128,8 +128,9 @@ __all__ = [  # noqa: RUF022 - by topic
     "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
-    "Outcome", "Result", "Script", "Settings", "Sink", "Tuned", "compare", "join_processes", "simulate", "sweep", "tune",
-    "use_all_cores",
+    "supervised",
+    "Outcome", "Result", "Script", "Settings", "Sink", "Tuned",
+    "compare", "join_processes", "simulate", "sweep", "tune", "use_all_cores",
 ]  # fmt: skip
 
 

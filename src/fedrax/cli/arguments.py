@@ -25,7 +25,7 @@ from fedrax.experiments.config import Choice, Table, fits_a_file
 from fedrax.experiments.experiment import Experiment
 
 T = TypeVar("T")
-PARTS = ("data", "partition", "model", "algorithm", "run")
+PARTS = ("data", "partition", "model", "task", "algorithm", "run")
 _CONFIG = (
     tyro.conf.AvoidSubcommands,
     tyro.conf.SuppressFixed,

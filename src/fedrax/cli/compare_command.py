@@ -18,8 +18,8 @@ from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import Reporting, make_trackers
 from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, grid
-from fedrax.experiments.comparison import SHARED, Comparison, Job
 from fedrax.experiments.comparing import Outcome, compare
+from fedrax.experiments.comparison import SHARED, Comparison, Job
 from fedrax.experiments.config import ALGORITHM
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.running import Watcher

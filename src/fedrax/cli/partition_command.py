@@ -47,7 +47,9 @@ class PartitionOptions:
 
 def main(args: list[str]) -> int:
     """Parse, divide, print, draw."""
-    parsed = parse_experiment(PartitionOptions, args, "fedrax partition", DESCRIPTION, ("data", "partition", "model"))
+    parsed = parse_experiment(
+        PartitionOptions, args, "fedrax partition", DESCRIPTION, ("data", "partition", "model", "task")
+    )
     options = parsed.options
     if options.show < 1:
         raise FedraxError(f"--show must be at least 1, not {options.show}.")

@@ -80,7 +80,9 @@ class Outcome:
     def save(self) -> list[Path]:
         """Write table.md, comparison.json and the pictures; returns the pictures, PNG files."""
         out, name = self.directory, self.comparison.name
-        pictures = [curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")]
+        pictures = [
+            curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
+        ]
         if self.choices:
             pictures.append(curves.save_curves(grids.draw_grids(self.choices, name), out / "grid"))
         files.write_text(out / "comparison.json", json.dumps(self.summary(), indent=2) + "\n")

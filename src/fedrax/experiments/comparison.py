@@ -48,7 +48,7 @@ from fedrax.simulation.settings import Seed, Settings
 
 OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "search")
 """What stands beside the methods' directories."""
-SHARED = ("data", "partition", "model")
+SHARED = ("data", "partition", "model", "task")
 """What all methods have in common."""
 
 
@@ -76,7 +76,7 @@ class Comparison:
     grids: Mapping[str, Grid] = field(default_factory=dict)
     """The grids of the methods that have one, by label."""
     search: Search = Search()
-    run: Settings = Settings()
+    run: Settings = field(default_factory=Settings)
     """Settings of the methods that have none of their own."""
 
     def check(self) -> None:

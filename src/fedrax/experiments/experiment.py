@@ -18,7 +18,7 @@
     [run]
     rounds = 50
 
-``fedrax list`` shows the names. Data, model, partition and algorithm can be the user's own: ``name =
+``fedrax list`` shows the names. Data, model, task, partition and algorithm can be the user's own: ``name =
 "file.py:thing"`` (beside the TOML file or below) or ``"module:thing"`` (of a package with an entry point of the group
 ``fedrax``), where thing is a subclass of Algorithm, a
 function that returns a Dataset, a class with the method ``assign`` of a partition, or a function (of
@@ -41,12 +41,13 @@ import tomlkit
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
-from fedrax.contract.task import Task, classification, regression
+from fedrax.contract.task import Task
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
 from fedrax.experiments.own_code import Trust
+from fedrax.experiments.tasks import TASK, Auto
 from fedrax.files import read_table, write_text
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
@@ -111,6 +112,7 @@ class Experiment:
     data: Annotated[Any, DATA] = dataclasses.field(default_factory=lambda: _data_classes()["digits"]())
     partition: Annotated[Any, PARTITION] = dataclasses.field(default_factory=lambda: _partition_classes()["shards"]())
     model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
+    task: Annotated[Any, TASK] = dataclasses.field(default_factory=Auto)
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
     normalise: bool = True
     """Standardise images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
@@ -199,22 +201,21 @@ def held_out(experiment: Experiment, federation: Federation) -> Federation:
 
 
 def make_task(experiment: Experiment, federation: Federation) -> Task:
-    """The model on the federation's inputs, with cross entropy or, for a regression, squared error.
+    """The model on the federation's inputs with the loss and the metrics of the experiment's ``[task]``.
 
-    ``num_outputs`` of the model is the number of classes, or of a regression's targets a sample (its last axis).
+    ``num_outputs`` of the model is the number of classes (one of a binary task), or of a regression's targets a sample
+    (its last axis).
     """
-    targets = federation.train.y.shape[1:]
-    outputs = federation.num_classes or (targets[-1] if targets else 1)
+    outputs = experiment.task.outputs(federation)
     made = experiment.model.build(input_shape=federation.train.x.shape[1:], num_outputs=outputs)
     if isinstance(made, Task):
+        if experiment.task != Auto():
+            raise FedraxError(f"{MODEL.name_of(experiment.model)} returns a Task of its own: leave [task] out.")
         return made
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    preprocess = federation.preprocess(experiment.normalise)
-    if federation.num_classes is None:
-        return regression(made, preprocess, federation.truth)
-    return classification(made, preprocess, federation.padding)
+    return experiment.task.build(made, federation, federation.preprocess(experiment.normalise))
 
 
 def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:

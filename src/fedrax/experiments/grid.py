@@ -117,7 +117,9 @@ def _put(table: Table, path: str, value: Any, source: str) -> None:
         if isinstance(table.get(parent), str) and table[parent] != "none":
             table[parent] = {"name": table[parent]}
         if parent in table and not isinstance(table[parent], dict):
-            raise FedraxError(f"{source}: {path}: {'.'.join(parents[:depth])} is {table[parent]!r} and has no settings.")
+            raise FedraxError(
+                f"{source}: {path}: {'.'.join(parents[:depth])} is {table[parent]!r} and has no settings."
+            )
         table = table.setdefault(parent, {})
     old = table.get(last)
     if isinstance(old, dict) and isinstance(value, str) and old.get("name") == value:

@@ -84,9 +84,7 @@ def _run(spec: Experiment, directory: Path, problem: Problem, sinks: Sequence[Si
     resume = (directory / "experiment.toml").exists()
     seen = [ExperimentFile(spec, directory), *sinks]
     try:
-        simulate(
-            spec.algorithm, *problem, spec.run, directory=directory, resume=resume, sinks=seen, keep_clients=False
-        )
+        simulate(spec.algorithm, *problem, spec.run, directory=directory, resume=resume, sinks=seen, keep_clients=False)
     except NonFiniteError as error:
         return str(error)
     return None
@@ -125,8 +123,8 @@ def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, 
             if broken is not None:
                 if made is None:
                     raise FedraxError(
-                        "the executor has broken with a worker: call again with a new one, and what is finished is not"
-                        " run again; a function that makes executors, in its place, is called for the next one by itself"
+                        "the executor has broken with a worker: call again with a new one, what is finished is kept; a"
+                        " function that makes executors, in its place, is called for the next one by itself"
                     ) from broken
                 executor.shutdown(wait=False, cancel_futures=True)
                 executor, running = made(), {}

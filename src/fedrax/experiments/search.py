@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedrax.contract.task import Task
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison, Job, state_of
 from fedrax.experiments.running import Executors, ExperimentFile, Problem, Watcher, run_here, run_on, unfinished
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
@@ -15,11 +15,12 @@ from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.sweep import pays
-from fedrax.simulation.tuning import Choice, alike, default_metric, trial_of
+from fedrax.simulation.tuning import Choice, alike, metric_of, trial_of
 
 
 def run_trials(comparison: Comparison, out: Path, problem: Callable[[], Problem], watcher: Watcher) -> None:
-    """Every run of every grid that is not finished; those of a method that differ in floats only together, if faster."""
+    """Every run of every grid that is not finished; those of a method that differ in floats alone together, where
+    that is faster."""
     for method in comparison.methods:
         jobs = comparison.trials(method.name)
         fresh = [job for job in unfinished(jobs, out) if not (out / job.place / "experiment.toml").exists()]
@@ -77,9 +78,7 @@ def search(
 ) -> dict[str, Choice]:
     """The best settings of every method that has a grid, by label. ``problem``: the task with the rows held out."""
     use_all_cores()
-    metric = comparison.search.metric
-    if metric is not None and metric not in ("loss", *task.metrics):
-        raise unknown("metric of the search", metric, ("loss", *task.metrics))
+    metric_of(task, comparison.search.metric)  # before anything runs
     if executors is None:
         run_trials(comparison, out, problem, watcher)
     else:
@@ -90,7 +89,7 @@ def search(
 
 def chosen(comparison: Comparison, label: str, out: Path, task: Task) -> Choice:
     """What the finished runs of a method's grid say."""
-    metric = comparison.search.metric or default_metric(task.metrics)
+    metric = metric_of(task, comparison.search.metric)
     points: dict[Path, list[Job]] = {}
     for job in comparison.trials(label):
         points.setdefault(job.place.parent, []).append(job)

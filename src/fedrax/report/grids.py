@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -31,7 +32,9 @@ def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
         axes.remove()
     for axes, path in zip(grid.flat, paths, strict=False):
         _panel(axes, path, choices)
-    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     across = max(1, min(len(handles), 5, 80 // (max(map(len, handles)) + 8)))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across, frameon=False)
     if title:
@@ -99,7 +102,7 @@ def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
         axes.set_xscale("log")
     ticks = sorted(set(map(float, values)))
     places = [math.log(tick) for tick in ticks] if axes.get_xscale() == "log" else ticks
-    gaps = [after - before for before, after in zip(places, places[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(places)]
     if all(gap > 0.09 * (places[-1] - places[0]) for gap in gaps):  # else their numbers would overlap
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()

@@ -55,7 +55,9 @@ def legend(target: float | None, given: bool) -> str:
 
 def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[str]:
     """Labels of the methods with the best mean in a column, among those that did not diverge."""
-    means = {row.label: s.mean for row in rows if (s := _value(row, column)) is not None and "diverged" not in row.state}
+    means = {
+        row.label: s.mean for row in rows if (s := _value(row, column)) is not None and "diverged" not in row.state
+    }
     if len(means) < 2 or (column.startswith("test_") and column not in _HIGHER_IS_BETTER):
         return set()
     higher = column in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")

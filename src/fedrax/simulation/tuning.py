@@ -58,7 +58,7 @@ class Choice:
         return [path for path in self.best.point if self.end(path) is not None]
 
     def end(self, path: str) -> str | None:
-        """"smallest" or "largest" where the best value of a number is so, else None."""
+        """ "smallest" or "largest" where the best value of a number is so, else None."""
         values = {trial.point[path] for trial in self.trials if _is_number(trial.point[path])}
         best = self.best.point[path]
         if len(values) < 2 or best not in values or self.best.value is None:
@@ -111,9 +111,7 @@ def tune(
     check_arguments(algorithm, task, federation)
     if not grid or not all(len(values) for values in grid.values()):
         raise FedraxError("a grid needs a path and values for it: {'local.lr': (0.01, 0.03, 0.1)}")
-    metric = metric or default_metric(task.metrics)
-    if metric not in ("loss", *task.metrics):
-        raise unknown("metric", metric, ("loss", *task.metrics))
+    metric = metric_of(task, metric)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     candidates = [at(algorithm, point) for point in points]
     held = hold_out(federation, validation)
@@ -130,9 +128,14 @@ def tune(
     return Tuned(choice.metric, choice.lower_is_better, trials, algorithm=best)
 
 
-def default_metric(names: Any) -> str:
-    """What to choose by unless somebody says: accuracy where there is one, else the loss."""
-    return "accuracy" if "accuracy" in names else "loss"
+def metric_of(task: Task, name: str | None) -> str:
+    """What to choose by: the metric of that name; unless somebody says accuracy, or the loss where there is none."""
+    known = ("loss", *task.metrics, *task.whole_set)
+    if name is None:
+        return "accuracy" if "accuracy" in known else "loss"
+    if name not in known:
+        raise unknown("metric to choose by:", name, known)
+    return name
 
 
 def trial_of(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], bool]], metric: str) -> Trial:
