@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         Sink,
         Tuned,
         join_processes,
+        per_client,
         simulate,
         sweep,
         tune,
@@ -102,7 +103,9 @@ _HOMES = {
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
     "fedrax.experiments.comparing": "Outcome compare",
-    "fedrax.simulation": "Result Script Settings Sink Tuned join_processes simulate sweep tune use_all_cores",
+    "fedrax.simulation": (
+        "Result Script Settings Sink Tuned join_processes per_client simulate sweep tune use_all_cores"
+    ),
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.attacked": "Attacked",
     "fedrax.wrappers.ditto": "Ditto",
@@ -130,7 +133,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "supervised",
     "Outcome", "Result", "Script", "Settings", "Sink", "Tuned",
-    "compare", "join_processes", "simulate", "sweep", "tune", "use_all_cores",
+    "compare", "join_processes", "per_client", "simulate", "sweep", "tune", "use_all_cores",
 ]  # fmt: skip
 
 

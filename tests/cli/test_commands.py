@@ -282,7 +282,8 @@ def test_show(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> Non
 
 def test_list(fedrax: Callable[..., Outcome]) -> None:
     everything = json.loads(fedrax("list", "--json").out)
-    assert set(everything) == {"algorithms", "datasets", "models", "partitions"}
+    assert {"algorithms", "datasets", "models", "partitions", "tasks", "optimizers", "schedules"} <= set(everything)
+    assert {"adam", "sgd"} <= {entry["name"] for entry in everything["optimizers"]}
     assert all(entry["description"] for entries in everything.values() for entry in entries)
     losac = next(entry for entry in everything["algorithms"] if entry["name"] == "losac")
     assert losac["settings"]["local"]["blocks"] == 5

@@ -13,12 +13,12 @@ from fedrax.errors import FedraxError
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
-    "compare": "run several algorithms with several seeds on one partition; a table and curves",
+    "compare": "run several algorithms, each at its best settings, with several seeds; a table and curves",
     "resume": "go on with an interrupted run",
     "show": "tables and curves of finished or running runs",
     "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
     "profile": "where a round's time goes, and what bounds it",
-    "list": "list algorithms, data sets, models, partitions",
+    "list": "list algorithms, data sets, models, optimizers, ...",
 }
 
 USAGE = """\
@@ -31,12 +31,13 @@ commands:
 
 `fedrax COMMAND --help` explains each. To begin:
   fedrax run --algorithm scaffold --data digits
-  fedrax compare examples/digits.toml
+  fedrax compare --algorithms fedavg scaffold --grid algorithm.local.lr=0.01,0.03,0.1
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for input that cannot be used, 130 after Ctrl-C."""
+    """Run a command; returns the exit status: 0, 1 where a method of a comparison diverged, 2 for input that cannot be
+    used, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(arguments)

@@ -1,6 +1,7 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
 from fedrax.compiled.cores import join_processes, use_all_cores
+from fedrax.simulation.clients import per_client
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.process import Interrupted
@@ -25,6 +26,7 @@ __all__ = [
     "Uniform",
     "WeightedBySamples",
     "join_processes",
+    "per_client",
     "read_events",
     "simulate",
     "sweep",
