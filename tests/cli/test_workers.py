@@ -95,5 +95,5 @@ def test_what_cannot_be_taken_up_is_said(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(FILE)
     with Fragile(1) as fragile, pytest.raises(FedraxError, match="call again with a new one"):
         compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=fragile)
-    with pytest.raises(FedraxError, match="3 workers were lost"):
+    with pytest.raises(FedraxError, match="3 executors broke"):
         compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=lambda: Fragile(1))

@@ -152,6 +152,7 @@ def test_csv_with_a_test_file_and_a_regression(tmp_path):
         (CSV, {"standardise": "client"}, "needs a column of clients"),
         (CSV, {"client": "user", "max_categories": 7, "categorical": ("age",)}, "16 different texts|too many"),
         (CSV, {"labels": "numbers"}, "no numbers to predict"),
+        (CSV, {"standardise": "clients"}, "did you mean 'client'"),
         ("a,label\n1,0\n2,\n", {"missing": "mean"}, "'label' has missing values, which no row"),
         ("a,label\n,0\n,1\n", {"missing": "mean"}, "no value in any training row"),
         ("a,label\ninf,0\n1,1\n", {}, "not finite"),

@@ -175,12 +175,11 @@ class Shown(Watcher):
     def __init__(self, options: CompareOptions, bar: Any):
         self._options, self._bar = options, bar
 
-    def sinks(self, job: Job, number: int, of: int) -> list[Any]:
+    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Any]:
         """The bar, and what the options ask for."""
         seen = [] if self._bar is None else [sinks.ProgressSink(f"{job.title} ({number}/{of})", self._bar)]
         if job.spec.validation:
             return seen
-        directory = (self._options.out or Path("runs")) / job.place
         return seen + make_trackers(job.spec, directory, str(job.place), self._options)
 
     def done(self, job: Job, directory: Path, error: str | None) -> None:

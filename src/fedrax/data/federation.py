@@ -152,8 +152,8 @@ class Federation:
     ) -> Self:
         """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets.
 
-        Say who owns each row by ``client_ids`` [n] (integers or strings; clients are numbered in their sorted
-        order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
+        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; they are numbered in
+        sorted order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
         ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer
         labels, the largest label plus one unless given. ``pixels`` says that x are images in bytes, ``padding`` which
         label of y [n, ...] does not count. Types are those of ``as_samples``. Nothing is copied with ``offsets``,
@@ -167,13 +167,12 @@ class Federation:
         if train.y.dtype.kind == "i" and num_classes is None:
             num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
-        rows, test_rows, names = None, None, ()
+        rows, test_rows = None, None
         if client_ids is not None:
             clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))
-            names = () if clients.dtype.kind in "iu" else tuple(clients.astype(str).tolist())
             if test_client_ids is not None:
-                ids = _check_ids("test_client_ids", test_client_ids, len(tested.y))
-                test_rows, test_offsets = _group_test(clients, ids)
+                test_ids = _check_ids("test_client_ids", test_client_ids, len(tested.y))
+                test_rows, test_offsets = _group_test(clients, test_ids)
         offsets = _check_train_offsets(np.asarray(offsets), len(train.y), f"federation {name!r}")
         if shuffle:
             order = _shuffled_inside(offsets, seed)
@@ -190,7 +189,7 @@ class Federation:
             name=name,
             pixels=pixels,
             padding=padding,
-            client_names=names,
+            client_names=_names(client_ids),
         )
 
 
@@ -249,6 +248,12 @@ def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:
     if ids.shape != (rows,) or ids.dtype.kind not in "iuUST":
         raise FedraxError(f"{what} must be one integer or string for each of {rows} rows.")
     return ids
+
+
+def _names(client_ids: np.ndarray | None) -> tuple[str, ...]:
+    """Names of clients in their order; none of clients that are numbered or not named at all."""
+    named = client_ids is not None and np.asarray(client_ids).dtype.kind not in "iu"
+    return tuple(np.unique(client_ids).astype(str).tolist()) if named else ()
 
 
 def _group(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

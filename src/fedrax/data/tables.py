@@ -61,6 +61,7 @@ def load_csv(
     client's own. ``missing`` values (empty cells, NaN, the texts of ``missing_as``) are refused, or become the mean of
     the training rows, for texts a category of their own.
     """
+    _check_words(labels=labels, standardise=standardise, missing=missing)
     wanted = (label, client, tuple(columns), tuple(drop), tuple(categorical))
     table, train_rows = _read(Path(path), test_path, tuple(missing_as), *wanted)
     y, names = classes_or_targets(_labels(table, label, labels, path))
@@ -89,6 +90,19 @@ def load_csv(
         feature_names=features.names,
         notes=(*features.notes, *said),
     )
+
+
+_WORDS = {
+    "labels": ("auto", "classes", "numbers"),
+    "standardise": ("all", "client", "none"),
+    "missing": ("refuse", "mean"),
+}
+
+
+def _check_words(**given: str) -> None:
+    for option, word in given.items():
+        if word not in _WORDS[option]:
+            raise unknown(f"{option}:", word, _WORDS[option])
 
 
 def _read(

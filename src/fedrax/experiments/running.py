@@ -6,8 +6,9 @@ checkpoint, wherever it is run: workers need nothing but the same file system.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fedrax.report.runs import read_run
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, simulate, use_all_cores
 
 ATTEMPTS = 3
-"""Workers that a run may lose before it is given up."""
+"""Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
 Problem = tuple[Task, Federation]
 Executors = Executor | Callable[[], Executor]
 
@@ -32,8 +33,8 @@ Executors = Executor | Callable[[], Executor]
 class Watcher:
     """What wants to see a comparison go on; the base sees nothing."""
 
-    def sinks(self, job: Job, number: int, of: int) -> list[Sink]:
-        """Who sees the events of a run here."""
+    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Sink]:
+        """Who sees the events of a run here, the ``number``-th ``of`` those of its kind."""
         return []
 
     def done(self, job: Job, directory: Path, error: str | None) -> None:
@@ -75,7 +76,7 @@ def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], wat
         if job.place not in left:
             continue
         directory = out / job.place
-        error = _run(job.spec, directory, problem(), watcher.sinks(job, number, len(jobs)))
+        error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 
 
@@ -98,29 +99,37 @@ def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, 
     """
     made = None if isinstance(executors, Executor) else executors
     executor = executors if isinstance(executors, Executor) else executors()
-    attempts = dict.fromkeys(range(len(jobs)), 0)
+    attempts, breaks = dict.fromkeys(range(len(jobs)), 0), 0
     todo = {job.place for job in unfinished(jobs, out)}
     left = {i for i, job in enumerate(jobs) if job.place in todo}
     running: dict[Future, int] = {}
     try:
         while left:
-            for i in sorted(left - set(running.values())):
-                running[_submit(executor, jobs[i], out, data_dir)] = i
-            finished, _ = wait(running, return_when=FIRST_COMPLETED)
-            broken = None
-            for future in finished:
+            broken: BaseException | None = None
+            try:
+                for i in sorted(left - set(running.values())):
+                    running[_submit(executor, jobs[i], out, data_dir)] = i
+            except BrokenExecutor as error:
+                broken = error
+            for future in wait(running, return_when=FIRST_COMPLETED).done if broken is None else ():
                 i = running.pop(future)
-                job, lost = jobs[i], future.exception()
+                job, lost = jobs[i], _lost(future)
                 if lost is None:
+                    breaks = 0
                     left.discard(i)
                     _note(future.result(), job, out, watcher)
                     continue
-                broken = lost if isinstance(lost, BrokenExecutor) else broken
+                watcher.say(f"{job.title}: its worker was lost ({_words(lost)}); another one takes it up")
+                if isinstance(lost, BrokenExecutor):  # of every run that it held, also those that had not begun
+                    broken = lost
+                    continue
                 attempts[i] += 1
                 if attempts[i] == ATTEMPTS:
                     raise FedraxError(f"{job.title}: {ATTEMPTS} workers were lost with it ({_words(lost)})") from lost
-                watcher.say(f"{job.title}: its worker was lost ({_words(lost)}); another one takes it up")
             if broken is not None:
+                breaks += 1
+                if breaks == ATTEMPTS:
+                    raise FedraxError(f"{ATTEMPTS} executors broke with no run finished ({_words(broken)})") from broken
                 if made is None:
                     raise FedraxError(
                         "the executor has broken with a worker: call again with a new one, what is finished is kept; a"
@@ -133,6 +142,14 @@ def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, 
             future.cancel()
         if made is not None:
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _lost(future: Future) -> BaseException | None:
+    """Why a future has no result, if it has none: what the run itself says is a result."""
+    try:
+        return future.exception()
+    except CancelledError as error:
+        return error
 
 
 def _submit(executor: Executor, job: Job, out: Path, data_dir: Any) -> Future:
@@ -155,8 +172,26 @@ def _words(error: BaseException) -> str:
 def run_in_worker(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
     """Run the experiment of a file's text in a directory: None, or ("diverged" or "refused", why).
 
-    It comes from the process that started the comparison, with code that was trusted there.
+    It comes from the process that started the comparison, with code that was trusted there. The run has a thread of its
+    own: a signal to stop then ends a worker at once, and what takes the run up finds nobody writing to its directory.
     """
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(_caught(text, directory, data_dir)), daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _caught(text: str, directory: str, data_dir: str | None) -> Any:
+    try:
+        return _from_text(text, directory, data_dir)
+    except BaseException as error:  # handed to the thread that waits
+        return error
+
+
+def _from_text(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
     use_all_cores()
     place = Path(directory)
     try:
