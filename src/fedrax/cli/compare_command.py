@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import shlex
 import signal
@@ -214,15 +213,24 @@ def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
 
 
 def next_step(spec: Comparison, args: list[str]) -> str:
-    """A command that shows something new."""
-    files = shlex.join(itertools.takewhile(lambda arg: not arg.startswith("-"), args))
-    again = (
-        f"fedrax compare {files}"
-        if files
-        else f"fedrax compare --algorithms {shlex.join(m.algorithm_name for m in spec.methods)}"
-    )
+    """A command that shows something new: the one that was typed, changed."""
     if not spec.grids:
-        return f"try next: {again} --grid algorithm.local.lr=0.01,0.03,0.1,0.3    (each method at its own step size)"
+        again = shlex.join(without(args, "--out"))
+        return f"try next: fedrax compare {again} --grid algorithm.local.lr=0.01,0.03,0.1,0.3    (own step sizes)"
+    again = shlex.join(without(args, "--out", "--partition"))
+    clients = f"--partition.clients {getattr(spec.methods[0].partition, 'clients', 10)}"
     if type(spec.methods[0].partition).__name__ != "Iid":
-        return f"try next: {again} --partition iid    (what is left of the differences when all clients are alike?)"
-    return f"try next: {again} --partition shards --partition.per-client 1    (clients that differ)"
+        return f"try next: fedrax compare {again} --partition iid {clients}    (what is left where clients are alike?)"
+    return f"try next: fedrax compare {again} --partition shards {clients} --partition.per-client 1    (clients differ)"
+
+
+def without(args: list[str], *flags: str) -> list[str]:
+    """``args`` without some flags, those that begin like them, and their values."""
+    kept, inside = [], False
+    for arg in args:
+        if arg.startswith("-"):
+            name = arg.split("=")[0]
+            inside = any(name == flag or name.startswith(f"{flag}.") for flag in flags)
+        if not inside:
+            kept.append(arg)
+    return kept

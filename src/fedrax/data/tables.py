@@ -25,7 +25,8 @@ FAR_APART = 100.0
 
 @dataclass(frozen=True)
 class Features:
-    """The features of all rows: x float64 [n, features], which of them are numbers, and what was done to them."""
+    """The features of all rows: x float64 [n, features], NaN where a number is missing, which of them are numbers, and
+    what was done to them."""
 
     x: np.ndarray
     names: tuple[str, ...]
@@ -59,7 +60,7 @@ def load_csv(
     which there may be ``max_categories``; a text that only test rows have is 0 everywhere. ``standardise`` takes mean
     and deviation of the training rows out of the features that are numbers: of all clients' together, or of each
     client's own. ``missing`` values (empty cells, NaN, the texts of ``missing_as``) are refused, or become the mean of
-    the training rows, for texts a category of their own.
+    the training rows (of the client's, where each client is standardised by itself), for texts a category of their own.
     """
     _check_words(labels=labels, standardise=standardise, missing=missing)
     wanted = (label, client, tuple(columns), tuple(drop), tuple(categorical))
@@ -188,30 +189,25 @@ def _encode(
             names += titles
             numeric += [False] * len(titles)
         else:
-            values, said = _filled(column, name, train, path)
-            parts.append(values[:, None])
+            parts.append(_numbers(column, name, train, path)[:, None])
             names.append(name)
             numeric.append(True)
+            said = []
         notes += said
     return Features(np.concatenate(parts, axis=1), tuple(names), np.array(numeric), tuple(notes))
 
 
-def _filled(column: pl.Series, name: str, train: np.ndarray, path: str) -> tuple[np.ndarray, list[str]]:
-    """A column of numbers float64 [n], the mean of the training rows where one is missing."""
+def _numbers(column: pl.Series, name: str, train: np.ndarray, path: str) -> np.ndarray:
+    """A column of numbers float64 [n], NaN where one is missing."""
     import polars as pl
 
     values = column.cast(pl.Float64).to_numpy().astype(np.float64)
     lost = np.isnan(values)
     if not np.isfinite(values[~lost]).all():
         raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite.")
-    if not lost.any():
-        return values, []
-    known = values[train][~lost[train]]
-    if not len(known):
+    if lost[train].all():
         raise FedraxError(f"{path}: column {name!r} has no value in any training row: drop it.")
-    mean = known.mean()
-    said = f"{lost.sum():,} missing values of {name!r} are the mean of the training rows, {mean:.4g}"
-    return np.where(lost, mean, values), [said]
+    return values
 
 
 def _one_hot(
@@ -243,32 +239,51 @@ def _one_hot(
 def _standardised(
     features: Features, train: np.ndarray, clients: np.ndarray | None, how: str
 ) -> tuple[np.ndarray, list[str]]:
-    """The features with mean and deviation of training rows taken out of the numbers among them."""
+    """The features with mean and deviation of training rows taken out of the numbers among them, none missing."""
     x, numeric = features.x.copy(), features.numeric
-    if how == "none" or not numeric.any():
-        return x, spread_notes(x[train], features.names)
     if how == "client" and clients is None:
         raise FedraxError('standardise = "client" needs a column of clients: name it in client.')
-    mean, std = x[train][:, numeric].mean(0), _or_one(x[train][:, numeric].std(0))
-    if how == "all" or clients is None:
-        x[:, numeric] = (x[:, numeric] - mean) / std
-        whose = "of all clients together" if clients is not None else ""
-    else:
-        for client in np.unique(clients):
-            rows, seen = clients == client, np.zeros(len(x), bool)
-            seen[train] = rows[train]
-            own = x[seen][:, numeric]
-            # one row, or a constant, says nothing of scale, and a client without training rows nothing at all
-            centre = own.mean(0) if len(own) else mean
-            scale = np.where(own.std(0) > 0, own.std(0), std) if len(own) > 1 else std
-            x[np.ix_(rows, numeric)] = (x[np.ix_(rows, numeric)] - centre) / scale
-        whose = "of each client by itself"
-    said = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
-    return x, [f"{said} (standardise)"]
+    numbers = x[:, numeric]
+    overall = _moments(numbers[train])
+    said = _lost(features, overall[0], how)
+    if how == "none":
+        x[:, numeric] = np.where(np.isnan(numbers), overall[0], numbers)
+        return x, said + spread_notes(x[train], features.names)
+    owner = np.zeros(len(x), int) if how == "all" or clients is None else clients
+    for rows in (owner == group for group in np.unique(owner)):
+        mean, std = _moments(numbers[train[rows[train]]], overall)
+        numbers[rows] = (numbers[rows] - mean) / np.where(std > 0, std, 1.0)
+    x[:, numeric] = np.nan_to_num(numbers)  # a missing number is the mean
+    whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
+    told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
+    return x, said + [f"{told} (standardise)"] * bool(numeric.any())
 
 
-def _or_one(std: np.ndarray) -> np.ndarray:
-    return np.where(std > 0, std, 1.0)
+def _moments(x: np.ndarray, otherwise: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of the values [n, features] that are not missing.
+
+    ``otherwise`` has those where there is no value, and the deviation where values do not differ, which says nothing of
+    their scale.
+    """
+    known = ~np.isnan(x)
+    count = np.maximum(known.sum(0), 1)
+    mean = np.where(known, x, 0).sum(0) / count
+    std = np.sqrt(np.where(known, (x - mean) ** 2, 0).sum(0) / count)
+    if otherwise is None:
+        return mean, std
+    return np.where(known.any(0), mean, otherwise[0]), np.where(std > 0, std, otherwise[1])
+
+
+def _lost(features: Features, means: np.ndarray, how: str) -> list[str]:
+    """What became of missing numbers, column by column."""
+    lost = np.isnan(features.x[:, features.numeric]).sum(0)
+    names = [name for name, numeric in zip(features.names, features.numeric, strict=True) if numeric]
+    whose = "of the client's training rows" if how == "client" else "of the training rows"
+    return [
+        f"{count:,} missing values of {name!r} are the mean {whose}{'' if how == 'client' else f', {mean:.4g}'}"
+        for name, count, mean in zip(names, lost, means, strict=True)
+        if count
+    ]
 
 
 def spread_notes(x: np.ndarray, names: Sequence[str] = ()) -> list[str]:
