@@ -166,8 +166,8 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
 
 def supervised(
     model: Model,
-    loss: Callable[[Array, Array], Array],
-    metrics: Mapping[str, Callable[[Array, Array], Array]] | None = None,
+    loss: Callable[[Array, Any], Array],
+    metrics: Mapping[str, Callable[[Array, Any], Array]] | None = None,
     *,
     preprocess: Preprocess | None = None,
     name: str = "supervised",

@@ -252,8 +252,9 @@ def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:
 
 def _names(client_ids: np.ndarray | None) -> tuple[str, ...]:
     """Names of clients in their order; none of clients that are numbered or not named at all."""
-    named = client_ids is not None and np.asarray(client_ids).dtype.kind not in "iu"
-    return tuple(np.unique(client_ids).astype(str).tolist()) if named else ()
+    if client_ids is None or np.asarray(client_ids).dtype.kind in "iu":
+        return ()
+    return tuple(np.unique(client_ids).astype(str).tolist())
 
 
 def _group(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

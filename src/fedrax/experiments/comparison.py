@@ -40,7 +40,7 @@ from fedrax.contract.fields import Bound, describe
 from fedrax.contract.hyperparameters import check
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, grid
-from fedrax.experiments.config import Reader, Table
+from fedrax.experiments.config import Reader
 from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
 from fedrax.experiments.grid import Grid, Point
 from fedrax.report.runs import Method, Run, read_run
@@ -205,7 +205,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
     return Comparison(name, tuple(methods), seeds, target, grids, search, run)
 
 
-def merged(base: Any, over: Any) -> Table:
+def merged(base: Any, over: Any) -> Any:
     """``base`` with the keys of ``over`` put in, table by table."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over if over else base

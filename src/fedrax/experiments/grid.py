@@ -127,7 +127,7 @@ def _put(table: Table, path: str, value: Any, source: str) -> None:
     table[last] = value
 
 
-def in_words(point: Point) -> str:
+def in_words(point: Mapping[str, Any]) -> str:
     """A point for people: ``local.lr 0.1, server_optimizer adam``."""
     return ", ".join(f"{short(path)} {word(value)}" for path, value in point.items())
 
