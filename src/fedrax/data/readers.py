@@ -190,7 +190,8 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
         raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
     y, names = classes_or_targets(np.asarray(y))
     train, test = split(y, None, test_fraction, seed)
-    return from_rows(dataset, as_samples(x.astype(np.float32), y), None, train, test, names)
+    notes = tuple(spread_notes(x[train]))
+    return from_rows(dataset, as_samples(x.astype(np.float32), y), None, train, test, names, notes=notes)
 
 
 def _idx_images(part: str) -> str:
