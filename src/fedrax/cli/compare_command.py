@@ -218,7 +218,7 @@ def next_step(spec: Comparison, args: list[str]) -> str:
         again = shlex.join(without(args, "--out"))
         return f"try next: fedrax compare {again} --grid algorithm.local.lr=0.01,0.03,0.1,0.3    (own step sizes)"
     again = shlex.join(without(args, "--out", "--partition"))
-    clients = f"--partition.clients {getattr(spec.methods[0].partition, 'clients', 10)}"
+    clients = f"--partition.clients {getattr(spec.methods[0].partition, 'clients', None) or 10}"
     if type(spec.methods[0].partition).__name__ != "Iid":
         return f"try next: fedrax compare {again} --partition iid {clients}    (what is left where clients are alike?)"
     return f"try next: fedrax compare {again} --partition shards {clients} --partition.per-client 1    (clients differ)"
