@@ -35,6 +35,7 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
     params: Any = Variables(result.params, result.statistics) if result.statistics else result.params
     if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
         raise FedraxError("the result is not of this task: its parameters have other names")
+    params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough
     values = Evaluator(task, make_mesh(1), Batch(*samples)).per_sample(params)
     sizes, columns = np.diff(offsets), {}
     for name, each in values.items():
