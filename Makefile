@@ -48,6 +48,14 @@ figures: .venv/.user
 	mkdir -p docs/results
 	for ending in png svg; do cp runs/figures/curves.$$ending docs/results/digits.$$ending; done
 	cp runs/figures/table.md docs/results/digits.md
+	$(BIN)/python examples/hospitals.py
+	rm -rf runs/hospitals
+	$(BIN)/fedrax partition examples/hospitals.toml --picture docs/results/hospitals-partition
+	$(BIN)/fedrax compare examples/hospitals.toml --out runs/hospitals
+	for ending in png svg; do cp runs/hospitals/curves.$$ending docs/results/hospitals.$$ending; \
+	    cp runs/hospitals/grid.$$ending docs/results/hospitals-grid.$$ending; done
+	cp runs/hospitals/table.md docs/results/hospitals.md
+	rm hospitals.csv
 
 clean:
 	rm -rf .venv .venv-oldest docs/_build

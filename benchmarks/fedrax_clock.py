@@ -9,20 +9,24 @@ from typing import Any
 from benchmarks.timing import STARTED, RoundClock
 from fedrax import Algorithm, Federation, Result, Task, simulate
 from fedrax.simulation import Event, RunInfo
+from fedrax.simulation.clock import clock
 
 
 class Times:
     """A sink that notes when it saw each round's event, and the run's own clock at its end."""
 
     def __init__(self) -> None:
+        self.began = 0.0
         self.wall: list[float] = []
+        self.working: list[float] = []
         self.own: list[float] = []
 
     def start(self, run: RunInfo) -> None:
-        pass
+        self.began = time.monotonic()
 
     def event(self, event: Event) -> None:
         self.wall.append(time.monotonic())
+        self.working.append(clock())
         self.own.append(event["seconds"])
 
     def finish(self, result: Result | None) -> None:
@@ -32,11 +36,12 @@ class Times:
         """The rounds' lengths, without the last one, which ends in an evaluation.
 
         Rounds run in compiled blocks; the run's clock gives each its share of the block's time. What
-        happens on the host between blocks is not on that clock: it is added to all rounds alike.
+        happens on the host between blocks is not on that clock: it is added to all rounds alike. The first round,
+        the warm-up, includes compilation, the others do not.
         """
         own = [later - earlier for earlier, later in zip(self.own, self.own[1:], strict=False)]
-        between = (self.wall[-1] - self.wall[0]) - (self.own[-1] - self.own[0])
-        rounds = [self.own[0], *(seconds + between / len(own) for seconds in own[:-1])]
+        between = (self.working[-1] - self.working[0]) - (self.own[-1] - self.own[0])
+        rounds = [self.wall[0] - self.began, *(seconds + between / len(own) for seconds in own[:-1])]
         started = os.environ.get(STARTED)
         return RoundClock(rounds, self.wall[0] - float(started) if started else None)
 

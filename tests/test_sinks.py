@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_progress() -> None:
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750"):
         assert part in shown
+
+
+def test_progress_fits_a_narrow_terminal() -> None:
+    from rich.console import Console
+
+    screen = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    with sinks.progress_bar(screen) as bar:
+        play(sinks.ProgressSink("a run with quite a long description of itself", bar))
+    shown = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.file.getvalue())  # type: ignore[attr-defined]
+    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert all(len(line) <= 60 for line in lines)
+    assert "2/2 rounds" in lines[-1] and "test accuracy 0.750" in lines[-1] and lines[-1].startswith("a run")
 
 
 def test_tensorboard(tmp_path: Path) -> None:

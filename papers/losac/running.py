@@ -27,7 +27,7 @@ def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> li
     if arguments.data_dir:
         command += ["--data-dir", arguments.data_dir]
     status = fedrax_main(["compare", *command])
-    if status:
+    if status > 1:  # 1: a method diverged, which its row says
         sys.exit(status)
     return stored(out)
 

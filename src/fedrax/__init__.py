@@ -43,14 +43,28 @@ if TYPE_CHECKING:
     from fedrax.contract.optax_rule import Optax
     from fedrax.contract.requirements import Requirements
     from fedrax.contract.table import Table
-    from fedrax.contract.task import Batch, Task, Variables, binary, classification, regression, scale
+    from fedrax.contract.task import Batch, Task, Variables, binary, classification, regression, scale, supervised
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
+    from fedrax.experiments.comparing import Outcome, compare
     from fedrax.privacy.mechanisms.client_level import ClientDP
     from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation, OutputPerturbation
     from fedrax.privacy.mechanisms.sample_level import SampleDP
-    from fedrax.simulation import Record, Result, Script, Settings, Sink, join_processes, simulate, sweep, use_all_cores
+    from fedrax.simulation import (
+        Record,
+        Result,
+        Script,
+        Settings,
+        Sink,
+        Tuned,
+        join_processes,
+        per_client,
+        simulate,
+        sweep,
+        tune,
+        use_all_cores,
+    )
     from fedrax.simulation.own_methods import check_algorithm
     from fedrax.wrappers.attacked import Attacked
     from fedrax.wrappers.ditto import Ditto
@@ -90,14 +104,17 @@ _HOMES = {
     "fedrax.contract.optax_rule": "Optax",
     "fedrax.contract.requirements": "Requirements",
     "fedrax.contract.table": "Table",
-    "fedrax.contract.task": "Batch Task Variables binary classification regression scale",
+    "fedrax.contract.task": "Batch Task Variables binary classification regression scale supervised",
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
+    "fedrax.experiments.comparing": "Outcome compare",
     "fedrax.privacy.mechanisms.client_level": "ClientDP",
     "fedrax.privacy.mechanisms.perturbation": "ObjectivePerturbation OutputPerturbation",
     "fedrax.privacy.mechanisms.sample_level": "SampleDP",
-    "fedrax.simulation": "Record Result Script Settings Sink join_processes simulate sweep use_all_cores",
+    "fedrax.simulation": (
+        "Record Result Script Settings Sink Tuned join_processes per_client simulate sweep tune use_all_cores"
+    ),
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.attacked": "Attacked",
     "fedrax.wrappers.ditto": "Ditto",
@@ -124,7 +141,9 @@ __all__ = [  # noqa: RUF022 - by topic
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "ClientDP", "ObjectivePerturbation", "OutputPerturbation", "SampleDP",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
-    "Record", "Result", "Script", "Settings", "Sink", "join_processes", "simulate", "sweep", "use_all_cores",
+    "supervised",
+    "Outcome", "Record", "Result", "Script", "Settings", "Sink", "Tuned",
+    "compare", "join_processes", "per_client", "simulate", "sweep", "tune", "use_all_cores",
 ]  # fmt: skip
 
 

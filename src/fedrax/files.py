@@ -7,7 +7,7 @@ import os
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -121,10 +121,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def read_csv(path: Path) -> pl.DataFrame:
+def read_csv(path: Path, missing_as: Sequence[str] = ()) -> pl.DataFrame:
     """The table in a CSV file with a header of different names; FedraxError if it is not one.
 
-    A path is a file and never a pattern. A compressed file is refused: it may grow to any size.
+    ``missing_as``: texts of cells that hold nothing, besides empty ones. A path is a file and never a pattern. A
+    compressed file is refused: it may grow to any size.
     """
     import polars as pl
 
@@ -139,7 +140,7 @@ def read_csv(path: Path) -> pl.DataFrame:
         twice = next((name for name, count in Counter(header).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"{path} has two columns {twice!r}.")
-        return pl.read_csv(path, infer_schema_length=None, glob=False)
+        return pl.read_csv(path, infer_schema_length=None, glob=False, null_values=list(missing_as) or None)
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
 

@@ -228,19 +228,19 @@ def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
 
 def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call simulates what is missing only: here a third seed."""
-    from fedrax.cli import compare_command
+    from fedrax.experiments import running
 
     (tmp_path / "c.toml").write_text(COMPARE)
     assert fedrax("compare", "c.toml", "--quiet").status == 0
     first = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("events.jsonl")}
     assert len(first) == 4
-    simulate, seeds = compare_command.simulate, []
+    simulate, seeds = running.simulate, []
 
     def counted(*args: object, **options: object) -> object:
         seeds.append(args[3].seed)  # type: ignore[attr-defined]
         return simulate(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compare_command, "simulate", counted)
+    monkeypatch.setattr(running, "simulate", counted)
     outcome = fedrax("compare", "c.toml", "--seeds", "0", "1", "2", "--json")
     assert outcome.status == 0, outcome.err
     assert json.loads(outcome.out)["methods"][0]["seeds"] == 3
@@ -251,11 +251,11 @@ def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeyp
 def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(COMPARE.replace("lr = 0.01", "lr = 1e38"))
     outcome = fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--json")
-    assert outcome.status == 0
+    assert outcome.status == 1
     good, bad = json.loads(outcome.out)["methods"]
     assert good["state"] == "finished"
     assert bad["state"].startswith("diverged in round")
-    assert fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--quiet") == Outcome(0, "", "")
+    assert fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--quiet") == Outcome(1, "", "")
 
 
 def test_compare_several_files(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -282,7 +282,8 @@ def test_show(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> Non
 
 def test_list(fedrax: Callable[..., Outcome]) -> None:
     everything = json.loads(fedrax("list", "--json").out)
-    assert set(everything) == {"algorithms", "datasets", "models", "partitions"}
+    assert {"algorithms", "datasets", "models", "partitions", "tasks", "optimizers", "schedules"} <= set(everything)
+    assert {"adam", "sgd"} <= {entry["name"] for entry in everything["optimizers"]}
     assert all(entry["description"] for entries in everything.values() for entry in entries)
     losac = next(entry for entry in everything["algorithms"] if entry["name"] == "losac")
     assert losac["settings"]["local"]["blocks"] == 5

@@ -120,7 +120,7 @@ CSV = "age,user,height,label\n" + "".join(f"{i},{'ab'[i % 2]},{i}.5,{'no' if i <
 def test_csv_with_clients(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text(CSV)
-    dataset = load("csv", path=path, client="user")
+    dataset = load("csv", path=path, client="user", standardise="none")
     assert dataset.class_names == ("no", "yes") and dataset.train.x.dtype == np.float32
     assert dataset.train_clients is not None and dataset.test_clients is not None
     assert list(np.bincount(dataset.train_clients)) == [8, 8] and list(np.bincount(dataset.test_clients)) == [
@@ -134,7 +134,7 @@ def test_csv_with_clients(tmp_path):
 def test_csv_with_a_test_file_and_a_regression(tmp_path):
     (tmp_path / "train.csv").write_text("a,b,label\n1,2,0.5\n3,4,1.5\n")
     (tmp_path / "test.csv").write_text("a,b,label\n5,6,2.5\n")
-    dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
+    dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv", standardise="none")
     assert dataset.num_classes is None and dataset.train.x.tolist() == [[1, 2], [3, 4]]
     assert dataset.test.y.tolist() == [2.5] and dataset.test.y.dtype == np.float32
     (tmp_path / "test.csv").write_text("a,c,label\n5,6,2.5\n")
@@ -147,13 +147,21 @@ def test_csv_with_a_test_file_and_a_regression(tmp_path):
     [
         (CSV, {"label": "lable"}, "did you mean 'label'"),
         (CSV, {"client": "usr"}, "did you mean 'user'"),
-        (CSV, {}, "'user' is not numeric"),
+        (CSV, {"columns": ("age", "hight")}, "did you mean 'height'"),
+        (CSV, {"columns": ("age",), "drop": ("age",)}, "no feature left"),
+        (CSV, {"standardise": "client"}, "needs a column of clients"),
+        (CSV, {"client": "user", "max_categories": 7, "categorical": ("age",)}, "16 different texts|too many"),
+        (CSV, {"labels": "numbers"}, "no numbers to predict"),
+        (CSV, {"standardise": "clients"}, "did you mean 'client'"),
+        ("a,label\n1,0\n2,\n", {"missing": "mean"}, "'label' has missing values, which no row"),
+        ("a,label\n,0\n,1\n", {"missing": "mean"}, "no value in any training row"),
+        ("a,label\ninf,0\n1,1\n", {}, "not finite"),
         (CSV, {"client": "user", "test_fraction": 1.0}, "test fraction"),
-        ("a,label\n1,0\n,1\n", {}, "'a' has missing values"),
+        ("a,label\n1,0\n,1\n", {}, "'a' has missing values, 1 of them: missing = \"mean\""),
         ("a,label\n1,0\n1,2,3,4\n", {}, "cannot be read as a CSV"),
-        ("a,label\nNaN,0\n2,1\n", {}, "not finite"),
+        ("a,label\nNaN,0\n2,1\n", {}, "'a' has missing values"),
         ("", {}, "cannot be read as a CSV"),
-        ("a,label\n", {}, "not numeric"),
+        ("a,label\n", {}, "holds no rows"),
         ("a,label,label\n1,0,0\n2,1,1\n", {}, "two columns 'label'"),
         (gzip.compress(b"a,label\n" + b"1,0\n" * 10_000, mtime=0), {}, "is compressed"),
         (b"a,l\xff\xfe\n1,0\n", {}, "cannot be read as a CSV"),

@@ -14,7 +14,10 @@ mpl.use("agg")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_script_runs_and_says_something(path: Path, capsys: pytest.CaptureFixture[str]):
+def test_script_runs_and_says_something(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path), run_name="__main__")
     assert "accuracy" in capsys.readouterr().out
 

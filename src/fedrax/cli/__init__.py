@@ -17,7 +17,7 @@ from fedrax.errors import FedraxError
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
-    "compare": "run several algorithms with several seeds on one partition; a table and curves",
+    "compare": "run several algorithms, each at its best settings, with several seeds; a table and curves",
     "resume": "go on with an interrupted run",
     "show": "tables and curves of finished or running runs",
     "doctor": "what a run's directory holds, what is damaged, what can be saved",
@@ -25,7 +25,7 @@ COMMANDS = {
     "privacy": "what a private experiment spends, without training; the noise or the rounds for an epsilon",
     "audit": "attack a private experiment: a lower bound on its epsilon beside the claimed one",
     "profile": "where a round's time goes, and what bounds it",
-    "list": "list algorithms, data sets, models, partitions",
+    "list": "list algorithms, data sets, models, optimizers, ...",
 }
 
 USAGE = """\
@@ -38,12 +38,13 @@ commands:
 
 `fedrax COMMAND --help` explains each. To begin:
   fedrax run --algorithm scaffold --data digits
-  fedrax compare examples/digits.toml
+  fedrax compare --algorithms fedavg scaffold --grid algorithm.local.lr=0.01,0.03,0.1
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for input that cannot be used, 130 after Ctrl-C."""
+    """Run a command; returns the exit status: 0, 1 where a method of a comparison diverged or an audit refuted a claim,
+    2 for input that cannot be used, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

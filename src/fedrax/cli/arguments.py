@@ -24,7 +24,7 @@ from fedrax.experiments.config import Choice, Table, fits_a_file
 from fedrax.experiments.experiment import Experiment
 
 T = TypeVar("T")
-PARTS = ("data", "partition", "model", "algorithm", "run")
+PARTS = ("data", "partition", "model", "task", "algorithm", "run")
 _CONFIG = (
     tyro.conf.AvoidSubcommands,
     tyro.conf.SuppressFixed,
@@ -155,7 +155,7 @@ def parse_experiment(
     source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder)  # explains that this is a file for `fedrax compare`
-    table = {key: value for key, value in table.items() if key not in ("compare", "seeds", "target")}
+    table = {key: value for key, value in table.items() if key not in experiment.OF_COMPARISONS}
     table, rest = take_choices(table, args if path is None else args[1:], source, folder)
     made = config.Reader(source, folder, tyro.MISSING).fields(Experiment, table, "", Experiment())
     nested = Annotated[options, tyro.conf.arg(name="")]

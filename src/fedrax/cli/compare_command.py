@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import shlex
 import signal
@@ -14,31 +13,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax import files
 from fedrax.cli.arguments import parse_experiment
-from fedrax.cli.run_command import ExperimentFile
+from fedrax.cli.run_command import Reporting, make_trackers
 from fedrax.errors import FedraxError
-from fedrax.experiments import comparison, experiment
-from fedrax.experiments.comparison import SHARED, Comparison
+from fedrax.experiments import comparison, grid
+from fedrax.experiments.comparing import Outcome, compare
+from fedrax.experiments.comparison import SHARED, Comparison, Job
 from fedrax.experiments.config import ALGORITHM
 from fedrax.experiments.experiment import Experiment
-from fedrax.report import curves, sinks, tables
-from fedrax.report.runs import Method, default_target, main_metric, read_run, summarise, summary_line
-from fedrax.simulation import Interrupted, NonFiniteError, checkpoint, simulate, use_all_cores
-from fedrax.simulation.directory import CHECKPOINT
-from fedrax.simulation.run import check_same
+from fedrax.experiments.running import Watcher
+from fedrax.report import sinks, tables
+from fedrax.report.runs import read_run, summary_line
+from fedrax.simulation import Interrupted
 from fedrax.text import plain
 
 DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax compare FILE.toml... [flags]`.
 
 A file holds a [[compare]] table for each method, or several files hold one method each; without a file, --algorithms
-names them. Prints a table (mean ± standard deviation over seeds; rounds, megabytes and seconds to the target
-accuracy; the best of each column marked *), draws curves (PNG and SVG), and keeps table.md and comparison.json
-beside the runs. Finished runs are not run again, interrupted ones go on: type the same command again."""
+names them. --grid algorithm.local.lr=0.01,0.03,0.1 tries settings of each method on validation data, held out of the
+clients' training rows, and compares every method at its own best; --algorithm.local.lr 0.1 sets one for all of them.
+Prints a table (mean ± standard deviation over seeds; rounds, megabytes and seconds to the target accuracy; the best
+of each column marked *), draws curves (PNG and SVG), and keeps table.md and comparison.json beside the runs. Finished
+runs are not run again, interrupted ones go on: type the same command again. The exit status is 1 where a method
+diverged."""
+DIVERGED = 1
 
 
 @dataclass
-class CompareOptions:
+class CompareOptions(Reporting):
     """Options of ``fedrax compare``."""
 
     algorithms: tuple[str, ...] = ()
@@ -47,12 +49,16 @@ class CompareOptions:
     """Seeds; by default the file's, or 0 1 2."""
     target: float | None = None
     """Accuracy to reach; by default the file's, or 95 % of the best method's final accuracy."""
+    grid: tuple[str, ...] = ()
+    """Settings to choose for each method, in place of the file's grids: PATH=VALUE,VALUE,..., one or several."""
+    validation: float | None = None
+    """Share of each client's training rows to choose by; by default the file's, or 0.2."""
+    search_seeds: tuple[int, ...] = ()
+    """Seeds of the runs to choose by; by default the file's, or the first of the seeds."""
+    metric: str | None = None
+    """What to choose by; by default the file's, or accuracy, or the loss where there is none."""
     out: Path | None = None
     """Directory of the comparison; by default runs/NAME."""
-    data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
-    quiet: bool = False
-    """Print nothing."""
     json: bool = False
     """Print the table as JSON instead."""
 
@@ -60,66 +66,96 @@ class CompareOptions:
 def main(args: list[str]) -> int:
     """Parse, run what is not finished, report."""
     spec, options = read_arguments(args)
-    out = options.out or default_directory(spec)
-    planned = spec.planned()
-    for run, place in planned:  # before anything runs: all directories must be ours
-        comparison.state_of(run, out / place)
-    use_all_cores()
-    _, task, federation = experiment.build(planned[0][0], options.data_dir)
-    check_kept(planned, task, federation, out)
-    try:
-        run_all(planned, task, federation, out, options)
-    except KeyboardInterrupt as stop:
-        print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
-        return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
-    report(spec, comparison.methods_in(spec, out), out, options, args)
-    return 0
-
-
-def check_kept(planned: list[tuple[Experiment, Path]], task: Any, federation: Any, out: Path) -> None:
-    """Refuse, before anything runs, runs that were made of other data, another program or another version."""
-    for spec, place in planned:
-        run = comparison.state_of(spec, out / place)
-        if run is None or not (run.finished or checkpoint.exists(out / place / CHECKPOINT)):
-            continue
+    with shown_progress(options) as bar:
         try:
-            check_same(spec.algorithm, task, federation, spec.run, out / place)
-        except FedraxError as error:
-            raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
+            outcome = compare(spec, directory=options.out, data_dir=options.data_dir, watcher=Shown(options, bar))
+        except KeyboardInterrupt as stop:
+            print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
+            return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
+    report(outcome, options, args)
+    return DIVERGED if outcome.diverged else 0
 
 
 def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     """The comparison of the files, with what the flags change."""
+    common, args = take_settings(gathered(args, "--grid"))
     count = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
     files = [Path(arg) for arg in args[:count]]
-    parsed = parse_experiment(
-        CompareOptions, args[:1] * bool(files) + args[count:], "fedrax compare", DESCRIPTION, SHARED
-    )
+    rest = args[:1] * bool(files) + args[count:]
+    parsed = parse_experiment(CompareOptions, rest, "fedrax compare", DESCRIPTION, (*SHARED, "run"))
     options = parsed.options
     spec = comparison.read(files) if files else Comparison("comparison", (), (0, 1, 2), None)
     added = [
-        Experiment(name=name, algorithm=ALGORITHM.find(name, Path.cwd(), "typed")()) for name in options.algorithms
+        Experiment(name=cls.__name__ if ":" in name else name, algorithm=cls(), run=spec.run)
+        for name, cls in ((name, ALGORITHM.find(name, Path.cwd(), "typed")) for name in options.algorithms)
     ]
-    changes = {part: getattr(parsed.experiment, part) for part in SHARED}
-    methods = tuple(dataclasses.replace(method, **changes) for method in (*spec.methods, *added))
-    given = {"seeds": options.seeds or spec.seeds, "target": spec.target if options.target is None else options.target}
+    shared = {part: getattr(parsed.experiment, part) for part in SHARED}
+    flags = {arg.removeprefix("--run.").split("=")[0].split(".")[0] for arg in args if arg.startswith("--run.")}
+    run = {name: getattr(parsed.experiment.run, name) for name in (flag.replace("-", "_") for flag in flags)}
+    methods = tuple(
+        grid.changed(
+            dataclasses.replace(method, run=dataclasses.replace(method.run, **run), **shared),
+            common,
+            f"{method.name}, from the flags",
+        )
+        for method in (*spec.methods, *added)
+    )
     name = spec.name if parsed.experiment.name in ("experiment", spec.name) else parsed.experiment.name
-    spec = dataclasses.replace(spec, name=name, methods=methods, **given)
-    spec.check()
-    return spec, options
+    spec = dataclasses.replace(spec, name=name, methods=methods, run=dataclasses.replace(spec.run, **run))
+    return with_options(spec, options), options
 
 
-def default_directory(spec: Comparison) -> Path:
-    """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison."""
-    stem = Path("runs") / comparison.safe_name(spec.name)
-    number = 1
-    while True:
-        out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with contextlib.suppress(FedraxError):
-            for run, place in spec.planned():
-                comparison.state_of(run, out / place)
-            return out
-        number += 1
+def with_options(spec: Comparison, options: CompareOptions) -> Comparison:
+    """The comparison with what its own options change."""
+    changes: dict[str, Any] = {"seeds": options.seeds} if options.seeds else {}
+    changes |= {"target": options.target} if options.target is not None else {}
+    if options.grid:
+        changes["grids"] = dict.fromkeys((method.name for method in spec.methods), grid.from_flags(options.grid))
+    given = {"validation": options.validation, "seeds": options.search_seeds or None, "metric": options.metric}
+    search = {name: value for name, value in given.items() if value is not None}
+    spec = dataclasses.replace(spec, **changes, search=dataclasses.replace(spec.search, **search))
+    if search and not spec.grids:
+        raise FedraxError("there is nothing to choose by validation data: give --grid PATH=VALUE,VALUE,...")
+    return spec
+
+
+def gathered(args: list[str], flag: str) -> list[str]:
+    """``args`` with all words of a flag that is given several times behind its first one."""
+    words, rest, place = [], [], None
+    tokens = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{flag}=") else [arg])]
+    inside = False
+    for token in tokens:
+        if token.startswith("-") or (not inside):
+            inside = token == flag
+            if not inside:
+                rest.append(token)
+            elif place is None:
+                place = len(rest)
+        else:
+            words.append(token)
+    return rest if place is None else [*rest[:place], flag, *words, *rest[place:]]
+
+
+def take_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of all methods among ``args`` (``--algorithm.local.lr 0.1``), and the other arguments."""
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    path = None
+    for arg in args:
+        if arg.startswith("--"):
+            flag, equals, value = arg.partition("=")
+            path = flag[2:].replace("-", "_") if flag.startswith("--algorithm.") else None
+            if path is not None:
+                found[path] = [grid.value_of(value)] if equals else []
+                continue
+        if path is None:
+            rest.append(arg)
+        else:
+            found[path].append(grid.value_of(arg))
+    for path, values in found.items():
+        if not values:
+            raise FedraxError(f"--{path} needs a value.")
+    return {path: values[0] if len(values) == 1 else values for path, values in found.items()}, rest
 
 
 @contextlib.contextmanager
@@ -132,75 +168,69 @@ def shown_progress(options: CompareOptions) -> Iterator[Any]:
         yield bar
 
 
-def run_all(
-    planned: list[tuple[Experiment, Path]], task: Any, federation: Any, out: Path, options: CompareOptions
-) -> None:
-    """Every run that is not finished; one that diverges is noted in its directory and does not stop the others."""
-    with shown_progress(options) as bar:
-        for number, (spec, place) in enumerate(planned, 1):
-            directory = out / place
-            run = comparison.state_of(spec, directory)
-            if run is not None and run.finished:
-                continue
-            title = f"{spec.name}, seed {spec.run.seed} ({number}/{len(planned)})"
-            seen: list[Any] = [ExperimentFile(spec, directory)]
-            if bar is not None:
-                seen.append(sinks.ProgressSink(title, bar))
-            resume = run is not None
-            try:
-                simulate(
-                    spec.algorithm,
-                    task,
-                    federation,
-                    spec.run,
-                    directory=directory,
-                    resume=resume,
-                    sinks=seen,
-                    keep_clients=False,
-                )
-            except NonFiniteError as error:
-                if not options.quiet:
-                    print(f"fedrax: {error}", file=sys.stderr)
-            if bar is not None:
-                for task_id in bar.task_ids:
-                    bar.remove_task(task_id)
-                bar.console.print(
-                    f"{plain(title)}: {summary_line(read_run(directory).events)}", highlight=False, markup=False
-                )
+class Shown(Watcher):
+    """A bar for the run under way, a line for each that is done, and trackers for those on test data."""
+
+    def __init__(self, options: CompareOptions, bar: Any):
+        self._options, self._bar = options, bar
+
+    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Any]:
+        """The bar, and what the options ask for."""
+        seen = [] if self._bar is None else [sinks.ProgressSink(f"{job.title} ({number}/{of})", self._bar)]
+        if job.spec.validation:
+            return seen
+        return seen + make_trackers(job.spec, directory, str(job.place), self._options)
+
+    def done(self, job: Job, directory: Path, error: str | None) -> None:
+        """A line."""
+        if error is not None and not self._options.quiet:
+            print(f"fedrax: {error}", file=sys.stderr)
+        if self._bar is not None:
+            for task_id in self._bar.task_ids:
+                self._bar.remove_task(task_id)
+            on = ", on validation data" if job.spec.validation else ""
+            self.say(f"{job.title}{on}: {summary_line(read_run(directory).events)}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def report(spec: Comparison, methods: list[Method], out: Path, options: CompareOptions, args: list[str]) -> None:
+def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
     """Table, curves, JSON; what to try next."""
-    metric = main_metric(methods)
-    target = spec.target if spec.target is not None else default_target(methods)
-    rows = [summarise(method, target, metric) for method in methods]
-    pictures = curves.save_curves(curves.draw_curves(methods, target, metric, spec.name), out / "curves")
-    summary = {
-        "name": spec.name,
-        "seeds": list(spec.seeds),
-        "metric": metric,
-        "target": target,
-        "methods": tables.values(rows),
-    }
-    files.write_text(out / "comparison.json", json.dumps(summary, indent=2) + "\n")
-    files.write_text(out / "table.md", tables.markdown(rows, target, metric))
+    pictures, spec, out = outcome.save(), outcome.comparison, outcome.directory
     if options.json:
-        print(json.dumps(summary))
+        print(json.dumps(outcome.summary()))
     elif not options.quiet:
         console = tables.wide_console()
-        console.print(tables.terminal(rows, target, metric, spec.name))
-        console.print(f"curves: {pictures[0]} and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
+        console.print(tables.terminal(outcome.rows, outcome.target, outcome.metric, spec.name))
+        for line in outcome.lines():
+            console.print(plain(line))
+        shown = " and ".join(str(picture) for picture in pictures)
+        console.print(f"curves: {shown}, and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
         console.print(next_step(spec, args))
 
 
 def next_step(spec: Comparison, args: list[str]) -> str:
-    """A command that shows something new."""
-    files = shlex.join(itertools.takewhile(lambda arg: not arg.startswith("-"), args))
-    again = (
-        f"fedrax compare {files}"
-        if files
-        else f"fedrax compare --algorithms {shlex.join(m.algorithm_name for m in spec.methods)}"
-    )
+    """A command that shows something new: the one that was typed, changed."""
+    if not spec.grids:
+        again = shlex.join(without(args, "--out"))
+        return f"try next: fedrax compare {again} --grid algorithm.local.lr=0.01,0.03,0.1,0.3    (own step sizes)"
+    again = shlex.join(without(args, "--out", "--partition"))
+    clients = f"--partition.clients {getattr(spec.methods[0].partition, 'clients', None) or 10}"
     if type(spec.methods[0].partition).__name__ != "Iid":
-        return f"try next: {again} --partition iid    (what is left of the differences when all clients are alike?)"
-    return f"try next: {again} --partition shards --partition.per-client 1    (clients that differ)"
+        return f"try next: fedrax compare {again} --partition iid {clients}    (what is left where clients are alike?)"
+    return f"try next: fedrax compare {again} --partition shards {clients} --partition.per-client 1    (clients differ)"
+
+
+def without(args: list[str], *flags: str) -> list[str]:
+    """``args`` without some flags, those that begin like them, and their values."""
+    kept, inside = [], False
+    for arg in args:
+        if arg.startswith("-"):
+            name = arg.split("=")[0]
+            inside = any(name == flag or name.startswith(f"{flag}.") for flag in flags)
+        if not inside:
+            kept.append(arg)
+    return kept

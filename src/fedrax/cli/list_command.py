@@ -11,16 +11,43 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli.arguments import parse
 from fedrax.contract.fields import fields_of
+from fedrax.contract.local import LocalSGD
 from fedrax.errors import unknown
 from fedrax.experiments import config
 from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
+from fedrax.experiments.tasks import TASK
 from fedrax.report.tables import wide_console
+from fedrax.simulation import Settings
+from fedrax.wrappers.robust import Robust
 
-KINDS = {"algorithms": ALGORITHM, "datasets": DATA, "models": MODEL, "partitions": PARTITION}
 
-DESCRIPTION = """List what an experiment can be made of: `fedrax list [algorithms|datasets|models|partitions]`."""
+def _of(cls: type, name: str) -> config.Choice:
+    """What a field may be."""
+    choice = config.choice_of(fields_of(cls)[name])
+    assert choice is not None
+    return choice
+
+
+KINDS = {
+    "algorithms": ALGORITHM,
+    "datasets": DATA,
+    "partitions": PARTITION,
+    "models": MODEL,
+    "tasks": TASK,
+    "optimizers": _of(FedAvg, "server_optimizer"),
+    "schedules": _of(LocalSGD, "schedule"),
+    "proximal": _of(LocalSGD, "prox"),
+    "participation": _of(Settings, "participation"),
+    "aggregation": _of(Robust, "rule"),
+}
+
+DESCRIPTION = f"""List what an experiment can be made of: `fedrax list [{"|".join(KINDS)}]`.
+
+optimizers are the server's (server_optimizer), schedules and proximal operators those of step sizes and local steps,
+aggregation the rules of robust."""
 
 
 @dataclass
@@ -28,7 +55,7 @@ class ListOptions:
     """Arguments of ``fedrax list``."""
 
     kind: Annotated[str | None, tyro.conf.Positional] = None
-    """algorithms, datasets, models or partitions; all of them by default."""
+    """One of the lists; all of them by default."""
     json: bool = False
     """Print JSON, with each one's settings and their defaults."""
 

@@ -47,7 +47,9 @@ class PartitionOptions:
 
 def main(args: list[str]) -> int:
     """Parse, divide, print, draw."""
-    parsed = parse_experiment(PartitionOptions, args, "fedrax partition", DESCRIPTION, ("data", "partition", "model"))
+    parsed = parse_experiment(
+        PartitionOptions, args, "fedrax partition", DESCRIPTION, ("data", "partition", "model", "task")
+    )
     options = parsed.options
     if options.show < 1:
         raise FedraxError(f"--show must be at least 1, not {options.show}.")
@@ -63,9 +65,15 @@ def main(args: list[str]) -> int:
 
         pictures = save_labels(federation, options.picture, options.show)
     if options.json:
-        table = {"sizes": federation.sizes.tolist(), "counts": None if counts is None else counts.tolist()}
+        table: dict[str, Any] = {
+            "sizes": federation.sizes.tolist(),
+            "counts": None if counts is None else counts.tolist(),
+        }
+        table["clients"] = [federation.client_name(i) for i in range(federation.num_clients)]
         print(json.dumps({"measures": measures, **table, "pictures": [str(path) for path in pictures]}))
         return 0
+    for note in federation.notes:
+        print(plain(note))
     _print(federation, counts, measures, options.show)
     for path in pictures:
         print(f"picture: {path}")
@@ -76,13 +84,13 @@ def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str
     console = wide_console()
     title = f"{plain(federation.name)}: training samples of each client"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("client", justify="right", no_wrap=True)
+    table.add_column("client", justify="left" if federation.client_names else "right", no_wrap=True)
     table.add_column("samples", justify="right", no_wrap=True)
     columns, cells = _by_class(federation, counts)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for client in range(min(show, federation.num_clients)):
-        table.add_row(str(client), str(federation.sizes[client]), *cells(client))
+        table.add_row(plain(federation.client_name(client)), str(federation.sizes[client]), *cells(client))
     console.print(table)
     if show < federation.num_clients:
         console.print(f"... and {federation.num_clients - show:,} more clients (--show, --json)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from fedrax.simulation import use_all_cores
 
 DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
 
-The numbers are those that the uninterrupted run would have had."""
+The numbers are those that the uninterrupted run would have had. --run.rounds 200 lets a finished run go on."""
 
 
 @dataclass
@@ -26,6 +27,8 @@ class ResumeOptions:
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="DIR")]
     """Run directory."""
     options: Annotated[Reporting, tyro.conf.arg(name="")]
+    rounds: Annotated[int | None, tyro.conf.arg(name="run.rounds")] = None
+    """Rounds in all, to go on with a finished run; by default the run's own."""
     trust: bool = False
     """Run the Python code that the directory's experiment names, although you did not make it on this machine."""
 
@@ -38,5 +41,9 @@ def main(args: list[str]) -> int:
         raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml.")
     trusted = parsed.trust or own_code.is_sealed(parsed.directory)
     spec = experiment.read(file, "typed" if trusted else "none")
+    if parsed.rounds is not None:
+        if parsed.rounds < spec.run.rounds:
+            raise FedraxError(f"a run of {spec.run.rounds} rounds cannot go on to {parsed.rounds}: give more of them.")
+        spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=parsed.rounds))
     use_all_cores()
     return run(spec, experiment.build(spec, parsed.options.data_dir), parsed.directory, parsed.options, resume=True)

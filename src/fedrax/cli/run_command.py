@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment, own_code
+from fedrax.experiments import experiment
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.running import ExperimentFile
 from fedrax.report import sinks
 from fedrax.report.runs import finite, summary_line
 from fedrax.report.tables import wide_console
-from fedrax.simulation import Event, Interrupted, Result, RunInfo, simulate, use_all_cores
+from fedrax.simulation import Interrupted, Result, simulate, use_all_cores
+from fedrax.text import plain
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 
@@ -59,26 +62,8 @@ def main(args: list[str]) -> int:
     directory = new_directory(spec, options.out)
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
+    say_notes(problem[2].notes, options)
     return run(spec, problem, directory, options, resume=False)
-
-
-class ExperimentFile:
-    """A sink that writes experiment.toml when the run starts: a run that is refused leaves nothing behind."""
-
-    def __init__(self, spec: Experiment, directory: Path):
-        self._spec, self._path = spec, directory / "experiment.toml"
-
-    def start(self, run: RunInfo) -> None:
-        """Write the file."""
-        experiment.write(self._spec, self._path)
-        if experiment.uses_own_code(self._spec):
-            own_code.seal(self._path.parent)
-
-    def event(self, event: Event) -> None:
-        """Nothing to add."""
-
-    def finish(self, result: Result | None) -> None:
-        """Nothing to close."""
 
 
 def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, resume: bool) -> int:
@@ -94,19 +79,32 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, r
     return 0
 
 
+def say_notes(notes: Sequence[str], options: Reporting) -> None:
+    """What the reader of the data wants known, on standard error."""
+    if not options.quiet and not options.json:
+        for note in notes:
+            print(plain(note), file=sys.stderr)
+
+
 def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[Any]:
     """The experiment's file, and the sinks that the options ask for."""
     made: list[Any] = [ExperimentFile(spec, directory)]
     if options.json:
         made.append(sinks.JsonSink())
     elif not options.quiet:
-        made.append(sinks.ProgressSink(spec.algorithm_name))
+        made.append(sinks.ProgressSink(spec.method_name))
+    return made + make_trackers(spec, directory, directory.name, options)
+
+
+def make_trackers(spec: Experiment, directory: Path, name: str, options: Reporting) -> list[Any]:
+    """The loggers that the options ask for, of a run that they know as ``name``."""
+    made: list[Any] = []
     if options.tensorboard:
         made.append(sinks.TensorBoardSink(directory / "tensorboard"))
     if options.wandb is not None:
-        made.append(sinks.WandbSink(options.wandb, directory.name, experiment.to_table(spec), directory))
+        made.append(sinks.WandbSink(options.wandb, name, experiment.to_table(spec), directory))
     if options.mlflow is not None:
-        made.append(sinks.MlflowSink(options.mlflow, directory.name, experiment.to_table(spec)))
+        made.append(sinks.MlflowSink(options.mlflow, name, experiment.to_table(spec)))
     return made
 
 
@@ -126,7 +124,7 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
         print(json.dumps(last))
     elif not options.quiet:
         console = wide_console()
-        console.print(f"{spec.algorithm_name}: {summary_line(result.events)}")
+        console.print(f"{spec.method_name}: {summary_line(result.events)}")
         if result.spent is not None:
             console.print(str(result.spent))
         if result.stopped == "budget":
@@ -142,8 +140,7 @@ def new_directory(spec: Experiment, out: Path | None) -> Path:
         if (out / "experiment.toml").exists() or (out / "events.jsonl").exists():
             raise FedraxError(f"{out} holds a run already: choose another --out, or go on with: fedrax resume {out}")
         return out
-    own = spec.algorithm_name.rpartition(":")[2].lower()
-    stem = Path("runs") / f"{safe_name(spec.name)}-{own}-seed{spec.run.seed}"
+    stem = Path("runs") / f"{safe_name(spec.name)}-{spec.method_name.lower()}-seed{spec.run.seed}"
     number = 1
     while (directory := stem if number == 1 else stem.with_name(f"{stem.name}-{number}")).exists():
         number += 1

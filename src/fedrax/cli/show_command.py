@@ -53,7 +53,9 @@ def main(args: list[str]) -> int:
     elif options.markdown:
         print(tables.markdown(rows, target, metric), end="")
     else:
-        tables.wide_console().print(tables.terminal(rows, target, metric))
+        console = tables.wide_console()
+        console.print(tables.terminal(rows, target, metric))
+        console.print(tables.legend(target, options.target is not None))
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves
 

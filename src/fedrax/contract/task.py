@@ -8,7 +8,7 @@ losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sa
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from fedrax.errors import FedraxError
 from fedrax.models.model import Model, Params, Variables
 
 Preprocess = Callable[[Array], Array]
+WholeSetMetric = Callable[[np.ndarray, np.ndarray], float | None]
 
 
 class Batch(NamedTuple):
@@ -63,6 +64,9 @@ class Task:
     """parameters -> numbers by name that say something of them without any data; reported with every evaluation."""
     lower_is_better: tuple[str, ...] = ()
     """The metrics of which a smaller value is better, as of a loss; of all others a larger one is."""
+    whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
+    """Metrics of all samples together, by name: functions of NumPy arrays, the outputs [n, ...] and y [n, ...], to a
+    number, or None where it is not defined. They need `outputs`; see `fedrax.contract.metrics`."""
 
     def evaluation_loss(self, params: Params, batch: Batch) -> Array:
         """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
@@ -122,7 +126,7 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
         labels = _labels_of(logits, labels)
         return over_positions((logits.argmax(-1) == labels).astype(logits.dtype), labels)
 
-    return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "classification")
+    return supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="classification")
 
 
 def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
@@ -141,7 +145,7 @@ def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
     def accuracy(scores: Array, labels: Array) -> Array:
         return _over_positions((scores.argmax(-1) == _labels_of(scores, labels)).astype(scores.dtype))
 
-    return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "margin")
+    return supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="margin")
 
 
 def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
@@ -158,7 +162,7 @@ def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
         logit = _one_a_label(logit, labels)
         return _over_positions(((logit > 0) == (labels > 0)).astype(logit.dtype))
 
-    return _supervised(model, preprocess, loss, {"accuracy": accuracy}, "binary")
+    return supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="binary")
 
 
 def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
@@ -172,8 +176,11 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
         output = _one_a_label(output, y)
         return _over_positions((output - y.astype(output.dtype)) ** 2)
 
-    task = _supervised(model, preprocess, squared_error, {"mse": squared_error}, "regression", truth)
-    return replace(task, lower_is_better=("mse", "frobenius_error"))
+    falling = ("mse", "frobenius_error")
+    return supervised(
+        model, squared_error, {"mse": squared_error}, preprocess=preprocess, name="regression", lower_is_better=falling,
+        truth=truth,
+    )  # fmt: skip
 
 
 def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
@@ -184,13 +191,26 @@ def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = N
             raise FedraxError(f"an objective needs a model with one output a sample, not outputs of {output.shape}.")
         return output.reshape(len(y))
 
-    return _supervised(model, preprocess, value, {}, "objective", truth)
+    return supervised(model, value, preprocess=preprocess, name="objective", truth=truth)
 
 
-def _supervised(
-    model: Model, preprocess: Preprocess | None, loss, metrics: Mapping, kind: str, truth: Any = None
+def supervised(
+    model: Model,
+    loss: Callable[[Array, Any], Array],
+    metrics: Mapping[str, Callable[[Array, Any], Array]] | None = None,
+    *,
+    preprocess: Preprocess | None = None,
+    name: str = "supervised",
+    lower_is_better: tuple[str, ...] = (),
+    whole_set: Mapping[str, WholeSetMetric] | None = None,
+    truth: Any = None,
 ) -> Task:
-    """A task from a model and functions (outputs, y) -> one value a sample."""
+    """A task of one's own: a model, and a loss and metrics of its outputs.
+
+    ``loss`` and each of ``metrics`` are functions (outputs [B, ...], y [B, ...]) -> one value a sample [B], of JAX
+    arrays. ``whole_set`` are metrics of all samples together, ``lower_is_better`` names the metrics of which a smaller
+    value is better; ``preprocess`` and ``truth`` are as in `classification` and `regression`.
+    """
 
     def inputs(params: Params, x: Array | np.ndarray) -> Array:
         x = jnp.asarray(x) if preprocess is None else preprocess(jnp.asarray(x))
@@ -217,14 +237,16 @@ def _supervised(
     return Task(
         init=model.init,
         loss=training_loss if model.train is None else lambda *arguments: loss_and_statistics(*arguments)[0],
-        metrics={name: of_outputs(value) for name, value in metrics.items()},
+        metrics={metric: of_outputs(value) for metric, value in (metrics or {}).items()},
         features=None if model.features is None else on_inputs(model.features),
-        name=f"{kind}/{model.name}",
+        name=f"{name}/{model.name}",
         loss_and_statistics=None if model.train is None else loss_and_statistics,
         outputs=lambda params, x: model.apply(params, inputs(params, x)),
         blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
         loss_of_outputs=loss,
         measures=None if measures is None else lambda params: measures(params, truth),
+        lower_is_better=lower_is_better,
+        whole_set=dict(whole_set or {}),
     )
 
 

@@ -21,6 +21,7 @@ from fedrax.data.partition import (
     Similarity,
 )
 from fedrax.data.readers import DATASETS, DatasetEntry, load
+from fedrax.data.validation import hold_out
 
 __all__ = [
     "DATASETS",
@@ -45,6 +46,7 @@ __all__ = [
     "as_samples",
     "has_one_label",
     "heterogeneity",
+    "hold_out",
     "label_counts",
     "load",
 ]

@@ -35,7 +35,8 @@ class Dataset:
     hold the natural client of each row as an integer [n], where the data has such clients. ``padding`` is the label
     of positions that do not count (-1, 255, ...), where y is [n, ...]. ``truth`` is what made the data, where it is
     known: models may measure how far they are from it. ``vocabulary`` are the words that tokens from 2 on stand for;
-    0 is padding, 1 any other word.
+    0 is padding, 1 any other word. ``client_names`` are those of the natural clients 0, 1, ...,
+    ``feature_names`` those of the columns of x [n, features], and ``notes`` sentences about what the reader did.
 
     Raises FedraxError if shapes disagree, a label is neither ``padding`` nor in 0 .. num_classes - 1, or x is of
     a type that JAX does not hold.
@@ -54,6 +55,9 @@ class Dataset:
     padding: int | None = None
     truth: np.ndarray | None = None
     vocabulary: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:

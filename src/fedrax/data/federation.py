@@ -32,7 +32,9 @@ class Federation:
     is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
     ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
     ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a
-    regression; ``mean``, ``std``, ``pixels``, ``padding``, ``truth`` and ``vocabulary`` are as in ``Dataset``.
+    regression; ``mean``, ``std``, ``pixels``, ``padding``, ``truth``, ``vocabulary`` and ``notes`` are as in
+    ``Dataset``.
+    ``client_names`` [N] is empty where clients have numbers alone.
     """
 
     train: Samples
@@ -48,6 +50,8 @@ class Federation:
     padding: int | None = None
     truth: np.ndarray | None = None
     vocabulary: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -55,6 +59,10 @@ class Federation:
             _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
             if len(self.test_offsets) != len(self.offsets):
                 raise FedraxError(f"federation {self.name!r}: test offsets are for another number of clients.")
+        if self.client_names and len(self.client_names) != self.num_clients:
+            raise FedraxError(
+                f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."
+            )
         check_alike(self.train, self.test, f"federation {self.name!r}")
         for part, samples in (("training", self.train), ("test", self.test)):
             where = f"federation {self.name!r}, {part} part"
@@ -77,6 +85,10 @@ class Federation:
         """N."""
         return len(self.offsets) - 1
 
+    def client_name(self, client: int) -> str:
+        """What the client is called: its name, or its number."""
+        return self.client_names[client] if self.client_names else str(client)
+
     @property
     def sizes(self) -> np.ndarray:
         """Training rows of each client, int64 [N]."""
@@ -94,16 +106,18 @@ class Federation:
         them in order is sampling without replacement; without it they stay as the partition lists them.
         """
         rows, offsets = partition.assign(dataset, seed)
-        test_rows, test_offsets = None, None
+        test_rows, test_offsets, names = None, None, ()
+        if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.client_names:
+            names = tuple(dataset.client_names[i] for i in dataset.train_clients[rows[offsets[:-1]]])
         if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.test_clients is not None:
             clients = dataset.train_clients[rows[offsets[:-1]]]
             test_rows, test_offsets = _group_test(clients, dataset.test_clients)
         if shuffle:
             rows = rows[_shuffled_inside(offsets, seed)]
         return cls(
-            train=_take(dataset.train, rows),
+            train=taken(dataset.train, rows),
             offsets=aligned(offsets),
-            test=_aligned(dataset.test) if test_rows is None else _take(dataset.test, test_rows),
+            test=_aligned(dataset.test) if test_rows is None else taken(dataset.test, test_rows),
             test_offsets=test_offsets,
             num_classes=dataset.num_classes,
             mean=dataset.mean,
@@ -114,6 +128,8 @@ class Federation:
             padding=dataset.padding,
             truth=dataset.truth,
             vocabulary=dataset.vocabulary,
+            client_names=names,
+            notes=dataset.notes,
         )
 
     @classmethod
@@ -139,8 +155,8 @@ class Federation:
     ) -> Self:
         """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets.
 
-        Say who owns each row by ``client_ids`` [n] (integers or strings; clients are numbered in their sorted
-        order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
+        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; they are numbered in
+        sorted order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
         ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer
         labels, the largest label plus one unless given. ``pixels`` says that x are images in bytes, ``padding`` which
         label of y [n, ...] does not count. Types are those of ``as_samples``. Nothing is copied with ``offsets``,
@@ -158,16 +174,16 @@ class Federation:
         if client_ids is not None:
             clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))
             if test_client_ids is not None:
-                ids = _check_ids("test_client_ids", test_client_ids, len(tested.y))
-                test_rows, test_offsets = _group_test(clients, ids)
+                test_ids = _check_ids("test_client_ids", test_client_ids, len(tested.y))
+                test_rows, test_offsets = _group_test(clients, test_ids)
         offsets = _check_train_offsets(np.asarray(offsets), len(train.y), f"federation {name!r}")
         if shuffle:
             order = _shuffled_inside(offsets, seed)
             rows = order if rows is None else rows[order]
         return cls(
-            train=_aligned(train) if rows is None else _take(train, rows),
+            train=_aligned(train) if rows is None else taken(train, rows),
             offsets=aligned(offsets),
-            test=_aligned(tested) if test_rows is None else _take(tested, test_rows),
+            test=_aligned(tested) if test_rows is None else taken(tested, test_rows),
             test_offsets=None if test_offsets is None else aligned(np.asarray(test_offsets, np.int64)),
             num_classes=num_classes,
             mean=mean,
@@ -176,6 +192,7 @@ class Federation:
             name=name,
             pixels=pixels,
             padding=padding,
+            client_names=_names(client_ids),
         )
 
 
@@ -204,7 +221,7 @@ def _aligned(samples: Samples) -> Samples:
     return Samples(aligned(samples.x), aligned(samples.y))
 
 
-def _take(samples: Samples, rows: np.ndarray) -> Samples:
+def taken(samples: Samples, rows: np.ndarray) -> Samples:
     """Rows of samples, gathered straight into aligned memory."""
 
     def take(array: np.ndarray) -> np.ndarray:
@@ -234,6 +251,13 @@ def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:
     if ids.shape != (rows,) or ids.dtype.kind not in "iuUST":
         raise FedraxError(f"{what} must be one integer or string for each of {rows} rows.")
     return ids
+
+
+def _names(client_ids: np.ndarray | None) -> tuple[str, ...]:
+    """Names of clients in their order; none of clients that are numbered or not named at all."""
+    if client_ids is None or np.asarray(client_ids).dtype.kind in "iu":
+        return ()
+    return tuple(np.unique(client_ids).astype(str).tolist())
 
 
 def _group(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

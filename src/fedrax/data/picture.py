@@ -38,6 +38,9 @@ def draw_labels(federation: Federation, clients: int = 50) -> Figure:
     axes.set(xlabel="client", ylabel="class", xlim=(-0.8, shown - 0.2), ylim=(-0.8, classes - 0.2))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(2, min(shown, 12)), min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(classes, 12), min_n_ticks=1))
+    if federation.client_names and cell * 72 >= 9:  # points of a line of text
+        names = [for_picture(name[:30]) for name in federation.client_names[:shown]]
+        axes.set_xticks(range(shown), names, rotation=90, fontsize=8)
     if federation.class_names and classes <= 20:
         axes.set_yticks(range(classes), [for_picture(name) for name in federation.class_names])
     axes.grid(axis="y", color="0.93", linewidth=0.6)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +16,9 @@ from fedrax.data.files import cache_directory, data_directory, find_file, read_i
 from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
+from fedrax.data.tables import classes_or_targets, from_rows, load_csv, rows_of, split, spread_notes
 from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import read_csv
-
-if TYPE_CHECKING:
-    import polars as pl
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     x = (np.asarray(x) / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     train, test = split_test(np.asarray(y), test_fraction, generator(seed, "test split"))
     samples = as_samples(x, np.asarray(y))
-    return Dataset("digits", _rows(samples, train), _rows(samples, test), 10, class_names=tuple("0123456789"))
+    return Dataset("digits", rows_of(samples, train), rows_of(samples, test), 10, class_names=tuple("0123456789"))
 
 
 def load_mnist(data_dir: Path) -> Dataset:
@@ -170,40 +166,6 @@ def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, pa
     return _from_npz(arrays, name or path.stem, path, pixels=pixels, padding=padding)
 
 
-def load_csv(
-    path: str | Path,
-    label: str = "label",
-    client: str | None = None,
-    test_path: str | Path | None = None,
-    test_fraction: float = 0.2,
-    seed: int = 0,
-) -> Dataset:
-    """A table with a header: the column ``label``, optionally a column ``client``, else features (float32).
-
-    Integer or text labels are classes, in sorted order; floating labels make a regression. The test part is
-    ``test_path`` if given, else ``test_fraction`` of each client's (or else each class's) rows.
-    """
-    import polars as pl
-
-    table = _read_csv(Path(path), label, client)
-    train_rows = len(table)
-    if test_path is not None:
-        test_table = _read_csv(Path(test_path), label, client)
-        if table.schema != test_table.schema:
-            raise FedraxError(f"{path} and {test_path} differ in their columns or types.")
-        table = pl.concat([table, test_table])
-    x = table.drop([label, *([client] if client else [])]).cast(pl.Float32).to_numpy(order="c")
-    y, names = _classes_or_targets(table[label].to_numpy())
-    clients = None if client is None else np.unique(table[client].to_numpy(), return_inverse=True)[1]
-    if not np.isfinite(x).all() or not np.isfinite(y).all():
-        raise FedraxError(f"{path} holds numbers that are not finite.")
-    if test_path is not None:
-        train, test = np.arange(train_rows), np.arange(train_rows, len(table))
-    else:
-        train, test = _split(y, clients, test_fraction, seed)
-    return _from_rows(Path(path).stem, as_samples(x, y), clients, train, test, names)
-
-
 def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """A data set of openml.org by its name there, features as float32 [n, features]; cached once fetched.
 
@@ -231,9 +193,10 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
         ) from error
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "buif" or not np.isfinite(x).all():
         raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
-    y, names = _classes_or_targets(np.asarray(y))
-    train, test = _split(y, None, test_fraction, seed)
-    return _from_rows(dataset, as_samples(x.astype(np.float32), y), None, train, test, names)
+    y, names = classes_or_targets(np.asarray(y))
+    train, test = split(y, None, test_fraction, seed)
+    notes = tuple(spread_notes(x[train]))
+    return from_rows(dataset, as_samples(x.astype(np.float32), y), None, train, test, names, notes=notes)
 
 
 def _idx_images(part: str) -> str:
@@ -281,11 +244,14 @@ def _from_npz(
         classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
     ids = [arrays[key] for key in (f"{client}_train", f"{client}_test") if key in arrays]
     codes: list[np.ndarray | None] = [None, None]
+    names: tuple[str, ...] = ()
     if len(ids) == 2 and all(i.ndim == 1 and i.dtype.kind in "iuU" for i in ids):
-        inverse = np.unique(np.concatenate(ids), return_inverse=True)[1]
+        found, inverse = np.unique(np.concatenate(ids), return_inverse=True)
+        names = tuple(str(name) for name in found) if found.dtype.kind == "U" else ()
         codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
     elif ids:
         raise FedraxError(f"{path}: {client}_train and {client}_test must both be integers or strings, one a row.")
+    features = train.x.ndim == 2 and train.x.dtype.kind == "f"
     return Dataset(
         name,
         train,
@@ -296,57 +262,8 @@ def _from_npz(
         class_names=class_names,
         pixels=pixels,
         padding=padding,
-    )
-
-
-def _read_csv(path: Path, label: str, client: str | None) -> "pl.DataFrame":
-    """The table, with its columns checked: no missing values, label and client there, features numeric."""
-    table = read_csv(path)
-    for column in [label, *([client] if client else [])]:
-        if column not in table.columns:
-            raise unknown(f"column of {path}", column, table.columns)
-    for column in table.columns:
-        if table[column].null_count():
-            raise FedraxError(f"{path}: column {column!r} has missing values.")
-        if column not in (label, client) and not table[column].dtype.is_numeric():
-            raise FedraxError(f"{path}: feature column {column!r} is not numeric.")
-    return table
-
-
-def _classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
-    if y.dtype.kind == "f":
-        return y.astype(np.float32), ()
-    labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
-    return codes.astype(np.int32), tuple(str(label) for label in labels)
-
-
-def _split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
-    groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
-    return split_test(groups, fraction, generator(seed, "test split"))
-
-
-def _rows(samples: Samples, rows: np.ndarray) -> Samples:
-    return Samples(samples.x[rows], samples.y[rows])
-
-
-def _from_rows(
-    name: str,
-    samples: Samples,
-    clients: np.ndarray | None,
-    train: np.ndarray,
-    test: np.ndarray,
-    class_names: tuple[str, ...],
-) -> Dataset:
-    return Dataset(
-        name,
-        _rows(samples, train),
-        _rows(samples, test),
-        len(class_names) or None,
-        train_clients=None if clients is None else clients[train],
-        test_clients=None if clients is None else clients[test],
-        class_names=class_names,
+        client_names=names,
+        notes=tuple(spread_notes(train.x)) if features else (),
     )
 
 
@@ -391,7 +308,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
-        DatasetEntry("csv", "your table with a label column and perhaps a client column", load_csv),
+        DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
     )
 }

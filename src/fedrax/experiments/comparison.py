@@ -1,70 +1,100 @@
-"""Several algorithms, several seeds, one partition: what is compared, and running it.
+"""Several algorithms, several seeds, one partition: what is compared.
 
 A comparison is an experiment file with ``seeds``, optionally a ``target`` accuracy, and a table ``[[compare]]``
 for each method: an algorithm's table, with a ``label`` if the name does not tell methods apart. What all methods
-share may stand in ``[algorithm]``.
+share may stand in ``[algorithm]``. A ``grid`` has settings tried before, on validation data; a method's own replaces
+the common one. A method's table ``run`` changes settings of the run for it alone.
 
     seeds = [0, 1, 2]
+    grid = { algorithm.local.lr = [0.01, 0.03, 0.1, 0.3] }
+
+    [search]
+    validation = 0.2
 
     [algorithm]
-    local = { lr = 0.1, epochs = 1 }
+    local = { epochs = 1 }
 
     [[compare]]
     name = "fedavg"
 
     [[compare]]
     name = "fedprox"
-    label = "FedProx, mu = 1"
-    mu = 1.0
+    label = "FedProx"
+    grid = { algorithm.local.lr = [0.01, 0.03, 0.1], algorithm.mu = [0.01, 0.1, 1.0] }
+    run = { rounds = 200 }
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomlkit
 
 from fedrax import files
-from fedrax.contract.fields import describe
+from fedrax.contract.fields import Bound, describe
+from fedrax.contract.hyperparameters import check
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment
-from fedrax.experiments.config import Reader, Table
-from fedrax.experiments.experiment import Experiment
+from fedrax.experiments import experiment, grid
+from fedrax.experiments.config import Reader
+from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
+from fedrax.experiments.grid import Grid, Point
 from fedrax.report.runs import Method, Run, read_run
+from fedrax.simulation.settings import Seed, Settings
 
-OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg")
+OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "search")
 """What stands beside the methods' directories."""
-SHARED = ("data", "partition", "model", "run")
+SHARED = ("data", "partition", "model", "task")
+"""What all methods have in common."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the settings of a grid are chosen: the table ``[search]``."""
+
+    validation: Annotated[float, Bound(gt=0, lt=1)] = 0.2
+    """Share of each client's training rows that is held out to choose by; in the end methods train on all rows."""
+    seeds: tuple[Seed, ...] = ()
+    """Seeds of the runs to choose by; the first of the comparison's by default."""
+    metric: str | None = None
+    """What to choose by, after the last round; accuracy by default, the loss where there is none."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods, as experiments that differ in their names (the methods' labels) and algorithms, and seeds."""
+    """Methods, as experiments that differ in their names (the methods' labels), algorithms and runs, and seeds."""
 
     name: str
     methods: tuple[Experiment, ...]
     seeds: tuple[int, ...]
     target: float | None
     """Accuracy whose cost in rounds, bytes and seconds is reported; runs go on after it."""
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    """The grids of the methods that have one, by label."""
+    search: Search = Search()
+    run: Settings = field(default_factory=Settings)
+    """Settings of the methods that have none of their own."""
 
     def check(self) -> None:
         """Refuse a comparison that is none."""
         self._check_labels()
         if not self.methods:
             raise FedraxError("there is nothing to compare: give [[compare]] tables, or several files or algorithms.")
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise FedraxError(f"seeds must be different whole numbers, not {list(self.seeds)}.")
+        for what, seeds in (("seeds", self.seeds), ("the seeds of the search", self.search_seeds)):
+            if not seeds or len(set(seeds)) != len(seeds):
+                raise FedraxError(f"{what} must be different whole numbers, not {list(seeds)}.")
         if self.target is not None and not 0 < self.target <= 1:
             raise FedraxError(f"the target is an accuracy in (0, 1], not {self.target}.")
-        for run, _ in self.planned():
+        check(self.search, "search")
+        for job in self.possible():
             try:
-                run.check()
+                job.spec.check()
             except FedraxError as error:
-                raise FedraxError(f"{run.name}, seed {run.run.seed}: {error}") from error
+                raise FedraxError(f"{job.title}: {error}") from error
 
     def _check_labels(self) -> None:
         """Each method needs a directory of its own."""
@@ -81,16 +111,61 @@ class Comparison:
                 )
                 raise FedraxError(f"{same}: give them labels whose directories differ.")
 
-    def planned(self) -> list[tuple[Experiment, Path]]:
-        """Every run and its directory below the comparison's, seed by seed."""
-        return [
-            (
-                dataclasses.replace(method, run=dataclasses.replace(method.run, seed=seed)),
-                Path(safe_name(method.name)) / f"seed-{seed}",
-            )
-            for seed in self.seeds
+    @property
+    def search_seeds(self) -> tuple[int, ...]:
+        """Seeds of the runs to choose by."""
+        return self.search.seeds or self.seeds[:1]
+
+    @cached_property
+    def candidates(self) -> dict[str, list[tuple[Point, Experiment]]]:
+        """The points of each method's grid and its experiments there; of a method without grid the one it has."""
+        return {
+            method.name: [
+                (point, grid.changed(method, point, f"the grid of {method.name}"))
+                for point in (self.grids[method.name].points() if method.name in self.grids else [{}])
+            ]
             for method in self.methods
-        ]
+        }
+
+    def runs(self, chosen: Mapping[str, Point]) -> list[Job]:
+        """Every run of the comparison, seed by seed; ``chosen`` are the settings of methods that have grids."""
+        specs = {
+            label: next((point, spec) for point, spec in found if point == chosen.get(label, {}))
+            for label, found in self.candidates.items()
+        }
+        return [Job.of(spec, seed, point) for seed in self.seeds for point, spec in specs.values()]
+
+    def trials(self, label: str) -> list[Job]:
+        """The runs to choose a method's settings by, point by point; none of a method without grid."""
+        if label not in self.grids:
+            return []
+        held = [(p, dataclasses.replace(s, validation=self.search.validation)) for p, s in self.candidates[label]]
+        return [Job.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
+
+    def possible(self) -> Iterator[Job]:
+        """Every run that there may be, whatever is chosen."""
+        for label, found in self.candidates.items():
+            yield from self.trials(label)
+            yield from (Job.of(spec, seed, point) for point, spec in found for seed in self.seeds)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and where it is kept below the comparison's directory."""
+
+    spec: Experiment
+    place: Path
+    title: str
+    point: Point = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: Experiment, seed: int, point: Point) -> Job:
+        """The run of a method's experiment with one seed."""
+        place = Path("search") if spec.validation else Path()
+        place = place / safe_name(spec.name) / (grid.folder_of(point) if point else "") / f"seed-{seed}"
+        words = f" ({grid.in_words(point)})" if point else ""
+        run = dataclasses.replace(spec.run, seed=seed)
+        return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
 
 def safe_name(name: str) -> str:
@@ -102,29 +177,38 @@ def safe_name(name: str) -> str:
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> Comparison:
     """The comparison that a table describes; a table without ``[[compare]]`` is one method."""
     reader = Reader(source, folder)
-    shared = {key: value for key, value in table.items() if key not in ("compare", "seeds", "target")}
+    shared = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     entries = table.get("compare", [{}])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise FedraxError(f"{source}: compare must be tables, [[compare]].")
     seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
     target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
-    methods, base = [], shared.get("algorithm", {})
+    search = reader.fields(Search, table.get("search", {}), "search", Search())
+    common = grid.from_table(table["grid"], source) if "grid" in table else None
+    methods, grids, base = [], {}, shared.get("algorithm", {})
     if not isinstance(base, Mapping):
         raise FedraxError(f"{source}: [algorithm] must be a table, not {base!r}.")
+    run = reader.fields(Settings, shared.get("run", {}), "run", Settings())
     for number, entry in enumerate(entries, 1):
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
-        algorithm = merged(base, {key: value for key, value in entry.items() if key != "label"})
-        made = Reader(where, folder).fields(Experiment, {**shared, "algorithm": algorithm}, "", Experiment())
-        label = entry.get("label", made.algorithm_name)
+        own = {key: value for key, value in entry.items() if key not in ("label", "grid", "run")}
+        parts = {**shared, "algorithm": merged(base, own), "run": merged(shared.get("run", {}), entry.get("run", {}))}
+        made = Reader(where, folder).fields(Experiment, parts, "", Experiment())
+        label = entry.get("label", made.method_name)
         if not isinstance(label, str):
             raise FedraxError(f"{where}: the label must be a string, not {label!r}.")
         methods.append(dataclasses.replace(made, name=label))
+        mine = grid.from_table(entry["grid"], where) if "grid" in entry else common
+        if mine is not None:
+            grids[label] = mine
     name = reader.value(describe(str), table.get("name", Path(source).stem), "name")
-    return Comparison(name, tuple(methods), seeds, target)
+    return Comparison(name, tuple(methods), seeds, target, grids, search, run)
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
+def merged(base: Any, over: Any) -> Any:
     """``base`` with the keys of ``over`` put in, table by table."""
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return over if over else base
     both = dict(base)
     for key, value in over.items():
         old = both.get(key)
@@ -138,15 +222,14 @@ def read(paths: list[Path]) -> Comparison:
     first = parts[0]
     for path, part in zip(paths[1:], parts[1:], strict=True):
         for name in SHARED:
-            mine, other = (_without_seed(getattr(p.methods[0], name)) if p.methods else None for p in (part, first))
+            mine, other = (getattr(p.methods[0], name) if p.methods else None for p in (part, first))
             if mine != other:
                 raise FedraxError(f"{path} and {paths[0]} differ in [{name}]: a comparison needs the same for all.")
+        if dataclasses.replace(part.run, seed=0) != dataclasses.replace(first.run, seed=0):
+            raise FedraxError(f"{path} and {paths[0]} differ in [run]: a comparison needs the same for all.")
     methods = tuple(method for part in parts for method in part.methods)
-    return dataclasses.replace(first, methods=methods)
-
-
-def _without_seed(part: Any) -> Any:
-    return dataclasses.replace(part, seed=0) if type(part).__name__ == "Settings" else part
+    grids = {label: mine for part in parts for label, mine in part.grids.items()}
+    return dataclasses.replace(first, methods=methods, grids=grids)
 
 
 def state_of(spec: Experiment, directory: Path) -> Run | None:
@@ -161,11 +244,11 @@ def state_of(spec: Experiment, directory: Path) -> Run | None:
     return read_run(directory)
 
 
-def methods_in(comparison: Comparison, out: Path) -> list[Method]:
+def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, Point]) -> list[Method]:
     """The comparison's runs as they are on disk, method by method."""
     runs: dict[str, list[Run]] = {method.name: [] for method in comparison.methods}
-    for spec, place in comparison.planned():
-        run = state_of(spec, out / place)
+    for job in comparison.runs(chosen):
+        run = state_of(job.spec, out / job.place)
         if run is not None:
-            runs[spec.name].append(run)
+            runs[job.spec.name].append(run)
     return [Method(label, found) for label, found in runs.items() if found]

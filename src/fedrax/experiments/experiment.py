@@ -18,7 +18,7 @@
     [run]
     rounds = 50
 
-``fedrax list`` shows the names. Data, model, partition and algorithm can be the user's own: ``name =
+``fedrax list`` shows the names. Data, model, task, partition and algorithm can be the user's own: ``name =
 "file.py:thing"`` (beside the TOML file or below) or ``"module:thing"`` (of a package with an entry point of the group
 ``fedrax``), where thing is a subclass of Algorithm, a
 function that returns a Dataset, a class with the method ``assign`` of a partition, or a function (of
@@ -41,12 +41,13 @@ import tomlkit
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
-from fedrax.contract.task import Task, classification, margin, objective, regression
-from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, load
+from fedrax.contract.task import Task
+from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
 from fedrax.experiments.own_code import Trust
+from fedrax.experiments.tasks import TASK, Auto
 from fedrax.files import read_table, write_text
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
@@ -95,6 +96,8 @@ def _own_model(found: Any) -> type:
     return config.options_class(found, ("input_shape", "num_outputs"), "build")
 
 
+OF_COMPARISONS = ("compare", "seeds", "target", "grid", "search")
+"""Keys of a file that say how methods are compared, and nothing of a run."""
 DATA = Choice("data set", _data_classes, _own_data)
 PARTITION = Choice("partition", _partition_classes, _own_partition, keep=True)
 MODEL = Choice("model", lambda: MODELS, _own_model)
@@ -109,9 +112,12 @@ class Experiment:
     data: Annotated[Any, DATA] = dataclasses.field(default_factory=lambda: _data_classes()["digits"]())
     partition: Annotated[Any, PARTITION] = dataclasses.field(default_factory=lambda: _partition_classes()["shards"]())
     model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
+    task: Annotated[Any, TASK] = dataclasses.field(default_factory=Auto)
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
     normalise: bool = True
     """Standardise images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
+    validation: float = 0.0
+    """Share of each client's training rows that is held out and evaluated on, in place of the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
 
     @property
@@ -119,8 +125,15 @@ class Experiment:
         """The algorithm's name in files."""
         return ALGORITHM.name_of(self.algorithm)
 
+    @property
+    def method_name(self) -> str:
+        """The algorithm's name for people: without the file of one's own."""
+        return self.algorithm_name.rpartition(":")[2]
+
     def check(self) -> None:
         """Refuse numbers out of their bounds and contradictions; raises FedraxError naming the key."""
+        if not 0 <= self.validation < 1:
+            raise FedraxError(f"validation must be a share in [0, 1), got {self.validation}")
         for part in ("model", "algorithm", "run", "partition"):
             check(getattr(self, part), part)
         name, run = type(self.algorithm).__name__, self.run
@@ -130,7 +143,11 @@ class Experiment:
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Experiment:
     """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
     if "compare" in table:
-        raise FedraxError(f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it.")
+        raise FedraxError(
+            f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it, or fedrax.compare"
+            " in Python."
+        )
+    table = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
     try:
         experiment.check()
@@ -181,32 +198,35 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
         dataset = experiment.data.read(data_dir=data_dir)
         if not isinstance(dataset, Dataset):
             raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
-    return Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed)
+    return held_out(experiment, Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed))
+
+
+def held_out(experiment: Experiment, federation: Federation) -> Federation:
+    """The federation with the experiment's share of validation data in place of the test data, if it has one."""
+    if not experiment.validation:
+        return federation
+    return hold_out(federation, experiment.validation, experiment.partition.seed)
 
 
 def make_task(experiment: Experiment, federation: Federation) -> Task:
-    """The model on the federation's inputs, with cross entropy or, for a regression, squared error, or its own loss.
+    """The model on the federation's inputs with the loss and the metrics of the experiment's ``[task]``.
 
-    ``num_outputs`` of the model is the number of classes, or of a regression's targets a sample (its last axis).
+
+    ``num_outputs`` of the model is the number of classes (one of a binary task), or of a regression's targets a sample
+    (its last axis).
     """
-    targets = federation.train.y.shape[1:]
-    outputs = federation.num_classes or (targets[-1] if targets else 1)
     build = experiment.model.build
     words = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
+    outputs = experiment.task.outputs(federation)
     made = build(input_shape=federation.train.x.shape[1:], num_outputs=outputs, **words)
     if isinstance(made, Task):
+        if experiment.task != Auto():
+            raise FedraxError(f"{MODEL.name_of(experiment.model)} returns a Task of its own: leave [task] out.")
         return made
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    preprocess = federation.preprocess(experiment.normalise)
-    if made.loss == "value":
-        return objective(made, preprocess, federation.truth)
-    if made.loss == "hinge" and federation.num_classes is not None:
-        return margin(made, preprocess)
-    if federation.num_classes is None:
-        return regression(made, preprocess, federation.truth)
-    return classification(made, preprocess, federation.padding)
+    return experiment.task.build(made, federation, federation.preprocess(experiment.normalise))
 
 
 def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ class Run:
         return int(self.table["run"]["rounds"])
 
     @property
+    def validation(self) -> bool:
+        """Whether it was evaluated on validation data, in place of the test data."""
+        return bool(self.table.get("validation"))
+
+    @property
     def finished(self) -> bool:
         """Whether nothing is left to do."""
         target = self.table["run"].get("target", "none")
@@ -65,6 +70,8 @@ class Method:
 
     label: str
     runs: Sequence[Run]
+    settings: str = ""
+    """What it has otherwise than the methods beside it: what a search chose, settings of its runs."""
 
     @property
     def failure(self) -> str | None:
@@ -98,13 +105,13 @@ def read_experiment(directory: Path) -> dict[str, Any]:
 
 
 def find_runs(path: Path) -> list[Run]:
-    """The run in ``path``, or all runs below it."""
+    """The run in ``path``, or all runs below it; those on validation data only where there are no others."""
     if (path / "experiment.toml").is_file():
         return [read_run(path)]
     found = [read_run(file.parent) for file in sorted(path.glob("**/experiment.toml"))]
     if not found:
         raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
-    return found
+    return [run for run in found if not run.validation] or found
 
 
 def group(runs: Sequence[Run]) -> list[Method]:
@@ -114,7 +121,7 @@ def group(runs: Sequence[Run]) -> list[Method]:
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
     names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
-    names.append([str(runs[0].table["algorithm"].get("name", "")) for runs in groups.values()])
+    names.append([str(runs[0].table["algorithm"].get("name", "")).rpartition(":")[2] for runs in groups.values()])
     names.append([runs[0].directory.name for runs in groups.values()])
     names.append([str(runs[0].directory) for runs in groups.values()])
     if len(groups) == 1 and names[0] == ["experiment"]:
@@ -213,6 +220,27 @@ class Row:
     epsilon: Statistic | None = None
     """What private runs have spent."""
     epsilon_paper: Statistic | None = None
+    best: Statistic | None = None
+    """The best value of what methods are compared by, and its round."""
+    best_round: Statistic | None = None
+    others: dict[str, Statistic] = field(default_factory=dict)
+    """Final values of the other metrics on test data."""
+    settings: str = ""
+
+
+def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
+    """The metrics on test data besides accuracy and loss, clients' statistics apart."""
+    names = sorted({name for last in lasts for name in last if name.startswith("test_") and "_client" not in name})
+    found = {name: Statistic.of([last[name] for last in lasts if name in last]) for name in names}
+    hidden = ("test_accuracy", "test_loss", "test_mse")  # the mean squared error is the loss
+    return {name: value for name, value in found.items() if value is not None and name not in hidden}
+
+
+def best_of(run: Run, metric: str) -> tuple[float, int] | None:
+    """(best value, its first round) of a metric in a run."""
+    values = [(event[metric], event["round"]) for event in run.events if metric in event]
+    sign = -1 if metric == "test_accuracy" else 1
+    return min(values, key=lambda entry: sign * entry[0], default=None)
 
 
 def summarise(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
@@ -223,6 +251,7 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
     complete = bool(took) and len(took) == len(method.runs)
     pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}
     states = {run.state for run in method.runs}
+    tops = [top for run in method.runs if (top := best_of(run, metric)) is not None]
     return Row(
         label=method.label,
         seeds=len(method.runs),
@@ -235,6 +264,10 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
         seconds=pick["seconds"],
         epsilon=Statistic.of([last["epsilon"] for last in lasts if last.get("epsilon") is not None]),
         epsilon_paper=Statistic.of([last["epsilon_paper"] for last in lasts if last.get("epsilon_paper") is not None]),
+        best=Statistic.of([value for value, _ in tops]),
+        best_round=Statistic.of([at for _, at in tops]),
+        others=other_metrics(lasts),
+        settings=method.settings,
     )
 
 

@@ -15,24 +15,31 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from fedrax.errors import FedraxError
 from fedrax.simulation.events import Event, RunInfo
 from fedrax.text import plain
 
+NARROW = 100
+"""Characters of a terminal below which a progress line is a short one."""
+
 
 def progress_bar(console: Console | None = None) -> Progress:
-    """A bar with columns for what ``ProgressSink`` reports; use it as a context manager for several runs."""
+    """A line with columns for what ``ProgressSink`` reports; use it as a context manager for several runs.
+
+    On a narrow terminal it leaves out the bar and the time passed, and shortens the description.
+    """
+    console = console or Console(stderr=True)
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(12, console.width // 3))
+    description = TextColumn("{task.description}", markup=False, table_column=name)
+    done = TextColumn("{task.completed:.0f}/{task.total:.0f} rounds")
+    found = TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    left = (TextColumn("left"), TimeRemainingColumn())
+    if console.width < NARROW:
+        return Progress(description, done, found, *left, console=console)
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
-        TextColumn("{task.fields[numbers]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console or Console(stderr=True),
-        expand=True,
+        description, BarColumn(bar_width=None), done, found, TimeElapsedColumn(), *left, console=console, expand=True
     )
 
 
@@ -69,7 +76,8 @@ class ProgressSink:
         if event.get("epsilon") is not None:
             numbers = "  ".join(filter(None, (numbers, f"ε {event['epsilon']:.3g}")))
         speed = f"{task.speed:.1f} rounds/s" if task.speed else ""
-        numbers = "  ".join(filter(None, (numbers, self._test, speed)))
+        wide = self._progress.console.width >= NARROW
+        numbers = "  ".join(filter(None, (numbers, self._test, speed) if wide else (self._test or numbers,)))
         if self._task is not None:
             self._progress.update(self._task, completed=event["round"], numbers=numbers)
 

@@ -14,9 +14,9 @@ from rich.text import Text
 from fedrax.report.runs import Row, Statistic
 from fedrax.text import for_markdown, plain
 
-COLUMNS = ("accuracy", "loss", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
+COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
-_HIGHER_IS_BETTER = ("accuracy",)
+_HIGHER_IS_BETTER = ("accuracy", "test_auc", "test_f1")
 
 
 def wide_console() -> Console:
@@ -26,15 +26,17 @@ def wide_console() -> Console:
     """
     options: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
     console = Console(**options)
-    return console if console.is_terminal else Console(**options, width=200)
+    return console if console.is_terminal else Console(**options, width=1000)
 
 
 def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, str]:
     """The heading of each column."""
-    to = "" if target is None else f" to {'accuracy' if metric == 'test_accuracy' else 'loss'} {target:g}"
+    name = "accuracy" if metric == "test_accuracy" else "loss"
+    to = "" if target is None else f" to {target:g}"
     return {
         "accuracy": "test accuracy",
         "loss": "test loss",
+        "best": f"best {name} (round)",
         "epsilon": "epsilon",
         "epsilon_paper": "epsilon by the paper",
         "rounds": f"rounds{to}",
@@ -43,28 +45,50 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
     }
 
 
-def best(rows: Sequence[Row], column: str) -> set[str]:
+def legend(target: float | None, given: bool) -> str:
+    """What the columns of the target say; ``given``: somebody chose it."""
+    if target is None:
+        return ""
+    what = "as given" if given else "95 % of the best method's final test accuracy, as none was given"
+    return (
+        f"target {target:g}: {what}. rounds, MB, s: until the test accuracy first reached it, traffic of all clients"
+        " both ways, seconds without compilation."
+    )
+
+
+def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[str]:
     """Labels of the methods with the best mean in a column, among those that did not diverge."""
     means = {
-        row.label: s.mean for row in rows if (s := getattr(row, column)) is not None and "diverged" not in row.state
+        row.label: s.mean for row in rows if (s := _value(row, column)) is not None and "diverged" not in row.state
     }
     if len(means) < 2 or "epsilon" in column:  # a promise, not a result
         return set()
-    top = max(means.values()) if column in _HIGHER_IS_BETTER else min(means.values())
+    if column.startswith("test_") and column not in _HIGHER_IS_BETTER:
+        return set()
+    higher = column in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")
+    top = max(means.values()) if higher else min(means.values())
     return {label for label, mean in means.items() if mean == top}
 
 
+def _value(row: Row, column: str) -> Statistic | None:
+    return row.others.get(column) if column.startswith("test_") else getattr(row, column)
+
+
 def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
-    known = [c for c in COLUMNS if c in _TO_TARGET or any(getattr(row, c) is not None for row in rows)]
-    return [c for c in known if target is not None or c not in _TO_TARGET]
+    others = sorted({name for row in rows for name in row.others})
+    own = [c for c in COLUMNS[1:] if c not in _TO_TARGET]
+    columns = [c for c in ("accuracy", *others, *own) if any(_value(row, c) is not None for row in rows)]
+    return columns + (list(_TO_TARGET) if target is not None else [])
 
 
 def _cell(row: Row, column: str) -> str:
-    value: Statistic | None = getattr(row, column)
+    value = _value(row, column)
     if value is None:
         return f"{row.reached} of {row.seeds} seeds" if column == "rounds" and row.reached else "–"
-    digits = {"accuracy": ".4f", "loss": ".4f", "rounds": ".0f"}.get(column, ".4g")
-    spread = {"rounds": ".1f"}.get(column, digits if column in ("accuracy", "loss") else ".2g")
+    if column == "best":
+        return f"{value.mean:.4f} ({row.best_round.mean:.0f})" if row.best_round is not None else "–"
+    digits = {"rounds": ".0f", "megabytes": ".4g", "seconds": ".4g"}.get(column, ".4f")
+    spread = {"rounds": ".1f", "megabytes": ".2g", "seconds": ".2g"}.get(column, ".4f")
     return f"{value.mean:{digits}}" + ("" if value.std is None else f" ± {value.std:{spread}}")
 
 
@@ -75,32 +99,37 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
         title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("method", no_wrap=True)
+    settings = any(row.settings for row in rows)
+    if settings:
+        table.add_column("settings", no_wrap=True)
     for column in columns:
-        table.add_column(heads[column], justify="right", no_wrap=True)
+        table.add_column(heads.get(column, plain(column.replace("_", " "))), justify="right", no_wrap=True)
     table.add_column("seeds", justify="right")
     table.add_column("state", no_wrap=True)
-    stars = {column: best(rows, column) for column in columns}
+    stars = {column: best(rows, column, metric) for column in columns}
     for row in rows:
         cells = [_cell(row, c) for c in columns]
         marked = [
             Text(f"{t} *", "bold green") if row.label in stars[c] else f"{t}  "
             for c, t in zip(columns, cells, strict=True)
         ]
-        table.add_row(plain(row.label), *marked, str(row.seeds), plain(row.state))
+        own = [plain(row.settings)] if settings else []
+        table.add_row(plain(row.label), *own, *marked, str(row.seeds), plain(row.state))
     return table
 
 
 def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
     """The same table as Markdown, the best of each column bold."""
     heads, columns = headings(target, metric), _shown(rows, target)
-    lines = ["| method | " + " | ".join(heads[c] for c in columns) + " | seeds | state |"]
-    lines.append("|---|" + "---:|" * len(columns) + "---:|---|")
-    stars = {column: best(rows, column) for column in columns}
+    settings = any(row.settings for row in rows)
+    titles = ["method", *["settings"] * settings]
+    titles += [heads.get(c, for_markdown(c.replace("_", " "))) for c in columns] + ["seeds", "state"]
+    lines = [f"| {' | '.join(titles)} |", "|---|" + "---|" * settings + "---:|" * len(columns) + "---:|---|"]
+    stars = {column: best(rows, column, metric) for column in columns}
     for row in rows:
         cells = [f"**{_cell(row, c)}**" if row.label in stars[c] else _cell(row, c) for c in columns]
-        lines.append(
-            " | ".join([f"| {for_markdown(row.label)}", *cells, str(row.seeds), f"{for_markdown(row.state)} |"])
-        )
+        first = [for_markdown(row.label), *[for_markdown(row.settings)] * settings]
+        lines.append(f"| {' | '.join([*first, *cells, str(row.seeds), for_markdown(row.state)])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,7 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
 from fedrax.compiled.cores import join_processes, use_all_cores
+from fedrax.simulation.clients import per_client
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
 from fedrax.simulation.process import Interrupted
@@ -9,6 +10,7 @@ from fedrax.simulation.result import Result, to_target
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, Uniform, WeightedBySamples
 from fedrax.simulation.sweep import sweep
+from fedrax.simulation.tuning import Tuned, tune
 
 __all__ = [
     "Availability",
@@ -25,12 +27,15 @@ __all__ = [
     "Sent",
     "Settings",
     "Sink",
+    "Tuned",
     "Uniform",
     "WeightedBySamples",
     "join_processes",
+    "per_client",
     "read_events",
     "simulate",
     "sweep",
     "to_target",
+    "tune",
     "use_all_cores",
 ]

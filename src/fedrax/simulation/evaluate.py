@@ -33,6 +33,17 @@ def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     return fast_on_cpu(values)(params, samples)
 
 
+_OUTPUTS = "outputs of the model"
+
+
+def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+    """The values of each sample, and the model's outputs where metrics of all samples ask for them."""
+    values = sample_values(task, params, samples)
+    if task.whole_set:
+        values[_OUTPUTS] = fast_on_cpu(lambda params, x: task.outputs(params, x))(params, samples[0])
+    return values
+
+
 def measured(task: Any, params: Tree) -> dict[str, float]:
     """What the task says of parameters without any data."""
     if task.measures is None:
@@ -60,7 +71,7 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.
     def on_device(params: Tree, samples: Any, starts: Array) -> dict[str, Array]:
         def one(start: Array) -> dict[str, Array]:
             part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), samples)
-            return sample_values(task, params, part)
+            return evaluated(task, params, part)
 
         # gathered, so that every process of several has all values
         return jax.lax.all_gather(jax.lax.map(one, starts), AXIS, tiled=True)
@@ -74,7 +85,7 @@ def compiled_piece(task: Any, mesh: Mesh) -> Callable:
     """Function (params, samples in chunks [chunks, rows of a chunk, ...]) -> values by name, shaped alike."""
 
     def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
-        return jax.lax.map(lambda part: sample_values(task, params, part), chunks)
+        return jax.lax.map(lambda part: evaluated(task, params, part), chunks)
 
     return jax.jit(
         jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False),
@@ -91,23 +102,35 @@ class Evaluator:
         self._run, self._starts = compiled_evaluation(task, mesh, self.rows)
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
-        """Loss and metrics of every sample, float64 [rows] by name."""
+        """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where they are asked for."""
         result = {}
         self._collect(result, self._starts, self._run(params, self.samples, self._starts))
         return result
 
     def _collect(self, result: dict[str, np.ndarray], starts: np.ndarray, values: dict[str, Array]) -> None:
         for name, chunks in values.items():
-            flat = result.setdefault(name, np.empty(self.rows))
-            for start, chunk in zip(starts, np.asarray(chunks), strict=True):
+            found = np.asarray(chunks)
+            flat = result.setdefault(name, np.empty((self.rows, *found.shape[2:])))
+            for start, chunk in zip(starts, found, strict=True):
                 flat[start : start + len(chunk)] = chunk
 
     def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
         """Means over samples as ``{prefix}_{name}``; per client also what :func:`over_clients` says."""
-        result = {}
-        for name, values in self.per_sample(params).items():
+        found, result = self.per_sample(params), {}
+        outputs = found.pop(_OUTPUTS, None)
+        for name, values in found.items():
             result |= self.summary(values, f"{prefix}_{name}", name, per_client)
+        if outputs is not None:
+            result |= self._of_all(outputs, prefix)
         return result
+
+    def _of_all(self, outputs: np.ndarray, prefix: str) -> dict[str, float]:
+        """The metrics of all samples together that are defined for these."""
+        if not np.isfinite(outputs).all():
+            return {f"{prefix}_{name}": np.nan for name in self.task.whole_set}
+        y = np.asarray(self.samples[1])
+        values = {f"{prefix}_{name}": metric(outputs, y) for name, metric in self.task.whole_set.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
 
     def summary(self, values: np.ndarray, key: str, name: str, per_client: bool) -> dict[str, float]:
         """What is reported of one metric's values, a sample each."""

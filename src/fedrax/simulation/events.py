@@ -1,6 +1,7 @@
 """What a run reports: one event a round, as a line of JSON in ``events.jsonl`` and to any sink.
 
-Keys that hold times begin with ``seconds``; all others are the same in every run of one experiment and seed.
+Keys that hold times begin with ``seconds``, which leave compilation out; all others are the same in every run of one
+experiment and seed.
 """
 
 from __future__ import annotations

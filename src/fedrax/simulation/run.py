@@ -21,6 +21,7 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
+from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
@@ -196,10 +197,10 @@ class Run:
         due = time.monotonic() + _CHECKPOINT_SECONDS
         stopped = "target" if self._reached(events) else "rounds"
         while len(events) < total and stopped == "rounds":
-            began = time.monotonic()
+            began = clock()
             carry, rounds, stopped = self._block(carry, 1 if self.trajectory is not None else pace, began)
             if self.setup.alone:
-                pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / (time.monotonic() - began))))
+                pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / max(clock() - began, 1e-6))))
             over = stopped == "target" or len(events) == total
             if over or interrupted.is_set() or self._checkpoint_due(due):
                 due = self._checkpoint(carry, over)
@@ -223,13 +224,13 @@ class Run:
         for phases in records.pop(NOTED, ()):
             self.exchanges += exchanges(recorded, len(events) + 1, phases)
         carry = self.storage.settle(carry, portion)
-        new = events_of(setup.info, records, portion.xs.count, events, time.monotonic() - began)
+        new = events_of(setup.info, records, portion.xs.count, events, clock() - began)
         enter(self.ledger, portion.xs, new, setup.info.num_clients)
         lost = None
         if after % setup.settings.eval_every == 0 or after == self.last:
             metrics, lost = self._evaluate(carry)
             new[-1] |= metrics
-            new[-1]["seconds"] = round_seconds(events, time.monotonic() - began)
+            new[-1]["seconds"] = round_seconds(events, clock() - began)
         if self.trajectory is not None:
             self.trajectory.append(jax.tree.map(np.asarray, setup.algorithm.params(carry.server)))
         report(new, events, self.log, self.sinks)

@@ -8,7 +8,6 @@ another inside the same call; the grid is spread over the devices.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
+from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
 from fedrax.simulation.evaluate import measured
@@ -100,6 +100,16 @@ def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
     return same and not ends and (setup.info.parameters <= _SMALL or not on_cpu)
 
 
+def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings) -> bool:
+    """Whether ``sweep`` would of itself run these together."""
+    use_all_cores()
+    if len(algorithms) < 2:
+        return False
+    with arithmetic(settings.dtype):
+        setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
+        return not setup.streamed and not setup.spilled and _pays(algorithms, setup)
+
+
 def _alone(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> Result:
     try:
         return simulate(algorithm, task, federation, settings)
@@ -162,7 +172,7 @@ class _Together:
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
         done = 0
         while done < total:
-            began = time.monotonic()
+            began = clock()
             rounds = min(every - done % every, total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
             xs = jax.tree.map(lambda *x: np.stack(x), *blocks)
@@ -170,7 +180,7 @@ class _Together:
             done += rounds
             records = {name: np.asarray(value) for name, value in records.items()}
             host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
-            took = time.monotonic() - began
+            took = clock() - began
             for z, g in np.ndindex(len(self.setups), self.count):
                 mine = {name: value[z, g, :rounds] for name, value in records.items()}
                 self._extend(events[g][z], z, g, mine, blocks[z], took, host)

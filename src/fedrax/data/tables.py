@@ -1,0 +1,345 @@
+"""Tables in CSV files: columns chosen, categories and missing values turned into numbers, features standardised.
+
+Whatever is estimated (means, deviations, categories) is estimated on training rows alone, and said in ``notes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
+from fedrax.errors import FedraxError, unknown
+from fedrax.files import read_csv
+
+if TYPE_CHECKING:
+    import polars as pl
+
+FAR_APART = 100.0
+"""Times by which the deviations of two features may differ before a note says so."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of all rows: x float64 [n, features], NaN where a number is missing, which of them are numbers, and
+    what was done to them."""
+
+    x: np.ndarray
+    names: tuple[str, ...]
+    numeric: np.ndarray
+    notes: tuple[str, ...]
+
+
+def load_csv(
+    path: str | Path,
+    label: str = "label",
+    client: str | None = None,
+    test_path: str | Path | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    columns: tuple[str, ...] = (),
+    drop: tuple[str, ...] = (),
+    labels: Literal["auto", "classes", "numbers"] = "auto",
+    standardise: Literal["all", "client", "none"] = "all",
+    missing: Literal["refuse", "mean"] = "refuse",
+    missing_as: tuple[str, ...] = (),
+    categorical: tuple[str, ...] = (),
+    max_categories: int = 50,
+) -> Dataset:
+    """A table with a header: the column ``label``, optionally a column ``client``, and features (float32).
+
+    Features are the ``columns`` given, or all others but ``drop``. Integer or text labels are classes, in sorted
+    order; floating ones, or all with labels="numbers", make a regression. The test part is ``test_path`` if given,
+    else ``test_fraction`` of each client's (or else each class's) rows.
+
+    Columns of text, and those of ``categorical``, become a feature 0 or 1 for each category of the training rows, of
+    which there may be ``max_categories``; a text that only test rows have is 0 everywhere. ``standardise`` takes mean
+    and deviation of the training rows out of the features that are numbers: of all clients' together, or of each
+    client's own. ``missing`` values (empty cells, NaN, the texts of ``missing_as``) are refused, or become the mean of
+    the training rows (of the client's, where each client is standardised by itself), for texts a category of their own.
+    """
+    _check_words(labels=labels, standardise=standardise, missing=missing)
+    wanted = (label, client, tuple(columns), tuple(drop), tuple(categorical))
+    table, train_rows = _read(Path(path), test_path, tuple(missing_as), *wanted)
+    y, names = classes_or_targets(_labels(table, label, labels, path))
+    clients, client_names = None, ()
+    if client is not None:
+        _refuse_missing(table, client, path)
+        found, clients = np.unique(table[client].to_numpy(), return_inverse=True)
+        client_names = tuple(str(name) for name in found)
+    if test_path is not None:
+        train, test = np.arange(train_rows), np.arange(train_rows, len(table))
+    else:
+        train, test = split(y, clients, test_fraction, seed)
+    chosen = [name for name in (columns or table.columns) if name not in (label, client, *drop)]
+    if not chosen:
+        raise FedraxError(f"{path} has no feature left: its columns are {', '.join(table.columns)}.")
+    features = _encode(table, chosen, train, missing == "mean", tuple(categorical), max_categories, str(path))
+    x, said = _standardised(features, train, clients, standardise)
+    return from_rows(
+        Path(path).stem,
+        as_samples(x.astype(np.float32), y),
+        clients,
+        train,
+        test,
+        names,
+        client_names=client_names,
+        feature_names=features.names,
+        notes=(*features.notes, *said),
+    )
+
+
+_WORDS = {
+    "labels": ("auto", "classes", "numbers"),
+    "standardise": ("all", "client", "none"),
+    "missing": ("refuse", "mean"),
+}
+
+
+def _check_words(**given: str) -> None:
+    for option, word in given.items():
+        if word not in _WORDS[option]:
+            raise unknown(f"{option}:", word, _WORDS[option])
+
+
+def _read(
+    path: Path,
+    test_path: str | Path | None,
+    missing_as: tuple[str, ...],
+    label: str,
+    client: str | None,
+    *lists: tuple[str, ...],
+) -> tuple[pl.DataFrame, int]:
+    """The rows of both files, and how many are of the first; every column that is named is there."""
+    import polars as pl
+
+    table = read_csv(path, missing_as)
+    if not len(table):
+        raise FedraxError(f"{path} holds no rows.")
+    for column in [label, *([client] if client else []), *(name for names in lists for name in names)]:
+        if column not in table.columns:
+            raise unknown(f"column of {path}", column, table.columns)
+    if test_path is None:
+        return table, len(table)
+    other = read_csv(Path(test_path), missing_as)
+    if table.columns != other.columns:
+        raise FedraxError(f"{path} and {test_path} differ in their columns.")
+    kinds = [[_is_text(t[name]) for t in (table, other)] for name in table.columns]
+    differing = next((name for name, (one, two) in zip(table.columns, kinds, strict=True) if one != two), None)
+    if differing is not None:
+        raise FedraxError(f"{path} and {test_path} differ in column {differing!r}: text in one, numbers in the other.")
+    return pl.concat([table, other], how="vertical_relaxed"), len(table)
+
+
+def _is_text(column: pl.Series) -> bool:
+    """Whether a column holds text; an empty one fits anything."""
+    return not column.dtype.is_numeric() and str(column.dtype) not in ("Boolean", "Null")
+
+
+def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
+    if table[column].null_count():
+        raise FedraxError(
+            f"{path}: column {column!r} has missing values, which no row may have there: remove those rows"
+        )
+
+
+def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndarray:
+    """The label column as classes (integers, texts) or targets (floats)."""
+    _refuse_missing(table, label, path)
+    column = table[label]
+    if kind == "numbers":
+        if not column.dtype.is_numeric():
+            raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
+        y = column.to_numpy().astype(np.float64)
+    elif kind == "classes" and column.dtype.is_float():
+        y = np.array([f"{value:g}" for value in column.to_numpy()])
+    else:
+        y = column.to_numpy()
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise FedraxError(f"{path}: column {label!r} holds numbers that are not finite.")
+    return y
+
+
+def _encode(
+    table: pl.DataFrame,
+    columns: Sequence[str],
+    train: np.ndarray,
+    impute: bool,
+    categorical: tuple[str, ...],
+    most: int,
+    path: str,
+) -> Features:
+    """The columns as numbers: those of text by category, missing values filled or refused."""
+    parts, names, numeric, notes = [], [], [], []
+    for name in columns:
+        column = table[name].fill_nan(None) if table[name].dtype.is_float() else table[name]
+        lost = column.null_count()
+        if lost and not impute:
+            raise FedraxError(
+                f'{path}: column {name!r} has missing values, {lost} of them: missing = "mean" puts the mean of the'
+                " training rows there, for texts a category of their own; drop leaves the column out."
+            )
+        if name in categorical or _is_text(column):
+            part, titles, said = _one_hot(column, name, train, most, path)
+            parts.append(part)
+            names += titles
+            numeric += [False] * len(titles)
+        else:
+            parts.append(_numbers(column, name, train, path)[:, None])
+            names.append(name)
+            numeric.append(True)
+            said = []
+        notes += said
+    return Features(np.concatenate(parts, axis=1), tuple(names), np.array(numeric), tuple(notes))
+
+
+def _numbers(column: pl.Series, name: str, train: np.ndarray, path: str) -> np.ndarray:
+    """A column of numbers float64 [n], NaN where one is missing."""
+    import polars as pl
+
+    values = column.cast(pl.Float64).to_numpy().astype(np.float64)
+    lost = np.isnan(values)
+    if not np.isfinite(values[~lost]).all():
+        raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite.")
+    if lost[train].all():
+        raise FedraxError(f"{path}: column {name!r} has no value in any training row: drop it.")
+    return values
+
+
+def _one_hot(
+    column: pl.Series, name: str, train: np.ndarray, most: int, path: str
+) -> tuple[np.ndarray, list[str], list[str]]:
+    """A column of categories as float64 [n, categories] of 0 and 1."""
+    import polars as pl
+
+    texts = column.cast(pl.String)
+    lost = texts.is_null().to_numpy()
+    words = texts.fill_null("").to_numpy().astype(str)
+    categories = np.unique(words[train][~lost[train]])
+    if len(categories) > most:
+        raise FedraxError(
+            f"{path}: column {name!r} has {len(categories):,} different texts, too many to be categories (limit:"
+            f" {most}): leave it out by drop, or raise max_categories."
+        )
+    hot = (words[:, None] == categories) & ~lost[:, None]
+    titles, said = [f"{name}={category}" for category in categories], []
+    new = ~hot.any(axis=1) & ~lost
+    if new.any():
+        said.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
+    if lost.any():
+        hot, titles = np.concatenate([hot, lost[:, None]], axis=1), [*titles, f"{name} missing"]
+        said.append(f"{lost.sum():,} missing values of {name!r} are a category of their own")
+    return hot.astype(np.float64), titles, [*said, f"{name!r} is {len(titles)} features, one for each category"]
+
+
+def _standardised(
+    features: Features, train: np.ndarray, clients: np.ndarray | None, how: str
+) -> tuple[np.ndarray, list[str]]:
+    """The features with mean and deviation of training rows taken out of the numbers among them, none missing."""
+    x, numeric = features.x.copy(), features.numeric
+    if how == "client" and clients is None:
+        raise FedraxError('standardise = "client" needs a column of clients: name it in client.')
+    numbers = x[:, numeric]
+    overall = _moments(numbers[train])
+    said = _lost(features, overall[0], how)
+    if how == "none":
+        x[:, numeric] = np.where(np.isnan(numbers), overall[0], numbers)
+        return x, said + spread_notes(x[train], features.names)
+    owner = np.zeros(len(x), int) if how == "all" or clients is None else clients
+    for rows in (owner == group for group in np.unique(owner)):
+        mean, std = _moments(numbers[train[rows[train]]], overall)
+        numbers[rows] = (numbers[rows] - mean) / np.where(std > 0, std, 1.0)
+    x[:, numeric] = np.nan_to_num(numbers)  # a missing number is the mean
+    whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
+    told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
+    return x, said + [f"{told} (standardise)"] * bool(numeric.any())
+
+
+def _moments(x: np.ndarray, otherwise: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of the values [n, features] that are not missing.
+
+    ``otherwise`` has those where there is no value, and the deviation where values do not differ, which says nothing of
+    their scale.
+    """
+    known = ~np.isnan(x)
+    count = np.maximum(known.sum(0), 1)
+    mean = np.where(known, x, 0).sum(0) / count
+    std = np.sqrt(np.where(known, (x - mean) ** 2, 0).sum(0) / count)
+    if otherwise is None:
+        return mean, std
+    return np.where(known.any(0), mean, otherwise[0]), np.where(std > 0, std, otherwise[1])
+
+
+def _lost(features: Features, means: np.ndarray, how: str) -> list[str]:
+    """What became of missing numbers, column by column."""
+    lost = np.isnan(features.x[:, features.numeric]).sum(0)
+    names = [name for name, numeric in zip(features.names, features.numeric, strict=True) if numeric]
+    whose = "of the client's training rows" if how == "client" else "of the training rows"
+    return [
+        f"{count:,} missing values of {name!r} are the mean {whose}{'' if how == 'client' else f', {mean:.4g}'}"
+        for name, count, mean in zip(names, lost, means, strict=True)
+        if count
+    ]
+
+
+def spread_notes(x: np.ndarray, names: Sequence[str] = ()) -> list[str]:
+    """A warning where the deviations of features [n, features] differ by orders of magnitude."""
+    std = x.std(axis=0, dtype=np.float64)
+    low, high = (int(i) for i in (np.where(std > 0, std, np.inf).argmin(), std.argmax()))
+    if not (std > 0).any() or std[high] < FAR_APART * std[low]:
+        return []
+    named = [repr(names[i]) if names else f"number {i}" for i in (low, high)]
+    return [
+        f"warning: the deviations of the features reach from {std[low]:.3g} ({named[0]}) to {std[high]:.3g}"
+        f" ({named[1]}): no step size suits both; standardise them"
+    ]
+
+
+def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
+    if y.dtype.kind == "f":
+        return y.astype(np.float32), ()
+    labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
+    return codes.astype(np.int32), tuple(str(label) for label in labels)
+
+
+def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
+    groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
+    return split_test(groups, fraction, generator(seed, "test split"))
+
+
+def rows_of(samples: Samples, rows: np.ndarray) -> Samples:
+    """Some rows of samples."""
+    return Samples(samples.x[rows], samples.y[rows])
+
+
+def from_rows(
+    name: str,
+    samples: Samples,
+    clients: np.ndarray | None,
+    train: np.ndarray,
+    test: np.ndarray,
+    class_names: tuple[str, ...],
+    *,
+    client_names: tuple[str, ...] = (),
+    feature_names: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Dataset:
+    """A data set of rows that lie together."""
+    return Dataset(
+        name,
+        rows_of(samples, train),
+        rows_of(samples, test),
+        len(class_names) or None,
+        train_clients=None if clients is None else clients[train],
+        test_clients=None if clients is None else clients[test],
+        class_names=class_names,
+        client_names=client_names,
+        feature_names=feature_names,
+        notes=notes,
+    )

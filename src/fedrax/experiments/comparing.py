@@ -1,0 +1,198 @@
+"""A comparison from its description to its outcome: settings chosen, runs made, table and curves kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fedrax import files
+from fedrax.errors import FedraxError
+from fedrax.experiments import comparison, experiment, running, search
+from fedrax.experiments import grid as grids_of
+from fedrax.experiments.comparison import Comparison
+from fedrax.experiments.running import Executors, Problem, Watcher
+from fedrax.report import curves, grids, tables
+from fedrax.report.runs import Method, Row, default_target, main_metric, summarise
+from fedrax.simulation import use_all_cores
+from fedrax.simulation.tuning import Choice
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome:
+    """What came of a comparison."""
+
+    comparison: Comparison
+    directory: Path
+    """Where the runs are, and beside them table.md, comparison.json, the curves and the picture of the search."""
+    methods: tuple[Method, ...]
+    choices: Mapping[str, Choice]
+    """What the search said of each method that has a grid, by label."""
+
+    @property
+    def metric(self) -> str:
+        """What methods are compared by."""
+        return main_metric(self.methods)
+
+    @property
+    def target(self) -> float | None:
+        """The accuracy whose cost is in the table: the comparison's, or 95 % of the best method's final one."""
+        return self.comparison.target if self.comparison.target is not None else default_target(self.methods)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table, a row a method."""
+        return [summarise(method, self.target, self.metric) for method in self.methods]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a run of a method, with the settings that it has in the end, diverged."""
+        return any(method.failure is not None for method in self.methods)
+
+    def lines(self) -> list[str]:
+        """What the table does not say: how settings were chosen, and what its target is."""
+        spec = self.comparison
+        said = grids.lines(self.choices, spec.search.validation, spec.search_seeds) if self.choices else []
+        legend = tables.legend(self.target, spec.target is not None)
+        return said + [legend] * bool(legend)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as numbers and words, for JSON."""
+        spec = self.comparison
+        found: dict[str, Any] = {
+            "name": spec.name,
+            "seeds": list(spec.seeds),
+            "metric": self.metric,
+            "target": self.target,
+            "target_is_default": spec.target is None,
+            "methods": tables.values(self.rows),
+        }
+        if self.choices:
+            how = {"validation": spec.search.validation, "seeds": list(spec.search_seeds)}
+            found["search"] = {**how, "methods": grids.values(self.choices)}
+        return found
+
+    def save(self) -> list[Path]:
+        """Write table.md, comparison.json and the pictures; returns the pictures, PNG files."""
+        out, name = self.directory, self.comparison.name
+        pictures = [
+            curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
+        ]
+        if self.choices:
+            pictures.append(curves.save_curves(grids.draw_grids(self.choices, name), out / "grid"))
+        files.write_text(out / "comparison.json", json.dumps(self.summary(), indent=2) + "\n")
+        files.write_text(out / "table.md", tables.markdown(self.rows, self.target, self.metric))
+        return [png for png, _ in pictures]
+
+    def __repr__(self) -> str:
+        """The table, and what it does not say."""
+        return "\n".join([tables.markdown(self.rows, self.target, self.metric), *self.lines()])
+
+    def _repr_markdown_(self) -> str:
+        return repr(self)
+
+
+def compare(
+    source: Comparison | str | Path | Sequence[str | Path],
+    *,
+    grid: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] = (),
+    target: float | None = None,
+    directory: str | Path | None = None,
+    data_dir: str | Path | None = None,
+    executor: Executors | None = None,
+    watcher: Watcher | None = None,
+) -> Outcome:
+    """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
+
+    source: the file of a comparison, files with a method each, or a :class:`Comparison`. grid: in place of the file's
+    grids, for all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``. seeds, target: in place of the file's. directory:
+    by default the first of runs/NAME, runs/NAME-2, ... that is free or this comparison's own; what is finished there
+    is not run again. executor: whose workers run it, in place of this process: a ``concurrent.futures.Executor`` or a
+    function that makes one, called again where an executor broke with a lost worker. Workers share the file system.
+    watcher: who hears of its progress.
+
+    The numbers are the same wherever runs are made, on equal devices.
+
+    Raises FedraxError for a comparison that is none, and KeyboardInterrupt after Ctrl-C: call it again to go on.
+    """
+    spec = source if isinstance(source, Comparison) else comparison.read(_paths(source))
+    changes: dict[str, Any] = {}
+    if grid is not None:
+        mine = grids_of.from_table(_with_lists(grid), "the grid")
+        changes["grids"] = {method.name: mine for method in spec.methods}
+    changes |= {"seeds": tuple(seeds)} if seeds else {}
+    changes |= {"target": target} if target is not None else {}
+    spec = dataclasses.replace(spec, **changes)
+    spec.check()
+    out = default_directory(spec) if directory is None else Path(directory)
+    for job in spec.possible():  # before anything runs: all directories must be ours
+        comparison.state_of(job.spec, out / job.place)
+    return _run(spec, out, data_dir, executor, watcher or Watcher())
+
+
+def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    paths: Iterable[str | Path] = [source] if isinstance(source, str | Path) else source
+    found = [Path(path) for path in paths]
+    if not found:
+        raise FedraxError("there is nothing to compare: give the file of a comparison.")
+    return found
+
+
+def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: list(values) if isinstance(values, tuple) else values for path, values in grid.items()}
+
+
+def default_directory(spec: Comparison) -> Path:
+    """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison."""
+    stem = Path("runs") / comparison.safe_name(spec.name)
+    number = 1
+    while True:
+        out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        with contextlib.suppress(FedraxError):
+            for job in spec.possible():
+                comparison.state_of(job.spec, out / job.place)
+            return out
+        number += 1
+
+
+def _run(spec: Comparison, out: Path, data_dir: Any, executor: Executors | None, watcher: Watcher) -> Outcome:
+    use_all_cores()
+    first = spec.methods[0]
+    federation = experiment.load_federation(first, data_dir)
+    for note in federation.notes:
+        watcher.say(note)
+    task = experiment.make_task(first, federation)
+
+    @cache
+    def held() -> Problem:
+        return task, experiment.held_out(dataclasses.replace(first, validation=spec.search.validation), federation)
+
+    choices = {}
+    if spec.grids:
+        choices = search.search(spec, out, task, held, watcher, executor, data_dir)
+    chosen = {label: dict(choice.best.point) for label, choice in choices.items()}
+    jobs = spec.runs(chosen)
+    running.check_kept(jobs, out, lambda: (task, federation))
+    if executor is None:
+        running.run_here(jobs, out, lambda: (task, federation), watcher)
+    else:
+        running.run_on(executor, jobs, out, data_dir, watcher)
+    return Outcome(spec, out, tuple(_labelled(spec, out, chosen)), choices)
+
+
+def _labelled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[Method]:
+    """The methods with what sets them apart: settings that were chosen, and those of their runs."""
+    found = []
+    for method in comparison.methods_in(spec, out, chosen):
+        run = next(one.run for one in spec.methods if one.name == method.label)
+        names = (f.name for f in dataclasses.fields(run) if f.name != "seed")
+        own = {f"run.{name}": getattr(run, name) for name in names if getattr(run, name) != getattr(spec.run, name)}
+        own |= chosen.get(method.label, {})
+        found.append(dataclasses.replace(method, settings=grids_of.in_words(own)))
+    return found

@@ -1,0 +1,156 @@
+"""Grids: settings with several values each, and the experiments at a grid's points.
+
+    grid = { algorithm.local.lr = [0.01, 0.03, 0.1], algorithm.server_optimizer = ["none", "adam"] }
+
+A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tomllib
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
+from fedrax.experiments.config import Reader, Table
+from fedrax.experiments.experiment import Experiment
+
+Point = dict[str, Any]
+"""A value for each path of a grid."""
+LARGEST = 1000
+_VARIED = ("algorithm", "run")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Paths, and the values that each of them takes in turn."""
+
+    axes: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    def points(self) -> list[Point]:
+        """Every combination; the last axis moves fastest."""
+        paths = [path for path, _ in self.axes]
+        return [dict(zip(paths, values, strict=True)) for values in itertools.product(*(v for _, v in self.axes))]
+
+
+def from_table(table: Any, source: str) -> Grid:
+    """The grid of a table with a list at each path, the path written with dots or as tables in tables."""
+    if not isinstance(table, Mapping):
+        raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
+    return _checked(_flat(table), source)
+
+
+def from_flags(words: Iterable[str]) -> Grid:
+    """The grid of ``PATH=VALUE,VALUE,...`` words."""
+    found: dict[str, Any] = {}
+    for word in words:
+        path, equals, values = word.partition("=")
+        if not equals:
+            raise FedraxError(f"--grid {word}: write PATH=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03,0.1.")
+        path = path.strip().replace("-", "_")
+        if path in found:
+            raise FedraxError(f"--grid names {path} twice.")
+        found[path] = [value_of(value) for value in values.split(",")]
+    return _checked(found, "--grid")
+
+
+def value_of(word: str) -> Any:
+    """A word of the command line as a file would hold it: a number, true or false, else a string."""
+    word = word.strip()
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
+    return flat
+
+
+def _checked(found: Mapping[str, Any], source: str) -> Grid:
+    for path, values in found.items():
+        if path.split(".")[0] not in _VARIED or "." not in path:
+            raise FedraxError(
+                f"{source}: {path} cannot vary: a grid is over settings of algorithm and run, such as"
+                " algorithm.local.lr; data, partition and model are the same for all."
+            )
+        if path == "run.seed":
+            raise FedraxError(f"{source}: the seed is no setting to choose; seeds says which ones are run.")
+        if not isinstance(values, list) or not values:
+            raise FedraxError(f"{source}: {path} needs a list of values, not {values!r}.")
+        if any(value in values[:i] for i, value in enumerate(values)):
+            raise FedraxError(f"{source}: {path} has a value twice in {values}.")
+    if not found:
+        raise FedraxError(f"{source}: the grid is empty.")
+    size = math.prod(len(values) for values in found.values())
+    if size > LARGEST:
+        raise FedraxError(f"{source}: a grid of {size:,} points is too large (limit: {LARGEST:,}).")
+    return Grid(tuple((path, tuple(values)) for path, values in found.items()))
+
+
+def changed(spec: Experiment, values: Point, source: str) -> Experiment:
+    """``spec`` with the settings at the paths of ``values`` changed, read as a file would be."""
+    if not values:
+        return spec
+    table = experiment.to_table(spec)
+    for path in sorted(values, key=lambda path: path.count(".")):  # a name before the settings of what it names
+        _put(table, path, values[path], source)
+    return Reader(source, Path(), trust="typed").fields(Experiment, table, "", Experiment())
+
+
+def _put(table: Table, path: str, value: Any, source: str) -> None:
+    *parents, last = path.split(".")
+    for depth, parent in enumerate(parents, 1):
+        if isinstance(table.get(parent), str) and table[parent] != "none":
+            table[parent] = {"name": table[parent]}
+        if parent in table and not isinstance(table[parent], dict):
+            raise FedraxError(
+                f"{source}: {path}: {'.'.join(parents[:depth])} is {table[parent]!r} and has no settings."
+            )
+        table = table.setdefault(parent, {})
+    old = table.get(last)
+    if isinstance(old, dict) and isinstance(value, str) and old.get("name") == value:
+        return
+    table[last] = value
+
+
+def in_words(point: Mapping[str, Any]) -> str:
+    """A point for people: ``local.lr 0.1, server_optimizer adam``."""
+    return ", ".join(f"{short(path)} {word(value)}" for path, value in point.items())
+
+
+def short(path: str) -> str:
+    """A path without the word that goes without saying."""
+    return path.removeprefix("algorithm.")
+
+
+def word(value: Any) -> str:
+    """A value for people."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        rest = ", ".join(f"{key} {word(item)}" for key, item in value.items() if key != "name")
+        return f"{value.get('name', '')} ({rest})" if rest else str(value.get("name", ""))
+    return str(value)
+
+
+def folder_of(point: Point) -> str:
+    """A directory's name for a point, another one for another point."""
+    exact = ",".join(f"{short(path)}={value!r}" for path, value in sorted(point.items()))
+    name = "".join(c if c.isalnum() or c in "._=,-" else "-" for c in exact)
+    return name if name == exact and len(name) <= 100 else f"{name[:80]}-{zlib.crc32(exact.encode()):08x}"

@@ -1,0 +1,227 @@
+"""The runs of a comparison: here, one after another, or on the workers of an executor.
+
+A run is what its directory says. One that is finished is not run again, one that was broken off goes on from its
+checkpoint, wherever it is run: workers need nothing but the same file system.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from fedrax.contract.task import Task
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.experiments import experiment, own_code
+from fedrax.experiments.comparison import Job, state_of
+from fedrax.experiments.experiment import Experiment
+from fedrax.report.runs import read_run
+from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
+from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.run import check_same
+
+ATTEMPTS = 3
+"""Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
+Problem = tuple[Task, Federation]
+Executors = Executor | Callable[[], Executor]
+
+
+class Watcher:
+    """What wants to see a comparison go on; the base sees nothing."""
+
+    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Sink]:
+        """Who sees the events of a run here, the ``number``-th ``of`` those of its kind."""
+        return []
+
+    def done(self, job: Job, directory: Path, error: str | None) -> None:
+        """A run has ended; ``error`` says how it diverged."""
+
+    def say(self, text: str) -> None:
+        """Something worth a line."""
+
+
+class ExperimentFile:
+    """A sink that writes experiment.toml when the run starts: a run that is refused leaves nothing behind."""
+
+    def __init__(self, spec: Experiment, directory: Path):
+        self._spec, self._path = spec, directory / "experiment.toml"
+
+    def start(self, run: RunInfo | None) -> None:
+        """Write the file."""
+        experiment.write(self._spec, self._path)
+        if experiment.uses_own_code(self._spec):
+            own_code.seal(self._path.parent)
+
+    def event(self, event: Event) -> None:
+        """Nothing to add."""
+
+    def finish(self, result: Result | None) -> None:
+        """Nothing to close."""
+
+
+def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
+    """The jobs that have something left to do."""
+    runs = [(job, state_of(job.spec, out / job.place)) for job in jobs]
+    return [job for job, run in runs if run is None or not run.finished]
+
+
+def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -> None:
+    """Refuse, before anything runs, runs that were made of other data, another program or another version."""
+    for job in jobs:
+        run, place = state_of(job.spec, out / job.place), out / job.place
+        if run is None or not (run.finished or checkpoint.exists(place / CHECKPOINT)):
+            continue
+        try:
+            check_same(job.spec.algorithm, *problem(), job.spec.run, place)
+        except FedraxError as error:
+            raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
+
+
+def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher) -> None:
+    """Run what is not finished; a run that diverges is noted in its directory and does not stop the others."""
+    left = {job.place for job in unfinished(jobs, out)}
+    for number, job in enumerate(jobs, 1):
+        if job.place not in left:
+            continue
+        directory = out / job.place
+        error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
+        watcher.done(job, directory, error)
+
+
+def _run(spec: Experiment, directory: Path, problem: Problem, sinks: Sequence[Sink]) -> str | None:
+    """Run or go on; how it diverged, if it did."""
+    resume = (directory / "experiment.toml").exists()
+    seen = [ExperimentFile(spec, directory), *sinks]
+    try:
+        simulate(spec.algorithm, *problem, spec.run, directory=directory, resume=resume, sinks=seen, keep_clients=False)
+    except NonFiniteError as error:
+        return str(error)
+    return None
+
+
+def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, watcher: Watcher) -> None:
+    """As ``run_here`` on the workers of an executor; the run of a worker that is lost is taken up by another.
+
+    Some executors break when they lose a worker (ProcessPoolExecutor). A function that makes executors is then called
+    for a new one; one that was given ready-made cannot be replaced, and FedraxError says what is left.
+    """
+    made = None if isinstance(executors, Executor) else executors
+    executor = executors if isinstance(executors, Executor) else executors()
+    attempts, breaks = dict.fromkeys(range(len(jobs)), 0), 0
+    todo = {job.place for job in unfinished(jobs, out)}
+    left = {i for i, job in enumerate(jobs) if job.place in todo}
+    running: dict[Future, int] = {}
+    try:
+        while left:
+            broken: BaseException | None = None
+            try:
+                for i in sorted(left - set(running.values())):
+                    running[_submit(executor, jobs[i], out, data_dir)] = i
+            except BrokenExecutor as error:
+                broken = error
+            for future in wait(running, return_when=FIRST_COMPLETED).done if broken is None else ():
+                i = running.pop(future)
+                job, lost = jobs[i], _lost(future)
+                if lost is None:
+                    breaks = 0
+                    left.discard(i)
+                    _note(future.result(), job, out, watcher)
+                    continue
+                watcher.say(f"{job.title}: its worker was lost ({_words(lost)}); another one takes it up")
+                if isinstance(lost, BrokenExecutor):  # of every run that it held, also those that had not begun
+                    broken = lost
+                    continue
+                attempts[i] += 1
+                if attempts[i] == ATTEMPTS:
+                    raise FedraxError(f"{job.title}: {ATTEMPTS} workers were lost with it ({_words(lost)})") from lost
+            if broken is not None:
+                breaks += 1
+                if breaks == ATTEMPTS:
+                    raise FedraxError(f"{ATTEMPTS} executors broke with no run finished ({_words(broken)})") from broken
+                if made is None:
+                    raise FedraxError(
+                        "the executor has broken with a worker: call again with a new one, what is finished is kept; a"
+                        " function that makes executors, in its place, is called for the next one by itself"
+                    ) from broken
+                executor.shutdown(wait=False, cancel_futures=True)
+                executor, running = made(), {}
+    finally:
+        for future in running:
+            future.cancel()
+        if made is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _lost(future: Future) -> BaseException | None:
+    """Why a future has no result, if it has none: what the run itself says is a result."""
+    try:
+        return future.exception()
+    except CancelledError as error:
+        return error
+
+
+def _submit(executor: Executor, job: Job, out: Path, data_dir: Any) -> Future:
+    text = tomlkit.dumps(experiment.to_table(job.spec))
+    where = None if data_dir is None else str(Path(data_dir).resolve())
+    return executor.submit(run_in_worker, text, str((out / job.place).resolve()), where)
+
+
+def _note(outcome: tuple[str, str] | None, job: Job, out: Path, watcher: Watcher) -> None:
+    """What a worker said of a run."""
+    if outcome is not None and outcome[0] == "refused":
+        raise FedraxError(f"{job.title}: {outcome[1]}")
+    watcher.done(job, out / job.place, None if outcome is None else outcome[1])
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def run_in_worker(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
+    """Run the experiment of a file's text in a directory: None, or ("diverged" or "refused", why).
+
+    It comes from the process that started the comparison, with code that was trusted there. The run has a thread of its
+    own: a signal to stop then ends a worker at once, and what takes the run up finds nobody writing to its directory.
+    """
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(_caught(text, directory, data_dir)), daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _caught(text: str, directory: str, data_dir: str | None) -> Any:
+    try:
+        return _from_text(text, directory, data_dir)
+    except BaseException as error:  # handed to the thread that waits
+        return error
+
+
+def _from_text(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
+    use_all_cores()
+    place = Path(directory)
+    try:
+        table = tomlkit.parse(text).unwrap()
+        spec = experiment.from_table(table, "the experiment of a worker", trust="typed")
+        if (place / "experiment.toml").exists() and read_run(place).finished:
+            return None  # by a worker that was thought to be lost
+        shared = {key: value for key, value in table.items() if key not in ("name", "algorithm", "run")}
+        error = _run(spec, place, _problem(tomlkit.dumps(shared), data_dir), [])
+    except FedraxError as refused:
+        return "refused", str(refused)
+    return None if error is None else ("diverged", error)
+
+
+@lru_cache(maxsize=2)
+def _problem(shared: str, data_dir: str | None) -> Problem:
+    """Task and federation of experiments that share them, as long as the worker lives: programs are compiled once."""
+    spec = experiment.from_table(tomlkit.parse(shared).unwrap(), "the experiment of a worker", trust="typed")
+    return experiment.build(spec, data_dir)[1:]

@@ -1,0 +1,139 @@
+"""What a model is trained for, by name: the table ``[task]`` of an experiment.
+
+    [task]
+    name = "binary"
+    metrics = ["auc", "f1"]
+
+``auto``, the default, is a classification where labels are classes and a regression where they are numbers. A task of
+the user's own is a function that gets ``model`` and, where it takes them, ``preprocess``, ``padding`` and
+``num_classes``, and returns a Task; its further parameters are keys of the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedrax.contract import task as tasks
+from fedrax.contract.metrics import METRICS
+from fedrax.contract.task import Task
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.experiments import config
+from fedrax.experiments.config import Choice
+from fedrax.models import Model
+
+Metrics = tuple[Literal["auc", "f1", "r2"], ...]
+GIVEN = ("model", "preprocess", "padding", "num_classes")
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross entropy of a logit for each class; metric: accuracy."""
+
+    metrics: Metrics = ()
+    """Metrics of all samples together besides: auc, f1."""
+
+    def outputs(self, federation: Federation) -> int:
+        """A logit for each class."""
+        if federation.num_classes is None:
+            raise FedraxError(f"a classification needs classes: the labels of {federation.name!r} are numbers")
+        return federation.num_classes
+
+    def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
+        """The task."""
+        return _with(tasks.classification(model, preprocess, federation.padding), self.metrics)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Logistic loss of one logit against two classes; metric: accuracy."""
+
+    metrics: Metrics = ()
+    """Metrics of all samples together besides: auc, f1."""
+
+    def outputs(self, federation: Federation) -> int:
+        """One logit."""
+        if federation.num_classes != 2:
+            found = "numbers" if federation.num_classes is None else f"{federation.num_classes} classes"
+            raise FedraxError(f"the task binary needs two classes: the labels of {federation.name!r} are {found}")
+        return 1
+
+    def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
+        """The task."""
+        return _with(tasks.binary(model, preprocess), self.metrics)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Squared error; metric: mse."""
+
+    metrics: Metrics = ()
+    """Metrics of all samples together besides: r2."""
+
+    def outputs(self, federation: Federation) -> int:
+        """A number for each target."""
+        if federation.num_classes is not None:
+            raise FedraxError(
+                f"a regression needs numbers: the labels of {federation.name!r} are classes (of a CSV file,"
+                ' labels = "numbers" reads them as numbers)'
+            )
+        targets = federation.train.y.shape[1:]
+        return targets[-1] if targets else 1
+
+    def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
+        """The task."""
+        return _with(tasks.regression(model, preprocess, federation.truth), self.metrics)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """A classification where labels are classes, a regression where they are numbers; or the model's own loss."""
+
+    metrics: Metrics = ()
+    """Metrics of all samples together besides: auc, f1 of classes, r2 of numbers."""
+
+    def outputs(self, federation: Federation) -> int:
+        """As the labels ask."""
+        return self._meant(federation).outputs(federation)
+
+    def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
+        """The task; of a model that says which loss it wants, with that."""
+        if model.loss == "value":
+            return _with(tasks.objective(model, preprocess, federation.truth), self.metrics)
+        if model.loss == "hinge" and federation.num_classes is not None:
+            return _with(tasks.margin(model, preprocess), self.metrics)
+        return self._meant(federation).build(model, federation, preprocess)
+
+    def _meant(self, federation: Federation) -> Classification | Regression:
+        return (Regression if federation.num_classes is None else Classification)(self.metrics)
+
+
+def _with(task: Task, names: Metrics) -> Task:
+    return dataclasses.replace(task, whole_set={name: METRICS[name] for name in names})
+
+
+def own_task(found: Any) -> type:
+    """What ``file.py:function`` must be to serve as a task."""
+    if not inspect.isfunction(found):
+        raise FedraxError(f"{found!r} is not a function that returns a fedrax.Task.")
+    options = config.options_class(found, GIVEN, "call")
+
+    def build(self: Any, model: Model, federation: Federation, preprocess: Any) -> Task:
+        given = (model, preprocess, federation.padding, federation.num_classes)
+        made = self.call(**dict(zip(GIVEN, given, strict=True)))
+        if not isinstance(made, Task):
+            raise FedraxError(f"{found.__name__} returned {type(made).__name__}, not a fedrax.Task.")
+        return made
+
+    def outputs(self: Any, federation: Federation) -> int:
+        return Auto().outputs(federation)
+
+    options.build, options.outputs = build, outputs  # type: ignore[attr-defined]
+    return options
+
+
+TASKS = {"auto": Auto, "binary": Binary, "classification": Classification, "regression": Regression}
+TASK = Choice("task", lambda: TASKS, own_task)

@@ -1,0 +1,47 @@
+"""What a model is worth to each client, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from fedrax.contract.task import Batch, Task, Variables
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.simulation.evaluate import Evaluator
+from fedrax.simulation.plans import make_mesh
+from fedrax.simulation.result import Result
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFrame:
+    """Loss and metrics of the final global model on each client's own data, a row a client.
+
+    Columns: client (its name, or its number), train_samples, samples (those evaluated on), and the loss and every
+    metric, means over them. Evaluated on are the clients' test samples, or on their training samples where test data
+    belong to nobody; a client without test samples has nulls.
+
+    Raises FedraxError for a result of another model.
+    """
+    import polars as pl
+
+    owned = federation.test_offsets is not None
+    samples, offsets = (federation.test, federation.test_offsets) if owned else (federation.train, federation.offsets)
+    assert offsets is not None
+    params: Any = Variables(result.params, result.statistics) if result.statistics else result.params
+    if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
+        raise FedraxError("the result is not of this task: its parameters have other names")
+    params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough
+    values = Evaluator(task, make_mesh(1), Batch(*samples)).per_sample(params)
+    sizes, columns = np.diff(offsets), {}
+    for name, each in values.items():
+        if name not in ("loss", *task.metrics):
+            continue
+        sums = np.add.reduceat(np.append(each, 0.0), offsets)[:-1]
+        columns[name] = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
+    names = [federation.client_name(i) for i in range(federation.num_clients)]
+    return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

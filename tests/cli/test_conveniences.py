@@ -1,0 +1,102 @@
+"""Names of own methods, more rounds, trackers of comparisons, files read in Python, tasks and tables from flags."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedrax.experiments import experiment
+from tests.cli.conftest import TINY, Outcome
+
+OWN = (
+    "from fedrax import FedAvg, hyperparameters\n"
+    "@hyperparameters\n"
+    "class Mine(FedAvg):\n    pass\n"
+    "def halved(model, scale: float = 0.5):\n"
+    "    import fedrax, dataclasses\n"
+    "    task = fedrax.classification(model)\n"
+    "    return dataclasses.replace(task, loss=lambda p, b, k: scale * task.loss(p, b, k))\n"
+)
+
+
+def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    flags = ("--algorithms", "own.py:Mine", "--run.rounds", 2, "--seeds", 0, "--out", "c")
+    outcome = fedrax("compare", tiny, *flags, "--tensorboard")
+    if outcome.status == 2:
+        assert "tensorboardX" in outcome.err  # not installed here
+        outcome = fedrax("compare", tiny, *flags)
+    else:
+        assert list((tmp_path / "c/Mine/seed-0").glob("tensorboard/*"))
+    assert outcome.status == 0, outcome.err
+    assert [row["label"] for row in json.loads((tmp_path / "c/comparison.json").read_text())["methods"]] == [
+        "fedavg",
+        "Mine",
+    ]
+    assert "own.py" not in outcome.out.replace("try next", "\n").splitlines()[1]
+    assert "target" in outcome.out and "95 % of the best" in outcome.out and "best accuracy (round)" in outcome.out
+
+
+def test_a_finished_run_goes_on(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    """To the numbers of a run that was longer from the start."""
+    tiny.write_text(TINY.replace("eval_every = 2", "eval_every = 1"))
+    assert fedrax("run", tiny, "--run.rounds", 2, "--out", "short", "--quiet").status == 0
+    assert fedrax("resume", "short", "--run.rounds", 4, "--quiet") == Outcome(0, "", "")
+    assert fedrax("run", tiny, "--run.rounds", 4, "--out", "long", "--quiet").status == 0
+    short, long = ((tmp_path / name / "events.jsonl").read_text().splitlines() for name in ("short", "long"))
+    assert [json.loads(line)["test_loss"] for line in short] == [json.loads(line)["test_loss"] for line in long]
+    assert experiment.read(tmp_path / "short/experiment.toml").run.rounds == 4
+    outcome = fedrax("resume", "short", "--run.rounds", 3)
+    assert outcome.status == 2 and "give more of them" in outcome.err
+
+
+def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    """A table with texts and missing values, two classes and one logit; what was done to the columns is said."""
+    rows = [
+        f"{i},{'' if i % 5 == 0 else i % 7},{'uv'[i % 2]},{'no' if i < 20 else 'yes'},{'ABCD'[i % 4]}"
+        for i in range(48)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["age,dose,sex,ill,clinic", *rows]))
+    data = "--data csv --data.path t.csv --data.label ill --data.client clinic --data.missing mean --partition natural"
+    flags = [*data.split(), "--run.cohort-size", 2, "--run.rounds", 2]
+    outcome = fedrax("run", tiny, *flags, "--task", "binary", "--task.metrics", "auc", "f1", "--out", "r")
+    assert outcome.status == 0, outcome.err
+    assert "'sex' is 2 features" in outcome.err and "standardised" in outcome.err
+    last = json.loads((tmp_path / "r/events.jsonl").read_text().splitlines()[-1])
+    assert {"test_auc", "test_f1", "test_accuracy"} <= last.keys()
+    assert experiment.read(tmp_path / "r/experiment.toml").task.metrics == ("auc", "f1")
+    shown = fedrax("partition", *data.split(), "--model", "logistic", "--picture", "p")
+    assert shown.status == 0 and "'dose' are the mean" in shown.out and (tmp_path / "p.png").exists()
+    assert [line.split()[0] for line in shown.out.splitlines() if line[:1] in "ABCD" and line[1:2] == " "] == list(
+        "ABCD"
+    )
+    (tmp_path / "own.py").write_text(OWN)
+    assert (
+        fedrax("run", tiny, *flags, "--task", "own.py:halved", "--task.scale", 0.25, "--out", "s", "--quiet").status
+        == 0
+    )
+    first = [json.loads((tmp_path / d / "events.jsonl").open().readline())["train_loss"] for d in ("r", "s")]
+    assert first[1] < 0.6 * first[0]
+    assert fedrax("resume", "s", "--quiet").status == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--task binary", "needs two classes: the labels of 'digits' are 10 classes"),
+        ("--task regression", "labels are classes|are classes"),
+        ("--task.metrics acc", "auc"),
+        ("--task clasification", "did you mean 'classification'"),
+    ],
+)
+def test_tasks_that_do_not_fit(fedrax: Callable[..., Outcome], tiny: Path, flags: str, words: str) -> None:
+    outcome = fedrax("run", tiny, *flags.split())
+    assert outcome.status == 2 and re.search(words, outcome.err), outcome.err
+
+
+def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\n')
+    with pytest.raises(Exception, match=r"fedrax\.compare in Python"):
+        experiment.read(tmp_path / "c.toml")

@@ -1,0 +1,152 @@
+"""Settings chosen on validation data, and methods compared at their best."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedrax.data import hold_out
+from fedrax.experiments import comparison, experiment, running
+from fedrax.experiments.comparing import compare
+from fedrax.simulation import simulate
+from tests.cli.conftest import TINY, Outcome
+
+GRID = (
+    "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n"
+    + TINY.replace("rounds = 4", "rounds = 2").replace('name = "fedavg"\n', "")
+    + """
+[[compare]]
+name = "fedavg"
+[[compare]]
+name = "losac"
+label = "LoSAC"
+local = { blocks = 2 }
+grid = { algorithm.local.lr = [0.3], algorithm.local.blocks = [2, 3] }
+run = { rounds = 3 }
+"""
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "g.toml"
+    path.write_text(GRID)
+    return path
+
+
+def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
+    """The search is what simulations by hand on the held-out rows give, the table what runs on all rows give."""
+    outcome = fedrax("compare", file, "--out", "c")
+    assert outcome.status == 0, outcome.err
+    made = json.loads((tmp_path / "c/comparison.json").read_text())
+    assert made["search"]["validation"] == 0.2 and made["search"]["seeds"] == [0]
+    spec = comparison.read([file])
+    _, task, federation = experiment.build(spec.methods[0])
+    held = hold_out(federation, 0.2)
+    for method in spec.methods:
+        found = made["search"]["methods"][method.name]
+        by_hand = [
+            simulate(at.algorithm, task, held, at.run).metric("test_accuracy")[-1][1]
+            for _, at in spec.candidates[method.name]
+        ]
+        assert [trial["value"] for trial in found["trials"]] == pytest.approx(by_hand, abs=0.004)  # a row in 288
+        best = found["trials"][by_hand.index(max(by_hand))]["point"]
+        assert found["best"] == best
+        row = next(row for row in made["methods"] if row["label"] == method.name)
+        settings = next(at for point, at in spec.candidates[method.name] if point == best)
+        final = simulate(settings.algorithm, task, federation, settings.run, seed=1).metric("test_accuracy")[-1][1]
+        on_disk = comparison.methods_in(
+            spec, tmp_path / "c", {k: v["best"] for k, v in made["search"]["methods"].items()}
+        )
+        mine = next(one for one in on_disk if one.label == method.name)
+        assert mine.runs[1].events[-1]["test_accuracy"] == pytest.approx(final, abs=0.003)
+        assert row["seeds"] == 2
+    assert "local.lr 0.3" in outcome.out and "run.rounds 3" in outcome.out
+    assert "the best local.lr" in outcome.out  # of two values one is always at the end
+    assert "20 % of each client's training rows" in outcome.out
+    assert (tmp_path / "c/grid.png").read_bytes().startswith(b"\x89PNG")
+    shown = json.loads(fedrax("show", "c", "--json").out)  # runs on validation data are none of the comparison
+    assert sorted(row["label"] for row in shown["methods"]) == ["LoSAC", "fedavg"]
+
+
+def test_a_broken_off_grid_keeps_what_is_finished(
+    fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is missing is run, and a larger grid runs its new points alone."""
+    seen: list[tuple[bool, int]] = []
+    run = running.simulate
+
+    def counted(*args: object, **options: object) -> object:
+        seen.append((len(args[2].test.y) == 288, args[3].seed))  # type: ignore[attr-defined]
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return run(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(running, "simulate", counted)
+    monkeypatch.setattr("fedrax.experiments.search.pays", lambda *_: False)
+    assert fedrax("compare", file, "--out", "c").status == 130
+    assert [validation for validation, _ in seen] == [True] * 4
+    assert fedrax("compare", file, "--out", "c", "--quiet").status == 0
+    assert [validation for validation, _ in seen[4:]] == [True] + [False] * 4
+    del seen[:]
+    larger = ("--grid", "algorithm.local.lr=0.01,0.3,1e30", "--grid", "algorithm.local.weight-decay=1.0,none")
+    monkeypatch.setattr(running, "simulate", run)
+    (tmp_path / "one.toml").write_text("seeds = [0]\n" + TINY.replace("rounds = 4", "rounds = 2"))
+    assert fedrax("compare", "one.toml", *larger, "--out", "d", "--json").status == 0
+    choice = json.loads((tmp_path / "d/comparison.json").read_text())["search"]["methods"]["fedavg"]
+    assert len(choice["trials"]) == 6
+    lost = [
+        trial
+        for trial in choice["trials"]
+        if trial["point"] == {"algorithm.local.lr": 1e30, "algorithm.local.weight_decay": 1.0}
+    ]
+    assert lost[0]["value"] is None and choice["best"]["algorithm.local.lr"] < 1e30
+
+
+def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
+    flags = ("--grid", "algorithm.local.weight-decay=none,0.5", "--algorithm.local.lr", "0.2", "--run.rounds", 1)
+    assert fedrax("compare", file, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
+    runs = [experiment.read(path) for path in (tmp_path / "c").rglob("experiment.toml")]
+    assert len(runs) == 6
+    assert {(run.algorithm.local.lr, run.run.rounds) for run in runs} == {(0.2, 1)}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--grid", "algorithm.local.lr"], "write PATH=VALUE"),
+        (["--grid", "algorithm.lcal.lr=1,2"], "unknown key 'lcal'; did you mean 'local'"),
+        (["--grid", "algorithm.local.lr=0.1,-1"], "lr must be greater than 0"),
+        (["--grid", "algorithm.local.lr=0.1,fast"], "must be"),
+        (["--grid", "algorithm.local.lr=0.1,0.1"], "twice"),
+        (["--grid", "model.hidden=1,2"], "cannot vary"),
+        (["--grid", "run.seed=1,2"], "seeds says"),
+        (["--grid", "algorithm.server_optimizer.momentum.x=1"], "must be a number"),
+        (["--grid", "algorithm.local.batch_size.x=1"], "has no settings"),
+        (["--grid", "algorithm.local.prox.weight=1"], "'name' is missing"),
+        (["--grid", "run.rounds=" + ",".join(map(str, range(1, 1002)))], "too large"),
+        (["--validation", "1.5"], "less than 1|must be"),
+        (["--validation", "0.001"], "too few to hold"),
+        (["--metric", "acuracy"], "did you mean 'accuracy'"),
+        (["--algorithm.local.lrr", "1"], "unknown key 'lrr'"),
+    ],
+)
+def test_grids_that_are_none(
+    fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, flags: list, words: str
+) -> None:
+    outcome = fedrax("compare", file, *flags, "--out", "c", "--quiet")
+    assert outcome.status == 2 and len(outcome.err.splitlines()) == 1
+    assert re.search(words, outcome.err), outcome.err
+    assert not (tmp_path / "c").exists()
+
+
+def test_in_python(file: Path, tmp_path: Path) -> None:
+    made = compare(file, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11)
+    assert made.target == 0.11 and not made.diverged
+    for choice in made.choices.values():
+        assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
+        assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
+    assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)

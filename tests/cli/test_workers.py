@@ -1,0 +1,99 @@
+"""Comparisons on the workers of an executor: equal to those made here, also where a worker is killed."""
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+
+import jax
+import pytest
+
+from fedrax.errors import FedraxError
+from fedrax.experiments.comparing import compare
+from fedrax.experiments.running import Watcher
+from tests.cli.conftest import TINY
+from tests.compiler import compile_quickly
+
+FILE = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n" + TINY.replace("rounds = 4", "rounds = 2")
+
+
+class Heard(Watcher):
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def numbers(directory: Path) -> dict[str, list]:
+    """The events of every run but their times."""
+    return {
+        str(path.parent.relative_to(directory)): [
+            {key: value for key, value in json.loads(line).items() if not key.startswith("seconds")}
+            for line in path.read_text().splitlines()
+        ]
+        for path in directory.rglob("events.jsonl")
+    }
+
+
+def as_here() -> None:
+    """A worker with the devices and the compiler of this process."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    compile_quickly()
+
+
+def pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=as_here)
+
+
+def test_a_killed_workers_run_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two processes is killed in its first run; the numbers are those of the same runs here."""
+    (tmp_path / "t.toml").write_text(FILE)
+    monkeypatch.setattr("fedrax.experiments.search.pays", lambda *_: False)  # here too, one by one
+    here = compare(tmp_path / "t.toml", directory=tmp_path / "here")
+    made: list[ProcessPoolExecutor] = []
+
+    def make() -> ProcessPoolExecutor:
+        made.append(pool())
+        if len(made) == 1:
+            threading.Thread(target=kill_one, args=(made[0], tmp_path / "there"), daemon=True).start()
+        return made[-1]
+
+    heard = Heard()
+    there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=make, watcher=heard)
+    assert len(made) >= 2 and any("another one takes it up" in line for line in heard.said)
+    assert dict(there.choices["fedavg"].best.point) == dict(here.choices["fedavg"].best.point)
+    assert numbers(tmp_path / "there") == numbers(tmp_path / "here")
+
+
+def kill_one(executor: ProcessPoolExecutor, directory: Path) -> None:
+    """Kill a worker of the pool as soon as one has begun a run."""
+    while not list(directory.rglob("experiment.toml")):
+        time.sleep(0.01)
+    os.kill(next(iter(executor._processes)), signal.SIGKILL)
+
+
+class Fragile(ThreadPoolExecutor):
+    """Breaks with its first task."""
+
+    def submit(self, *arguments: object, **options: object):  # type: ignore[override]
+        return super().submit(broken)
+
+
+def broken() -> None:
+    raise BrokenProcessPool("a worker was killed")
+
+
+def test_what_cannot_be_taken_up_is_said(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(FILE)
+    with Fragile(1) as fragile, pytest.raises(FedraxError, match="call again with a new one"):
+        compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=fragile)
+    with pytest.raises(FedraxError, match="3 executors broke"):
+        compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=lambda: Fragile(1))

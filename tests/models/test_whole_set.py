@@ -1,0 +1,62 @@
+"""Metrics of all samples together against scikit-learn's, and tasks of one's own."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import f1_score, r2_score, roc_auc_score
+
+import fedrax
+from fedrax.contract.metrics import METRICS, auc, f1, r2
+from fedrax.models import Linear
+
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 4, 200)
+LOGITS = np.round(RNG.normal(size=(200, 4)) + 0.8 * np.eye(4)[LABELS], 1)  # rounded: with ties
+
+
+def test_of_two_classes() -> None:
+    y, score = LABELS > 1, LOGITS[:, 2]
+    for outputs in (score, score[:, None], np.stack([np.zeros(200), score], 1)):
+        assert auc(outputs, y.astype(int)) == pytest.approx(roc_auc_score(y, score))
+        assert f1(outputs, y.astype(int)) == pytest.approx(f1_score(y, score > 0))
+    assert auc(score, np.ones(200)) is None
+
+
+def test_of_several_classes() -> None:
+    probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
+    assert auc(LOGITS, LABELS) == pytest.approx(roc_auc_score(LABELS, probabilities, multi_class="ovr"))
+    assert f1(LOGITS, LABELS) == pytest.approx(f1_score(LABELS, LOGITS.argmax(1), average="macro"))
+
+
+def test_of_targets() -> None:
+    y, output = RNG.normal(size=50), RNG.normal(size=50)
+    assert r2(output[:, None], y) == pytest.approx(r2_score(y, output))
+    assert r2(output, np.ones(50)) is None
+    with pytest.raises(fedrax.FedraxError, match="an output a target"):
+        r2(LOGITS, LABELS)
+
+
+def test_in_a_run_and_a_loss_of_ones_own() -> None:
+    """The run's numbers are those of its last parameters, computed by hand; odd rows, so that chunks overlap."""
+    x = RNG.normal(size=(330, 3)).astype(np.float32)
+    y = (x[:, 0] + RNG.normal(size=330) > 0).astype(np.int32)
+    federation = fedrax.Federation.from_arrays(x[:200], y[:200], np.arange(200) % 4, test=(x[200:], y[200:]))
+
+    def hinge(outputs, labels):
+        return jnp.maximum(0.0, 1 - (2 * labels - 1) * outputs[:, 0])
+
+    def margin(outputs, labels):
+        return (2 * labels - 1) * outputs[:, 0]
+
+    task = fedrax.supervised(Linear().build((3,), 1), hinge, {"margin": margin}, whole_set={"auc": METRICS["auc"]})
+    result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=2, cohort_size=2)
+    weight, bias = (np.asarray(result.params["output"][name]) for name in ("weight", "bias"))
+    outputs = x[200:] @ weight + bias
+    last = result.events[-1]
+    assert last["test_auc"] == pytest.approx(roc_auc_score(y[200:], outputs[:, 0]), abs=1e-6)
+    assert last["test_margin"] == pytest.approx(((2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
+    assert last["test_loss"] == pytest.approx(np.maximum(0, 1 - (2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
+    tuned = fedrax.tune(fedrax.FedAvg(), task, federation, {"local.lr": (0.01, 0.1)}, metric="auc", rounds=2)
+    assert tuned.algorithm.local.lr == tuned.best.point["local.lr"] and "Tuned by validation auc" in repr(tuned)
+    with pytest.raises(fedrax.FedraxError, match="did you mean 'local'"):
+        fedrax.tune(fedrax.FedAvg(), task, federation, {"locl.lr": (0.01, 0.1)})

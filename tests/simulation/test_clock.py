@@ -1,0 +1,28 @@
+"""Seconds of a run leave compilation out."""
+
+import time
+
+import pytest
+
+import fedrax
+from fedrax.simulation.clock import Compilations
+from tests.simulation.problems import run
+
+
+def test_times_in_one_another_count_once() -> None:
+    """Against the measure of the union, second by second."""
+    spans = [(0.0, 1.0), (2.0, 3.0), (4.0, 5.0), (1.5, 6.0), (7.0, 7.5), (7.4, 8.0)]
+    made, covered = Compilations(), set()
+    for start, end in spans:
+        made.add(start, end)
+        covered |= set(range(round(10 * start), round(10 * end)))
+        assert made.seconds == pytest.approx(len(covered) / 10)
+
+
+def test_a_first_run_is_timed_like_a_second() -> None:
+    """A program of its own (a batch size nobody else has), whose compilation takes many times its three rounds."""
+    method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.05, steps=3, batch_size=11))
+    began = time.monotonic()
+    first = run(method, rounds=3).events[-1]["seconds"]
+    took = time.monotonic() - began
+    assert 0 < first < took / 3
