@@ -1,6 +1,7 @@
 # Every target makes what it needs: a virtual environment in .venv and the packages in it.
 #   make demo   the first comparison, offline, on the bundled digits
 #   make test   the whole test suite
+#   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
 #   make lint   ruff and pyright
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
@@ -12,13 +13,16 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test oldest reliability lint docs figures clean
+.PHONY: demo test test-torch oldest reliability lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-torch: .venv-torch/.made
+	.venv-torch/bin/python -m pytest tests/models/test_pytorch.py tests/docs/test_examples.py
 
 oldest:
 	$(firstword $(PYTHON)) -m venv --clear .venv-oldest
@@ -58,7 +62,7 @@ figures: .venv/.user
 	rm hospitals.csv
 
 clean:
-	rm -rf .venv .venv-oldest docs/_build
+	rm -rf .venv .venv-oldest .venv-torch docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml
@@ -80,3 +84,9 @@ clean:
 	echo "fedrax needs Python 3.11 or newer, and none of these is: $(PYTHON)." >&2; \
 	echo "Say where one is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	exit 1
+
+# PyTorch is large: whatever build of 2.6 or newer pip is configured for.
+.venv-torch/.made: .venv/.made pyproject.toml
+	$(BIN)/python -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet --editable '.[test,torch]'
+	@touch $@

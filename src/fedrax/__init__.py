@@ -57,8 +57,10 @@ if TYPE_CHECKING:
         Script,
         Settings,
         Sink,
+        Snapshot,
         Tuned,
         join_processes,
+        load,
         per_client,
         simulate,
         sweep,
@@ -113,7 +115,8 @@ _HOMES = {
     "fedrax.privacy.mechanisms.perturbation": "ObjectivePerturbation OutputPerturbation",
     "fedrax.privacy.mechanisms.sample_level": "SampleDP",
     "fedrax.simulation": (
-        "Record Result Script Settings Sink Tuned join_processes per_client simulate sweep tune use_all_cores"
+        "Record Result Script Settings Sink Snapshot Tuned join_processes load per_client simulate sweep tune "
+        "use_all_cores"
     ),
     "fedrax.simulation.own_methods": "check_algorithm",
     "fedrax.wrappers.attacked": "Attacked",
@@ -142,8 +145,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "ClientDP", "ObjectivePerturbation", "OutputPerturbation", "SampleDP",
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "supervised",
-    "Outcome", "Record", "Result", "Script", "Settings", "Sink", "Tuned",
-    "compare", "join_processes", "per_client", "simulate", "sweep", "tune", "use_all_cores",
+    "Outcome", "Record", "Result", "Script", "Settings", "Sink", "Snapshot", "Tuned",
+    "compare", "join_processes", "load", "per_client", "simulate", "sweep", "tune", "use_all_cores",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedrax
-from fedrax.algorithms.gradma import GradMAS
+from fedrax.algorithms.gradma import ServerMemory
 from fedrax.contract import aggregation, proximal, schedules, server_optimizers
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import Table
@@ -199,7 +199,7 @@ def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
 
 def server_vectors(problem: reference.Problem, algorithm: Algorithm, server: Any) -> dict[str, np.ndarray]:
     """The same of a server's state; what it remembers of clients is named by client, wherever it lies."""
-    if not isinstance(algorithm, GradMAS):
+    if not isinstance(algorithm, ServerMemory):
         return vectors(problem, server)
     remembered = {f"D[{i}]": _flat(problem, d) for i, d in algorithm.remembered(server).items()}
     return {"momentum": _flat(problem, server.momentum)} | remembered

@@ -164,8 +164,12 @@ def shown_progress(options: CompareOptions) -> Iterator[Any]:
     if options.quiet or options.json:
         yield None
         return
-    with sinks.progress_bar() as bar:
+    bar = sinks.progress_bar()  # started by the first run: a comparison that is refused leaves nothing on the screen
+    try:
         yield bar
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 class Shown(Watcher):
@@ -176,6 +180,8 @@ class Shown(Watcher):
 
     def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Any]:
         """The bar, and what the options ask for."""
+        if self._bar is not None:
+            self._bar.start()
         seen = [] if self._bar is None else [sinks.ProgressSink(f"{job.title} ({number}/{of})", self._bar)]
         if job.spec.validation:
             return seen

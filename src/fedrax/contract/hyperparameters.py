@@ -12,13 +12,14 @@ constructor, because a compiled program builds these objects from traced values 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
 
 from fedrax.contract.fields import Bound, Field, fields_of
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 
 Positive = Annotated[float, Bound(gt=0)]
 NonNegative = Annotated[float, Bound(ge=0)]
@@ -35,10 +36,30 @@ _MARK = "__hyperparameters__"
 def hyperparameters(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass whose floating and nested fields are pytree leaves."""
     cls = dataclasses.dataclass(frozen=True)(cls)
+    _refuse_unknown_fields(cls)
     fields = fields_of(cls).values()
     _register(cls, [field.name for field in fields if not field.static], [f.name for f in fields if f.static])
     setattr(cls, _MARK, True)
     return cls
+
+
+def _refuse_unknown_fields(cls: type) -> None:
+    """Make a field that there is not a sentence: ``Scaffold(lr=0.1)`` says whose field it is."""
+    made, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}
+
+    @functools.wraps(made)
+    def init(self: Any, *values: Any, **fields: Any) -> None:
+        for name in fields.keys() - names:
+            for part in dataclasses.fields(cls):
+                if hasattr(part.default, _MARK) and name in {f.name for f in dataclasses.fields(part.default)}:
+                    inner = f"{type(part.default).__name__}({name}={fields[name]!r})"
+                    raise FedraxError(
+                        f"{name!r} is a field of {cls.__name__}.{part.name}: {cls.__name__}({part.name}={inner})"
+                    )
+            raise unknown(f"field of {cls.__name__}:", name, names)
+        made(self, *values, **fields)
+
+    cls.__init__ = init
 
 
 def refuse_unfinished(cls: type) -> None:

@@ -4,6 +4,7 @@ from fedrax.models.adapters import from_equinox, from_linen, from_nnx
 from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.model import Model, Variables
 from fedrax.models.polynomial import Polynomial
+from fedrax.models.pytorch import TorchModel, from_torch
 from fedrax.models.text import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 from fedrax.models.zoo import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, TwoNN
@@ -25,6 +26,7 @@ __all__ = [
     "ResNet50",
     "SentencePairs",
     "TinyNN",
+    "TorchModel",
     "TraceRegression",
     "Tweets",
     "TwoNN",
@@ -32,4 +34,5 @@ __all__ = [
     "from_equinox",
     "from_linen",
     "from_nnx",
+    "from_torch",
 ]

@@ -4,9 +4,10 @@ from fedrax.compiled.cores import join_processes, use_all_cores
 from fedrax.simulation.clients import per_client
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.events import Event, RunInfo, Sink, read_events
+from fedrax.simulation.model_file import load
 from fedrax.simulation.process import Interrupted
 from fedrax.simulation.recording import Exchange, Record, Sent
-from fedrax.simulation.result import Result, to_target
+from fedrax.simulation.result import Result, Snapshot, to_target
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, Uniform, WeightedBySamples
 from fedrax.simulation.sweep import sweep
@@ -27,10 +28,12 @@ __all__ = [
     "Sent",
     "Settings",
     "Sink",
+    "Snapshot",
     "Tuned",
     "Uniform",
     "WeightedBySamples",
     "join_processes",
+    "load",
     "per_client",
     "read_events",
     "simulate",

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from fedrax.errors import FedraxError, unknown
 from fedrax.privacy.ledger import Spent
 from fedrax.simulation.events import Event
+from fedrax.simulation.model_file import save_model
 from fedrax.simulation.recording import Exchange
+from fedrax.text import for_picture
 from fedrax.tree import Tree
+
+if TYPE_CHECKING:
+    import polars as pl
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a callback sees of a run, after an evaluation; arrays are on the host."""
+
+    event: Event
+    """The round's event, with its metrics."""
+    params: Tree
+    """The global parameters."""
+    statistics: Tree
+    """The model's running statistics; empty where it has none."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +46,8 @@ class Result:
     plan: str
     """How rounds were executed, in words."""
     stopped: str
-    """"rounds"; "target" or "budget" where the target accuracy, or the privacy budget, ended the run early."""
+    """"rounds"; "target", "budget" or "callback" where the target accuracy, the privacy budget or a callback ended the
+    run early."""
     directory: Path | None = None
     spent: Spent | None = None
     """What a private run has spent."""
@@ -74,6 +94,51 @@ class Result:
         A metric whose smaller values are better, as the task says, reaches a value from above, others from below.
         """
         return to_target(self.events, metric, value, self.lower_is_better)
+
+    def to_polars(self) -> pl.DataFrame:
+        """The events as a table, a row each round; null where an event does not hold a column."""
+        import polars as pl
+
+        return pl.DataFrame(self.events, infer_schema_length=None)
+
+    def to_pandas(self) -> Any:
+        """The same for pandas, with NaN where an event does not hold a column; FedraxError without that package."""
+        try:
+            import pandas
+        except ImportError:
+            raise FedraxError(
+                "to_pandas needs the package pandas: pip install 'fedrax[pandas]'; to_polars does not."
+            ) from None
+        return pandas.DataFrame(self.events)
+
+    def plot(self, *metrics: str) -> Figure:
+        """Curves against rounds, one below the other, as a matplotlib figure: ``result.plot().savefig("run.png")``.
+
+        metrics: names in events; by default the test metrics, or the training loss where there are none. FedraxError
+        for a name that no event holds.
+        """
+        from matplotlib.figure import Figure
+
+        known = list(dict.fromkeys(name for event in self.events for name in event if name != "round"))
+        whole = [name for name in known if name.startswith("test_") and "_client" not in name]
+        chosen = metrics or tuple(whole) or ("train_loss",)
+        figure = Figure(figsize=(6, 0.6 + 2.4 * len(chosen)), layout="constrained")
+        for axes, name in zip(figure.subplots(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
+            if name not in known:
+                raise unknown("metric of this run:", name, known)
+            axes.plot(*zip(*self.metric(name), strict=True), marker="o" if len(self.metric(name)) <= 20 else None)
+            axes.set_ylabel(for_picture(name.replace("_", " ")))
+            axes.grid(color="0.92")
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[-1].set_xlabel("communication rounds")
+        return figure
+
+    def save(self, path: Path | str) -> None:
+        """Write the model, parameters and running statistics, as a safetensors file for :func:`fedrax.load`.
+
+        FedraxError where it cannot be written, or for parameters that are no arrays of numbers.
+        """
+        save_model(path, self.params, self.statistics)
 
 
 def to_target(

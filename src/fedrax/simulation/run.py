@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
 from fedrax.simulation.recording import Exchange, Record, exchanges
-from fedrax.simulation.result import Result
+from fedrax.simulation.result import Result, Snapshot
 from fedrax.simulation.saving import check_kept, fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
@@ -37,6 +37,8 @@ from fedrax.simulation.spending import check_not_spent, enter, last_round, ledge
 from fedrax.simulation.storage import Portion, Spill, Storage, Streamer
 from fedrax.tree import Tree
 
+Callback = Callable[[Snapshot], Any]
+"""Returns True to end the run after this round; see :class:`fedrax.Snapshot`."""
 LONGEST_BLOCK = 64
 _BLOCK_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
@@ -56,6 +58,7 @@ def simulate(
     keep_clients: bool = True,
     trajectory: bool = False,
     record: Record | None = None,
+    callbacks: Sequence[Callback] = (),
     **changes: Any,
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
@@ -68,7 +71,8 @@ def simulate(
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
-    record: return what some clients were sent and sent in some rounds, see :class:`Record`.
+    record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks: functions that
+    see a :class:`Snapshot` after every evaluation, and end the run by returning True.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
@@ -89,7 +93,9 @@ def simulate(
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
         with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
             kept = [] if trajectory else None
-            return Run(setup, storage_of(setup), sinks, keep_clients, place, kept, record, ledger).finish(resume)
+            return Run(setup, storage_of(setup), sinks, keep_clients, place, kept, record, ledger, callbacks).finish(
+                resume
+            )
 
 
 def check_same(
@@ -154,6 +160,7 @@ class Run:
     trajectory: list[Tree] | None
     record: Record | None = None
     ledger: Ledger | None = None
+    callbacks: Sequence[Callback] = ()
     last: int = 0
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
@@ -201,7 +208,7 @@ class Run:
             carry, rounds, stopped = self._block(carry, 1 if self.trajectory is not None else pace, began)
             if self.setup.alone:
                 pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / max(clock() - began, 1e-6))))
-            over = stopped == "target" or len(events) == total
+            over = stopped != "rounds" or len(events) == total
             if over or interrupted.is_set() or self._checkpoint_due(due):
                 due = self._checkpoint(carry, over)
             if interrupted.signal is not None and not over:
@@ -237,7 +244,17 @@ class Run:
         if lost is not None:
             where = f"{setup.info.algorithm}, round {len(events)}"
             self._stop(f"{where}: {lost} is not finite", carry, "the state")
-        return carry, rounds, "target" if self._reached(new) else "rounds"
+        return carry, rounds, "target" if self._reached(new) else self._called(carry, new[-1])
+
+    def _called(self, carry: Carry, event: Event) -> str:
+        """Why the run would stop, if a callback says so after an evaluation."""
+        settings = self.setup.settings
+        due = event["round"] % settings.eval_every == 0 or event["round"] == self.last
+        if not self.callbacks or not due:
+            return "rounds"
+        params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
+        answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
+        return "callback" if any(answer is not None and bool(answer) for answer in answers) else "rounds"
 
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, record messages, end."""

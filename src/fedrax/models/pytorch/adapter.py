@@ -1,0 +1,310 @@
+"""``from_torch``: a PyTorch module as a model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax.compiled.cores import use_all_cores
+from fedrax.errors import FedraxError, unknown
+from fedrax.models.model import Model, Params, Variables
+from fedrax.models.pytorch.program import Program, line_of_error, quiet
+
+QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
+"""What is run once need not run fast."""
+Part = str | Callable[..., Any]
+"""A method's name, or a function of the module and x."""
+TOLERANCE = 1e-5
+"""How far the outputs in JAX may be from PyTorch's, of the largest of them or of 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class TorchModel(Model):
+    """A model that came from PyTorch and can go back."""
+
+    module: Any = None
+    """The module it was made of, as it was then."""
+    moving: frozenset[str] = field(default_factory=frozenset)
+
+    def to_torch(self, trained: Any) -> Any:
+        """A copy of the module with trained values, in evaluation mode.
+
+        trained: a :class:`fedrax.Result`, :class:`fedrax.Variables` or parameters. Running statistics are those of a
+        result or Variables. Its ``state_dict()`` is what ``torch.save`` writes. Raises FedraxError for other trees.
+        """
+        torch = _torch()
+        params = getattr(trained, "params", trained)
+        values = _flat(params) | _flat(getattr(trained, "statistics", None) or {})
+        made = copy.deepcopy(self.module).eval()
+        places = dict(made.named_parameters()) | dict(made.named_buffers())
+        wanted = {name for name, p in made.named_parameters() if p.requires_grad}
+        if not wanted <= set(values) <= wanted | self.moving:
+            raise FedraxError(f"these are not the parameters of {self.name}: it has {', '.join(sorted(wanted))}")
+        with torch.no_grad():
+            for name, value in values.items():
+                if tuple(np.shape(value)) != tuple(places[name].shape):
+                    raise FedraxError(f"{name} has shape {np.shape(value)}, should be {tuple(places[name].shape)}")
+                places[name].copy_(torch.from_numpy(np.array(value)))
+        return made
+
+
+def from_torch(
+    module: Any,
+    example: Any,
+    *,
+    features: Part | None = None,
+    blocks: Sequence[Part] = (),
+    channels_last: bool = False,
+) -> TorchModel:
+    """A PyTorch module that maps a batch [B, ...] to outputs [B, ...]; ``example`` is such a batch.
+
+    The forward pass is traced twice, in evaluation and in training mode, and computed in JAX; arrays lie as PyTorch's
+    do, images as [B, C, H, W]. With ``channels_last`` the model is given [B, ..., C] instead, as fedrax's readers of
+    images have it; ``example`` is what the module reads. Parameters are nested dictionaries under the module's own
+    names; those that need no gradient stay as they are. Buffers that training moves, such as batch norm's, are
+    statistics. Random numbers, such as dropout's, are JAX's own.
+
+    A module's own values are the start, whatever the key of ``init``; a class or function without arguments that makes
+    a module gives a start for each key, drawn by PyTorch.
+
+    ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last layer
+    reads, and the parts that ``forward`` applies one after the other.
+
+    The outputs for ``example`` are compared with PyTorch's, and where nothing is random those of training too. Raises
+    FedraxError for a module that cannot be traced, naming the line of its source, that uses an operator that fedrax
+    has no form of, works for one size of batch only, or gives other numbers.
+    """
+    torch = _torch()
+    make = module if callable(module) and not isinstance(module, torch.nn.Module) else None
+    source = module if make is None else _made(torch, make, 0)
+    if not isinstance(source, torch.nn.Module):
+        raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
+    name = type(source).__name__
+    kept = copy.deepcopy(source).cpu().eval()
+    batch = _batch(torch, kept, example, name)
+    whole = _Traced(torch, kept, lambda net, x: net(x), batch, name)
+    state = _State(torch, kept, whole.training.moved)
+    if whole.evaluation.moved:
+        raise FedraxError(
+            f"{name} moves {', '.join(whole.evaluation.moved)} in evaluation too: ask self.training first"
+        )
+    whole.compare(state, batch)
+
+    def of(traced: _Traced, first: bool = True) -> Callable:
+        turned = channels_last and first
+        return lambda variables, x, key=None: traced.run(state, variables, _turned(x, turned), key)[0]
+
+    def train(variables: Variables, x: Array, key: Array) -> tuple[Array, Any]:
+        outputs, moved = whole.run(state, variables, _turned(x, channels_last), key)
+        return outputs, _nested(moved)
+
+    parts, given = [], batch
+    for number, part in enumerate(blocks):
+        traced = _Traced(torch, kept, _function(kept, part), given, f"{name}, block {part}")
+        parts.append(of(traced, number == 0))
+        given = traced.expected
+    return TorchModel(
+        init=state.init if make is None else state.init_by(lambda seed: _made(torch, make, seed)),
+        apply=of(whole),
+        features=None if features is None else of(_Traced(torch, kept, _function(kept, features), batch, name)),
+        name=name,
+        blocks=tuple(parts) or None,
+        train=train if state.moving else None,
+        module=kept,
+        moving=frozenset(state.moving),
+    )
+
+
+class _Traced:
+    """A function of a module and x as a program for each mode."""
+
+    def __init__(self, torch: ModuleType, module: Any, function: Callable, batch: Any, name: str):
+        self._torch, self._name = torch, name
+        self._eager = lambda net: function(net, batch)
+        with quiet(torch), torch.no_grad():
+            self.expected = function(module, batch)
+        if not isinstance(self.expected, torch.Tensor):
+            raise FedraxError(f"{name} gives {type(self.expected).__name__}, not one array: wrap it in one that does")
+        self._module = module
+        self.evaluation = Program(torch, module, function, batch, name)
+        self.training = Program(torch, copy.deepcopy(module).train(), function, batch, name)
+
+    def run(self, state: _State, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
+        """(outputs, moved buffers by name); with a key in training mode."""
+        params, statistics = variables if state.moving else (variables, {})
+        leaves = jax.tree.leaves(params)
+        float_type = jnp.result_type(*leaves) if leaves else jnp.float32
+        values = {**state.still, **_flat(params), **_flat(statistics)}
+        values = {alias: values[own] for alias, own in state.names.items() if own in values}
+        program = self.evaluation if key is None else self.training
+        outputs, moved, _ = program.run(values, x, key, float_type)
+        return outputs, {name: moved.get(name, values[name]) for name in state.moving}
+
+    def compare(self, state: _State, batch: Any) -> None:
+        """Refuse the program if its numbers are not PyTorch's."""
+        values = {alias: state.start[own] for alias, own in state.names.items()}
+        asked = []
+
+        def both(values: dict, x: Array) -> tuple[Array, Array, dict]:
+            found, _, _ = self.evaluation.run(values, x, None, jnp.float32)
+            outputs, moved, random = self.training.run(values, x, None, jnp.float32)
+            asked.append(random)
+            return found, outputs, moved
+
+        with jax.default_matmul_precision("highest"):
+            found, outputs, moved = jax.jit(both, **QUICK)(values, batch.numpy())
+        self._compare("evaluation", found, self.expected)
+        if any(asked):
+            return
+        net = copy.deepcopy(self._module).train()
+        with quiet(self._torch), self._torch.no_grad():
+            expected = self._eager(net)
+        buffers = dict(net.named_buffers())
+        self._compare("training", outputs, expected)
+        for name, value in moved.items():
+            self._compare(f"training, {name}", value, buffers[name])
+
+    def _compare(self, where: str, found: Array, expected: Any) -> None:
+        wanted = expected.detach().double().numpy()
+        if found.shape != wanted.shape:
+            raise FedraxError(f"{self._name} in {where}: JAX gives shape {found.shape}, PyTorch {wanted.shape}")
+        error = float(np.max(np.abs(np.asarray(found, np.float64) - wanted), initial=0.0))
+        limit = TOLERANCE * max(1.0, float(np.max(np.abs(wanted), initial=0.0)))
+        if not error <= limit:
+            raise FedraxError(f"{self._name} in {where}: JAX's numbers differ from PyTorch's by {error:.2g}")
+
+
+class _State:
+    """A module's parameters and buffers: which are trained, which move, which stay."""
+
+    def __init__(self, torch: ModuleType, module: Any, moved: Sequence[str]):
+        shared: dict[int, str] = {}
+        self.names: dict[str, str] = {}
+        """A tensor's first name by each of its names."""
+        self.start: dict[str, np.ndarray] = {}
+        trained = []
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for name, tensor in tensors:
+            own = self.names[name] = shared.setdefault(id(tensor), name)
+            if own == name:
+                self.start[name] = _array(tensor)
+                trained += [name] if tensor.requires_grad else []
+        self.trained, self.moving = trained, [name for name in moved if name in self.start]
+        self.still = {name: a for name, a in self.start.items() if name not in (*self.trained, *self.moving)}
+        if not self.trained:
+            raise FedraxError(
+                f"{type(module).__name__} has no parameters that need a gradient: there is nothing to train"
+            )
+
+    def init(self, key: Array) -> Params:
+        """The module's own values."""
+        return self._variables({name: jnp.asarray(a) for name, a in self.start.items()})
+
+    def init_by(self, make: Callable[[int], Any]) -> Callable[[Array], Params]:
+        """Values that ``make(seed)`` draws, for any key."""
+
+        def draw(bits: np.ndarray) -> dict[str, np.ndarray]:
+            seed = int(np.asarray(bits, np.uint64) @ np.array([1 << 32, 1], np.uint64)) if np.size(bits) == 2 else 0
+            made = make(seed % (1 << 63))
+            found = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+            return {name: _array(found[name]) for name in self.start}
+
+        shapes = {name: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype) for name, a in self.start.items()}
+
+        def init(key: Array) -> Params:
+            bits = jax.random.bits(key, (2,), jnp.uint32)
+            return self._variables(jax.pure_callback(draw, shapes, bits, vmap_method="sequential"))
+
+        return init
+
+    def _variables(self, values: dict[str, Any]) -> Params:
+        params = _nested({name: values[name] for name in self.trained})
+        return Variables(params, _nested({name: values[name] for name in self.moving})) if self.moving else params
+
+
+def _torch() -> ModuleType:
+    use_all_cores()  # before the first array: afterwards JAX's devices are what they are
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise FedraxError("this model needs torch: pip install 'fedrax[torch]'.") from None
+
+
+def _made(torch: ModuleType, make: Callable, seed: int) -> Any:
+    """What ``make()`` gives from a seed, PyTorch's own random state left as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def _batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
+    """The example as a tensor of two samples at least, floats in the module's type; the module must take it."""
+    try:
+        batch = (
+            torch.as_tensor(np.asarray(example) if not isinstance(example, torch.Tensor) else example).detach().cpu()
+        )
+    except (TypeError, ValueError) as error:
+        raise FedraxError(f"the example must be a batch of numbers, an array [B, ...]: {error}") from None
+    if batch.ndim < 1 or not len(batch):
+        raise FedraxError(f"the example must be a batch [B, ...] of samples, not of shape {tuple(batch.shape)}")
+    kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    batch = batch.to(kind if batch.is_floating_point() else torch.int64)
+    batch = batch if len(batch) > 1 else torch.cat([batch, batch])  # of one sample alone PyTorch takes 1 for a constant
+    try:
+        with quiet(torch), torch.no_grad():
+            module(batch)
+    except Exception as error:  # of the user's own code
+        cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
+        where = line_of_error(torch, error)
+        raise FedraxError(
+            f"{name} does not take an example of shape {tuple(batch.shape)} at {where}: {cause}"
+        ) from error
+    return batch
+
+
+def _function(module: Any, part: Part) -> Callable:
+    if not isinstance(part, str):
+        return part
+    if not callable(getattr(module, part, None)):
+        known = [name for name, value in vars(type(module)).items() if callable(value) and not name.startswith("_")]
+        raise unknown(f"method of {type(module).__name__}", part, known)
+    return lambda net, x: getattr(net, part)(x)
+
+
+def _turned(x: Any, channels_last: bool) -> Any:
+    return jnp.moveaxis(jnp.asarray(x), -1, 1) if channels_last else x
+
+
+def _array(tensor: Any) -> np.ndarray:
+    """A tensor's values; floats as float32, integers as int32: what JAX holds."""
+    array = tensor.detach().cpu()
+    array = array.float() if array.is_floating_point() else array
+    made = array.numpy().copy()
+    return made.astype(np.int32) if made.dtype == np.int64 else made
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Names with dots as dictionaries in dictionaries."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *folders, last = name.split(".")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return tree
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    return {name: v for key, value in tree.items() for name, v in _flat(value, f"{prefix}{key}.").items()}

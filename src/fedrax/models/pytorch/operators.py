@@ -1,0 +1,384 @@
+"""The table of PyTorch's operators (ATen) as functions of JAX arrays, and the elementwise ones.
+
+Names and argument orders are those of ATen's schemas. A key is an operator's name, ``add``, or one of its overloads,
+``max.dim``, where they differ in what they take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax.errors import FedraxError
+
+OPERATORS: dict[str, Callable[..., Any]] = {}
+"""By name, or name and overload."""
+NEEDS_CONTEXT: set[str] = set()
+"""Operators whose first argument is the :class:`Context`."""
+
+
+class Context:
+    """What an evaluation of a program has besides its values."""
+
+    def __init__(self, key: Array | None, float_type: Any):
+        """key: for random numbers, None in evaluation. float_type: that of the parameters, in place of float32."""
+        self._key, self.float_type, self._drawn = key, float_type, 0
+
+    def key(self) -> Array | None:
+        """Another key at each call, in the same order in every evaluation; None in evaluation mode."""
+        self._drawn += 1
+        return None if self._key is None else jax.random.fold_in(self._key, self._drawn)
+
+    def random_key(self, what: str) -> Array:
+        """As :meth:`key`, for what draws without asking for the mode."""
+        key = self.key()
+        if key is None:
+            raise FedraxError(f"{what} draws random numbers in evaluation too: ask self.training first")
+        return key
+
+    def type_of(self, dtype: Any) -> Any:
+        """JAX's type for one of PyTorch's, by its name; floats in the type of the parameters."""
+        name = str(dtype).removeprefix("torch.")
+        if name in ("float32", "float64"):
+            return self.float_type
+        try:
+            return jnp.dtype({"int64": "int32", "half": "float16"}.get(name, name))
+        except TypeError:
+            raise FedraxError(f"numbers of type {name} are not supported") from None
+
+    def cast(self, x: Any, dtype: Any) -> Array:
+        """x in the type that JAX has for ``dtype``, or as it is where that is None."""
+        return jnp.asarray(x) if dtype is None else jnp.asarray(x, self.type_of(dtype))
+
+
+def operator(*names: str) -> Callable[[Callable], Callable]:
+    """Enter a function under these names; a first parameter called ``context`` is given the :class:`Context`."""
+
+    def enter(function: Callable) -> Callable:
+        for name in names:
+            OPERATORS[name] = function
+            if next(iter(inspect.signature(function).parameters), None) == "context":
+                NEEDS_CONTEXT.add(name)
+        return function
+
+    return enter
+
+
+def axes(dim: Any, ndim: int) -> tuple[int, ...]:
+    """Axes counted from 0; all of them for None or an empty list."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return tuple(range(ndim))
+    return tuple(d % max(ndim, 1) for d in (dim if isinstance(dim, Sequence) else (dim,)))
+
+
+# --- One array ----------------------------------------------------------------------------------------
+
+_ALIKE = (
+    "abs acos acosh asin asinh atan atanh ceil cos cosh exp expm1 floor isfinite isinf isnan log log10 log1p log2 "
+    "logical_not reciprocal round sign sin sinh sqrt square tan tanh trunc"
+)
+"""Those that NumPy calls the same."""
+for _name in _ALIKE.split():
+    OPERATORS[_name] = getattr(jnp, _name)
+OPERATORS |= {
+    "neg": jnp.negative,
+    "bitwise_not": jnp.invert,
+    "erf": jax.scipy.special.erf,
+    "erfc": jax.scipy.special.erfc,
+    "rsqrt": lax.rsqrt,
+    "sigmoid": jax.nn.sigmoid,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "silu": jax.nn.silu,
+    "mish": jax.nn.mish,
+    "relu": jax.nn.relu,
+    "selu": jax.nn.selu,
+    "hardswish": lambda x: x * _between(x + 3, 0, 6) / 6,
+    "hardsigmoid": lambda x: _between(x + 3, 0, 6) / 6,
+    "relu6": lambda x: _between(x, 0, 6),
+    "leaky_relu": lambda x, negative_slope=0.01: jnp.where(x > 0, x, negative_slope * x),
+    "threshold": lambda x, threshold, value: jnp.where(x > threshold, x, value),
+    "softshrink": lambda x, lambd=0.5: jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0)),
+    "hardshrink": lambda x, lambd=0.5: jnp.where(jnp.abs(x) > lambd, x, 0),
+    "clamp_min": lambda x, min: clamp(x, min),
+    "clamp_max": lambda x, max: clamp(x, None, max),
+    "detach": lax.stop_gradient,
+}
+
+
+def _between(x: Array, low: float, high: float) -> Array:
+    """x within limits; at them the gradient is zero, as in PyTorch's activations."""
+    return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
+
+
+@operator("hardtanh")
+def _hardtanh(x: Array, min_val: float = -1.0, max_val: float = 1.0) -> Array:
+    return _between(x, min_val, max_val)
+
+
+@operator("clamp", "clip")
+def clamp(x: Array, min: Any = None, max: Any = None) -> Array:
+    """x within limits; at them the gradient is one, as in ``torch.clamp``."""
+    x = x if min is None else jnp.where(x < min, min, x)
+    return x if max is None else jnp.where(x > max, max, x)
+
+
+@operator("gelu")
+def _gelu(x: Array, approximate: str = "none") -> Array:
+    return jax.nn.gelu(x) if approximate == "tanh" else 0.5 * x * (1 + jax.scipy.special.erf(x * math.sqrt(0.5)))
+
+
+@operator("elu")
+def _elu(x: Array, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Array:
+    below = alpha * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)  # without infinities where it is not taken
+    return scale * jnp.where(x > 0, x, below)
+
+
+@operator("celu")
+def _celu(x: Array, alpha: float = 1.0) -> Array:
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x) / alpha))
+
+
+@operator("softplus")
+def _softplus(x: Array, beta: float = 1.0, threshold: float = 20.0) -> Array:
+    return jnp.where(beta * x > threshold, x, jax.nn.softplus(beta * x) / beta)
+
+
+@operator("prelu", "_prelu_kernel")
+def _prelu(x: Array, weight: Array) -> Array:
+    if weight.ndim != x.ndim and weight.size > 1:
+        weight = weight.reshape(-1, *[1] * (x.ndim - 2))
+    return jnp.where(x > 0, x, weight * x)
+
+
+@operator("nan_to_num")
+def _nan_to_num(x: Array, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Array:
+    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+@operator("clone", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "positive")
+def _same(x: Array, memory_format: Any = None) -> Array:
+    return x
+
+
+@operator("_to_copy", "to.dtype", "to.dtype_layout", "to.device")
+def _to_copy(context: Context, x: Array, *dtypes: Any, dtype: Any = None, **_: Any) -> Array:
+    chosen = dtype if dtype is not None else next((d for d in dtypes if str(d).startswith("torch.")), None)
+    return x if chosen is None or ":" in str(chosen) else context.cast(x, chosen)
+
+
+@operator("_assert_tensor_metadata", "sym_constrain_range_for_size", "_assert_scalar")
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+# --- Two and more ---------------------------------------------------------------------------------------
+
+for _name, _function in {
+    "maximum": jnp.maximum, "minimum": jnp.minimum, "max.other": jnp.maximum, "min.other": jnp.minimum,
+    "atan2": jnp.arctan2, "remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide,
+    "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
+    "ge": jnp.greater_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
+    "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and, "bitwise_or": jnp.bitwise_or,
+    "bitwise_xor": jnp.bitwise_xor, "mul": jnp.multiply, "mm": jnp.matmul, "bmm": jnp.matmul, "matmul": jnp.matmul,
+    "mv": jnp.matmul, "dot": jnp.dot, "outer": jnp.outer, "where": jnp.where,
+}.items():  # fmt: skip
+    OPERATORS[_name] = _function
+
+
+@operator("add")
+def _add(x: Any, other: Any, *, alpha: Any = 1) -> Array:
+    return jnp.add(x, other if alpha == 1 else alpha * other)
+
+
+@operator("sub")
+def _sub(x: Any, other: Any, *, alpha: Any = 1) -> Array:
+    return jnp.subtract(x, other if alpha == 1 else alpha * other)
+
+
+@operator("rsub")
+def _rsub(x: Any, other: Any, alpha: Any = 1) -> Array:
+    return _sub(other, x, alpha=alpha)
+
+
+@operator("div", "true_divide")
+def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, other)
+    quotient = jnp.true_divide(x, other)
+    return quotient if rounding_mode is None else jnp.trunc(quotient).astype(jnp.result_type(x, other))
+
+
+@operator("pow")
+def _pow(x: Any, exponent: Any) -> Array:
+    if isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
+        exponent = int(exponent)  # a product, whose gradient is right at zero too
+    return jnp.power(x, exponent)
+
+
+@operator("masked_fill")
+def _masked_fill(x: Array, mask: Array, value: Any) -> Array:
+    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+
+
+@operator("lerp")
+def _lerp(x: Array, end: Array, weight: Any) -> Array:
+    return x + weight * (end - x)
+
+
+@operator("addcmul")
+def _addcmul(x: Array, one: Array, two: Array, *, value: Any = 1) -> Array:
+    return x + value * one * two
+
+
+@operator("addcdiv")
+def _addcdiv(x: Array, one: Array, two: Array, *, value: Any = 1) -> Array:
+    return x + value * one / two
+
+
+@operator("addmm", "baddbmm")
+def _addmm(x: Array, one: Array, two: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
+    product = one @ two
+    return (x if beta == 1 else beta * x) + (product if alpha == 1 else alpha * product)
+
+
+@operator("linear")
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x [..., inputs] times the transpose of weight [outputs, inputs], plus bias [outputs]."""
+    product = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return product if bias is None else product + bias
+
+
+@operator("bilinear")
+def _bilinear(x: Array, y: Array, weight: Array, bias: Array | None = None) -> Array:
+    product = jnp.einsum("...i,oij,...j->...o", x, weight, y)
+    return product if bias is None else product + bias
+
+
+@operator("einsum")
+def _einsum(equation: str, operands: Sequence[Array], path: Any = None) -> Array:
+    return jnp.einsum(equation, *operands)
+
+
+# --- Reductions ---------------------------------------------------------------------------------------
+
+
+@operator("sum", "nansum")
+def _sum(context: Context, x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    x = x.astype(jnp.int32) if x.dtype == bool else x
+    return context.cast(x, dtype).sum(axes(dim, x.ndim), keepdims=keepdim)
+
+
+@operator("mean")
+def _mean(context: Context, x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    return context.cast(x, dtype).mean(axes(dim, x.ndim), keepdims=keepdim)
+
+
+@operator("prod")
+def _prod(context: Context, x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    return context.cast(x, dtype).prod(axes(dim, x.ndim), keepdims=keepdim)
+
+
+def _reduced(function: Callable, x: Array, dim: Any = None, keepdim: bool = False) -> Array:
+    return function(x, axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+for _name, _function in {
+    "amax": jnp.max, "amin": jnp.min, "any": jnp.any, "all": jnp.all, "logsumexp": jax.nn.logsumexp,
+    "max.default": jnp.max, "min.default": jnp.min,
+}.items():  # fmt: skip
+    OPERATORS[_name] = partial(_reduced, _function)
+
+
+def _at_extreme(find: Callable, x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    """The extreme along an axis and its place; the gradient goes to that place alone."""
+    index = find(x, axis=dim, keepdims=True)
+    value = jnp.take_along_axis(x, index, axis=dim)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+OPERATORS["max.dim"], OPERATORS["min.dim"] = partial(_at_extreme, jnp.argmax), partial(_at_extreme, jnp.argmin)
+
+
+@operator("argmax")
+def _argmax(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+    return jnp.argmax(x, axis=dim, keepdims=keepdim)
+
+
+@operator("argmin")
+def _argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+    return jnp.argmin(x, axis=dim, keepdims=keepdim)
+
+
+@operator("var")
+def _var(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
+    """By n - 1 unless told otherwise."""
+    if isinstance(dim, bool):  # var(unbiased)
+        dim, unbiased = None, dim
+    ddof = int(unbiased) if correction is None else correction
+    return x.var(axes(dim, x.ndim), ddof=ddof, keepdims=keepdim)
+
+
+@operator("std")
+def _std(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
+    return jnp.sqrt(_var(x, dim, unbiased, keepdim, correction=correction))
+
+
+@operator("var_mean")
+def _var_mean(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None):
+    over = None if isinstance(dim, bool) else dim
+    mean = x.mean(axes(over, x.ndim), keepdims=keepdim)
+    return _var(x, dim, unbiased, keepdim, correction=correction), mean
+
+
+@operator("linalg_vector_norm")
+def _norm(x: Array, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    over: Any = axes(dim, x.ndim)
+    if ord == 2:
+        total = (x * x).sum(over, keepdims=keepdim)
+        positive = jnp.where(total > 0, total, 1)  # at zero the gradient is zero, as in PyTorch
+        return jnp.where(total > 0, jnp.sqrt(positive), 0)
+    if math.isinf(ord):
+        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), over, keepdims=keepdim)
+    return (jnp.abs(x) ** ord).sum(over, keepdims=keepdim) ** (1 / ord)
+
+
+@operator("softmax", "_softmax")
+def _softmax(context: Context, x: Array, dim: int, dtype: Any = None) -> Array:
+    return jax.nn.softmax(context.cast(x, None if isinstance(dtype, bool) else dtype), axis=dim)
+
+
+@operator("log_softmax", "_log_softmax")
+def _log_softmax(context: Context, x: Array, dim: int, dtype: Any = None) -> Array:
+    return jax.nn.log_softmax(context.cast(x, None if isinstance(dtype, bool) else dtype), axis=dim)
+
+
+@operator("cumsum")
+def _cumsum(context: Context, x: Array, dim: int, *, dtype: Any = None) -> Array:
+    x = x.astype(jnp.int32) if x.dtype == bool else x
+    return jnp.cumsum(context.cast(x, dtype), axis=dim)
+
+
+@operator("cumprod")
+def _cumprod(context: Context, x: Array, dim: int, *, dtype: Any = None) -> Array:
+    return jnp.cumprod(context.cast(x, dtype), axis=dim)
+
+
+@operator("sort", "sort.stable")
+def _sort(x: Array, *arguments: Any, dim: int = -1, descending: bool = False, stable: Any = None):
+    if arguments:
+        dim, descending = (*arguments, descending)[:2]
+    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(x, order, axis=dim), order
+
+
+@operator("topk")
+def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+    values, order = _sort(x, dim, largest)
+    return lax.slice_in_dim(values, 0, k, axis=dim % x.ndim), lax.slice_in_dim(order, 0, k, axis=dim % x.ndim)

@@ -1,0 +1,269 @@
+"""A PyTorch module's forward pass as a list of operators, and its evaluation in JAX.
+
+``torch.export`` runs the module's own Python once, on arrays without values, and writes down what is done to them:
+views and changes in place become functions, moved buffers become outputs, layers stay whole. What fedrax has no
+form for, PyTorch decomposes into what there is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fedrax.errors import FedraxError
+from fedrax.models.pytorch import layers, recurrent, shapes
+from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context
+
+assert layers and recurrent and shapes  # they enter their operators
+
+_PLAIN = (operator, math)
+"""Where the functions of sizes come from: ``x.size(0) * 2``."""
+
+
+class Program:
+    """``function(module, x)`` as operators, in the mode that the module is in.
+
+    Raises FedraxError, with the line of the module's source, for what cannot be traced or has no form in JAX.
+    """
+
+    def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
+        self._torch, self._name = torch, name
+        exported = _export(torch, module, function, example, name)
+        self.graph, signature = exported.graph_module, exported.graph_signature
+        self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
+        self.outputs = signature.output_specs
+        self.constants: dict[str, np.ndarray] = {
+            node: exported.constants[spec.target].detach().numpy()
+            for node, spec in self.inputs.items()
+            if spec.kind.name == "CONSTANT_TENSOR"
+        }
+        self._check(example)
+
+    @property
+    def moved(self) -> list[str]:
+        """The buffers that the module changes."""
+        return [_inner(spec.target) for spec in self.outputs if spec.kind.name == "BUFFER_MUTATION"]
+
+    def run(self, values: Mapping[str, Any], x: Any, key: Array | None, float_type: Any):
+        """(outputs, the new values of moved buffers, whether random numbers were asked for).
+
+        values: parameters and buffers by their names in the module.
+        """
+        context = Context(key, float_type)
+        given = []
+        for node, spec in self.inputs.items():
+            if spec.kind.name == "USER_INPUT":
+                given.append(jnp.asarray(x))
+            else:
+                value = jnp.asarray(self.constants[node] if node in self.constants else values[_inner(spec.target)])
+                given.append(value.astype(float_type) if jnp.issubdtype(value.dtype, jnp.floating) else value)
+        results = self._evaluate(self.graph, given, context)
+        moved = {}
+        for spec, value in zip(self.outputs, results, strict=True):
+            if spec.kind.name == "BUFFER_MUTATION":
+                moved[_inner(spec.target)] = value
+        return results[-1], moved, bool(context._drawn)
+
+    def _evaluate(self, graph: Any, given: list, context: Context) -> Any:
+        values: dict[Any, Any] = {}
+        inputs = iter(given)
+        for node in graph.graph.nodes:
+            read = functools.partial(self._torch.fx.node.map_arg, fn=values.__getitem__)
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                values[node] = getattr(graph, node.target)
+            elif node.op == "output":
+                return read(node.args[0])
+            else:
+                values[node] = self._call(node, read(node.args), read(node.kwargs), context)
+        raise AssertionError("a graph without an output")
+
+    def _call(self, node: Any, arguments: tuple, options: dict, context: Context) -> Any:
+        function = _function_of(node)
+        assert function is not None
+        if _key_of(node.target) in NEEDS_CONTEXT:
+            arguments = (context, *arguments)
+        try:
+            return function(*arguments, **{_PYTHON.get(k, k): v for k, v in options.items()})
+        except (FedraxError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise FedraxError(f"{self._name}: {cause} ({_line_of(self._torch, node)})") from error
+
+    def _check(self, example: Any) -> None:
+        """Refuse what cannot be evaluated, before anything is."""
+        missing = {}
+        for node in (node for node in self.graph.graph.nodes if node.op == "call_function"):
+            if _function_of(node) is None:
+                missing.setdefault(str(node.target), _line_of(self._torch, node))
+        if missing:
+            listed = "; ".join(f"{name} ({line})" for name, line in list(missing.items())[:3])
+            more = "" if len(missing) <= 3 else f"; and {len(missing) - 3} more"
+            raise FedraxError(f"{self._name} uses operators that fedrax has no form of: {listed}{more}")
+        odd = next((s for s in self.inputs.values() if s.kind.name in ("CUSTOM_OBJ", "TOKEN")), None)
+        kept = [spec for spec in self.outputs if spec.kind.name == "USER_OUTPUT"]
+        if odd is not None or len(kept) != 1 or len(self.outputs) != len(kept) + len(self.moved):
+            raise FedraxError(f"{self._name} must map one array to one array: wrap it in a module that does")
+        node = next(n for n in self.graph.graph.nodes if n.op == "placeholder" and n.name == self._user_input())
+        if isinstance(node.meta["val"].shape[0], int):
+            raise FedraxError(
+                f"{self._name} works for batches of {len(example)} alone: a size is written into it, as in view(4, 8); "
+                "write x.size(0) or -1"
+            )
+
+    def _user_input(self) -> str:
+        return next(node for node, spec in self.inputs.items() if spec.kind.name == "USER_INPUT")
+
+
+_PYTHON = {"self": "x", "input": "x"}
+"""Names that schemas give the first argument."""
+
+
+def _inner(name: str) -> str:
+    """A name in the module that is wrapped."""
+    return name.removeprefix("module.")
+
+
+def _key_of(target: Any) -> str:
+    """The operator's key in the table: with its overload where that has one of its own."""
+    full = str(target).removeprefix("aten.")
+    return full if full in OPERATORS else full.split(".")[0]
+
+
+def _function_of(node: Any) -> Callable | None:
+    """The operator's form in JAX, or a plain function of sizes; None where there is neither."""
+    target = node.target
+    if any(getattr(module, getattr(target, "__name__", ""), None) is target for module in _PLAIN):
+        return target
+    name = str(target)
+    if name in ("aten.sym_size.int", "aten.sym_size"):
+        return lambda x, dim: x.shape[dim]
+    if name == "aten.sym_numel.default":
+        return lambda x: x.size
+    if name == "<function sym_float>" or getattr(target, "__name__", "") in ("sym_float", "sym_int"):
+        return float if "float" in getattr(target, "__name__", "") else int
+    if getattr(target, "__name__", "") in ("sym_max", "sym_min"):
+        return max if "max" in target.__name__ else min
+    if name == "fedrax.stop_gradient.default":
+        return lax.stop_gradient
+    return OPERATORS.get(_key_of(target)) if name.startswith("aten.") else None
+
+
+# --- Tracing ------------------------------------------------------------------------------------------
+
+
+def part_class(torch: ModuleType) -> type:
+    """A module whose forward is a function of another: ``torch.export`` traces nothing else."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, module: Any, function: Callable):
+            super().__init__()
+            self.module, self.function = module, function
+
+        def forward(self, x: Any) -> Any:
+            return self.function(self.module, x)
+
+    return Part
+
+
+def _export(torch: ModuleType, module: Any, function: Callable, example: Any, name: str) -> Any:
+    part = part_class(torch)(module, function)
+    part.train(module.training)
+    batch = torch.export.Dim.AUTO
+    try:
+        with quiet(torch), torch.enable_grad():
+            exported = torch.export.export(part, (example,), dynamic_shapes=({0: batch},), strict=False)
+            _mark_stopped_gradients(torch, exported.graph_module)
+            known = torch.export.default_decompositions()
+            unknown = {op: how for op, how in known.items() if _key_of(op) not in OPERATORS}
+            return exported.run_decompositions(unknown)
+    except Exception as error:  # whatever the user's code or PyTorch's tracer makes of it
+        cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
+        why = "what it does depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
+        raise FedraxError(f"{name} cannot be traced at {line_of_error(torch, error)}: {why}") from error
+
+
+def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
+    """Put an operator of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
+    stop, nodes = _stop_gradient(torch), list(graph_module.graph.nodes)
+    for node in nodes:
+        if str(node.target) == "aten.detach.default":
+            node.target = stop
+        within = node.args and str(getattr(node.args[0], "target", "")).endswith("wrap_with_set_grad_enabled")
+        if node.target is operator.getitem and within and node.args[0].args[0] is False:
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            with graph_module.graph.inserting_after(node):
+                stopped = graph_module.graph.call_function(stop, (node,))
+            stopped.meta = dict(node.meta)
+            node.replace_all_uses_with(stopped, delete_user_cb=lambda user, made=stopped: user is not made)
+    graph_module.recompile()
+
+
+@functools.cache
+def _stop_gradient(torch: ModuleType) -> Any:
+    """An operator that PyTorch does not take apart."""
+    library = torch.library.Library("fedrax", "DEF")
+    library.define("stop_gradient(Tensor x) -> Tensor")
+    library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
+    _LIBRARIES.append(library)  # an operator lives as long as its library
+    return torch.ops.fedrax.stop_gradient.default
+
+
+_LIBRARIES: list[Any] = []
+
+
+@contextmanager
+def quiet(torch: ModuleType) -> Iterator[None]:
+    """Without warnings of the tracer's own, and with attention in its plain form."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+# --- Lines of the user's source -----------------------------------------------------------------------
+
+
+def line_of_error(torch: ModuleType, error: BaseException) -> str:
+    """The last line of an error's traceback that is the user's: ``net.py, line 12: y = x.item()``."""
+    frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
+    frames += [(file, int(number), code) for file, number, code in _FRAME.findall(str(error))]
+    own = [frame for frame in frames if _is_users(torch, frame[0])]
+    return _shown(own[-1]) if own else "a line that it does not tell"
+
+
+def _line_of(torch: ModuleType, node: Any) -> str:
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if _is_users(torch, frame[0])]
+    return _shown(own[-1]) if own else "a line that PyTorch does not tell"
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def _is_users(torch: ModuleType, file: str) -> bool:
+    own = (Path(torch.__file__).parent, Path(__file__).parent)
+    return not file.startswith("<frozen") and not any(Path(file).is_relative_to(folder) for folder in own)
+
+
+def _shown(frame: tuple) -> str:
+    file, number, code = frame
+    return f"{Path(file).name}, line {number}" + (f": {code.strip()}" if code and code.strip() else "")

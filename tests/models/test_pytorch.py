@@ -1,0 +1,166 @@
+"""PyTorch modules as models: values, gradients, statistics, dropout, and the way back. Needs torch."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Variables, classification, simulate  # noqa: E402
+from fedrax.models import from_torch  # noqa: E402
+from tests.models.torch_networks import NETWORKS, BasicBlock, LeNet5  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("full_compilation")  # quickly compiled, gradients of one network are not finite
+
+
+def without_dropout(module):
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0
+    return module
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_outputs_gradients_and_statistics_are_pytorchs(name):
+    torch.manual_seed(0)
+    module, example = NETWORKS[name]()
+    without_dropout(module)
+    model = from_torch(module, example)
+    variables, x = model.init(jax.random.key(0)), jnp.asarray(example.numpy())
+    statistics = variables.statistics if isinstance(variables, Variables) else None
+    params = variables.params if isinstance(variables, Variables) else variables
+    other = example[torch.randperm(len(example))].repeat(2, *[1] * (example.ndim - 1))[:5]  # another size of batch
+    with torch.no_grad():
+        expected = module.eval()(other)
+    np.testing.assert_allclose(model.apply(variables, jnp.asarray(other.numpy())), expected, rtol=1e-4, atol=1e-5)
+
+    trained = copy.deepcopy(module).train()
+    outputs = trained(example)
+    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1))
+    (outputs * weights).sum().backward()
+
+    def loss(params):
+        whole = params if statistics is None else Variables(params, statistics)
+        found = model.apply(whole, x, jax.random.key(0))
+        return (found * weights.numpy()).sum()
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    for leaf, (label, parameter) in zip(*named(gradient, trained), strict=True):
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        limit = 2e-5 * max(1.0, float(wanted.abs().max()))
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-3, atol=limit, err_msg=label)
+    if statistics is not None:
+        moved = model.train(variables, x, jax.random.key(0))[1]
+        buffers = dict(trained.named_buffers())
+        for path, leaf in jax.tree_util.tree_flatten_with_path(moved)[0]:
+            label = ".".join(entry.key for entry in path)
+            np.testing.assert_allclose(leaf, buffers[label], rtol=1e-4, atol=1e-5, err_msg=label)
+
+
+def named(tree, module):
+    """The leaves of a tree, and a module's trained parameters with their names, in one order."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = {".".join(entry.key for entry in path): leaf for path, leaf in paths}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    assert set(leaves) == set(trained)
+    return [leaves[name] for name in sorted(leaves)], [(name, trained[name]) for name in sorted(trained)]
+
+
+class Wrong(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        return self.how(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (lambda y: y if y.sum() > 0 else -y, r"test_pytorch.py, line \d+.*depends on the values"),
+        (lambda y: torch.linalg.cholesky(y.T @ y + torch.eye(4)), r"uses operators.*cholesky.*test_pytorch.py, line"),
+        (lambda y: y.view(3, 2, 2), "works for batches of 3 alone"),
+        (lambda y: (y, y), "not one array"),
+        (lambda y: y @ torch.ones(3, 3), r"does not take an example of shape \(3, 4\).*test_pytorch.py, line"),
+        (lambda y: y + torch.randn_like(y), "random numbers in evaluation too.*test_pytorch.py, line"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence_with_the_line(how, sentence):
+    with pytest.raises(FedraxError, match=sentence):
+        from_torch(Wrong(how), torch.randn(3, 4))
+
+
+def test_other_mistakes_are_sentences():
+    with pytest.raises(FedraxError, match=r"takes a torch\.nn\.Module"):
+        from_torch(3, torch.randn(3, 4))
+    with pytest.raises(FedraxError, match="nothing to train"):
+        from_torch(nn.ReLU(), torch.randn(3, 4))
+    with pytest.raises(FedraxError, match="must be a batch"):
+        from_torch(nn.Linear(4, 4), np.zeros((0, 4), np.float32))
+    with pytest.raises(FedraxError, match="did you mean 'encode'"):
+        from_torch(LeNet5(), torch.randn(2, 3, 32, 32), features="encoder")
+
+
+def test_detached_values_get_no_gradient():
+    model = from_torch(Wrong(lambda y: y * y.detach() + torch.no_grad()(torch.exp)(y)), torch.randn(3, 4))
+    params, x = model.init(jax.random.key(0)), jnp.ones((1, 4))
+    gradient = jax.grad(lambda p: model.apply(p, x, jax.random.key(0)).sum())(params)
+    outputs = x @ params["linear"]["weight"].T + params["linear"]["bias"]
+    np.testing.assert_allclose(gradient["linear"]["bias"], outputs[0], rtol=1e-5)
+
+
+def test_dropout_follows_the_key():
+    model = from_torch(nn.Sequential(nn.Linear(50, 400), nn.Dropout(0.25)), torch.randn(2, 50))
+    params, x = model.init(jax.random.key(0)), jnp.ones((3, 50))
+    whole = model.apply(params, x)
+    one, same, other = (model.apply(params, x, jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+    np.testing.assert_allclose(one[one != 0], (whole / 0.75)[one != 0], rtol=1e-5)
+    assert 0.2 < (one == 0).mean() < 0.3
+
+
+def test_a_run_and_the_way_back_to_pytorch():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.out = BasicBlock(1, 3), nn.Linear(3, 2)
+
+        def encode(self, x):
+            return self.block(x).mean((2, 3))
+
+        def head(self, x):
+            return self.out(x)
+
+        def forward(self, x):
+            return self.head(self.encode(x))
+
+    rng = np.random.default_rng(0)
+    images, labels = rng.normal(size=(24, 6, 6, 1)).astype(np.float32), rng.integers(0, 2, 24)
+    federation = Federation.from_arrays(images, labels, np.arange(24) % 3, test=(images, labels))
+    model = from_torch(Net, torch.randn(2, 1, 6, 6), channels_last=True, features="encode", blocks=("encode", "head"))
+    first, again, second = (model.init(jax.random.key(k)).params["out"]["weight"] for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != second).any()
+    method = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=4))
+    result = simulate(method, classification(model), federation, rounds=2, cohort_size=2, eval_every=2)
+
+    back, variables = model.to_torch(result), Variables(result.params, result.statistics)
+    with torch.no_grad():
+        expected = back(torch.from_numpy(images.transpose(0, 3, 1, 2))).numpy()
+    np.testing.assert_allclose(model.apply(variables, images), expected, rtol=1e-4, atol=1e-5)
+    assert (expected.argmax(1) == labels).mean() == pytest.approx(result.events[-1]["test_accuracy"])
+    features = model.features(variables, images)
+    np.testing.assert_allclose(model.blocks[1](variables, model.blocks[0](variables, images)), expected, atol=1e-4)
+    np.testing.assert_allclose(features, model.blocks[0](variables, images), atol=1e-5)
+    assert int(back.state_dict()["block.bn1.num_batches_tracked"]) > 0
+    with pytest.raises(FedraxError, match="not the parameters of Net"):
+        model.to_torch({"out": result.params["out"]})

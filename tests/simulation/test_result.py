@@ -1,0 +1,142 @@
+"""What a user does with a result in Python: tables, pictures, files; callbacks."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import (
+    FedAvg,
+    Federation,
+    FedraxError,
+    LocalSGD,
+    Scaffold,
+    Variables,
+    binary,
+    classification,
+    simulate,
+)
+from fedrax.models import Linear
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(60, 4)).astype(np.float32)
+y = (x[:, 0] > 0).astype(int) + (x[:, 1] > 0)
+owner = np.repeat([0, 1, 2, 3], [30, 15, 10, 5])
+tested = np.array([0, 0, 0, 0, 1, 1, 3, 3, 3])
+federation = Federation.from_arrays(x, y, owner, test=(x[:9], y[:9]), test_client_ids=tested)
+task = classification(Linear().build((4,), 3))
+method = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=5))
+
+
+@pytest.fixture(scope="module")
+def result():
+    return simulate(method, task, federation, rounds=4, cohort_size=2, eval_every=2)
+
+
+def test_events_as_tables(result):
+    table = result.to_polars()
+    assert table["round"].to_list() == [1, 2, 3, 4]
+    assert table["test_accuracy"].is_null().to_list() == [True, False, True, False]
+    frame = result.to_pandas()
+    assert list(frame.columns) == table.columns
+    assert frame["test_loss"].dropna().tolist() == [value for _, value in result.metric("test_loss")]
+
+
+def test_curves_hold_the_events_numbers(result, tmp_path):
+    figure = result.plot("train_loss", "test_accuracy")
+    losses, accuracies = (axes.lines[0].get_xydata() for axes in figure.axes)
+    np.testing.assert_allclose(losses, result.metric("train_loss"))
+    np.testing.assert_allclose(accuracies, result.metric("test_accuracy"))
+    figure.savefig(tmp_path / "run.png")
+    assert [axes.get_ylabel() for axes in result.plot().axes] == ["test accuracy", "test loss"]
+    with pytest.raises(FedraxError, match="did you mean 'test_accuracy'"):
+        result.plot("test_acuracy")
+
+
+def test_a_saved_model_starts_another_run(result, tmp_path):
+    result.save(tmp_path / "model.safetensors")
+    loaded = fedrax.load(tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded, result.params)
+    again = simulate(method, task, federation, rounds=1, params=loaded, cohort_size=2)
+    before = task.metrics["accuracy"](loaded, federation.test).mean()
+    assert dict(result.metric("test_accuracy"))[4] == pytest.approx(float(before))
+    assert len(again.events) == 1
+
+
+def test_files_of_other_structures(tmp_path):
+    from fedrax.simulation.model_file import save_model
+
+    params, statistics = [jnp.arange(3.0), {"a": (jnp.ones((2, 2)),)}], {"mean": jnp.array(4, jnp.int32)}
+    save_model(tmp_path / "m", params, statistics)
+    like = jax.tree.map(jnp.zeros_like, Variables(params, statistics))
+    found = fedrax.load(tmp_path / "m", like=like)
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+    jax.tree.map(np.testing.assert_array_equal, found, Variables(params, statistics))
+    assert isinstance(fedrax.load(tmp_path / "m"), Variables)
+    with pytest.raises(FedraxError, match=r"0 is of shape \(3,\), should be of shape \(5,\)"):
+        fedrax.load(tmp_path / "m", like=Variables([jnp.zeros(5), params[1]], statistics))
+    with pytest.raises(FedraxError, match="not numbers"):
+        save_model(tmp_path / "k", {"key": jax.random.key(0)})
+    assert not (tmp_path / "k").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 64,
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"{}}",
+        b'\x80\x04\x95\x1e\x00\x00\x00cposix\nsystem\n(S"true"\ntR.',
+        (n := json.dumps({"params/w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 1 << 40]}}).encode())
+        and len(n).to_bytes(8, "little") + n,
+        (n := json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode())
+        and len(n).to_bytes(8, "little") + n + b"\0" * 4,
+    ],
+)
+def test_what_is_no_model_is_a_sentence(content, tmp_path):
+    (tmp_path / "model").write_bytes(content)
+    with pytest.raises(FedraxError, match="model"):
+        fedrax.load(tmp_path / "model")
+    with pytest.raises(FedraxError, match="there is no file"):
+        fedrax.load(tmp_path / "none")
+
+
+def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
+    seen = []
+
+    def stop_at_four(snapshot):
+        seen.append(snapshot)
+        return snapshot.event["round"] == 4
+
+    run = dict(rounds=8, cohort_size=2, eval_every=2)
+    result = simulate(method, task, federation, **run, callbacks=[stop_at_four], directory=tmp_path / "run")
+    assert result.stopped == "callback"
+    assert [snapshot.event["round"] for snapshot in seen] == [2, 4]
+    jax.tree.map(np.testing.assert_array_equal, seen[-1].params, result.params)
+    whole = simulate(method, task, federation, **run)
+    resumed = simulate(method, task, federation, **run, directory=tmp_path / "run", resume=True)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (lambda: simulate(method, task, federation, round=5), "unknown setting 'round'; did you mean 'rounds'"),
+        (lambda: Scaffold(lr=0.1), r"'lr' is a field of Scaffold.local: Scaffold\(local=LocalSGD\(lr=0.1\)\)"),
+        (lambda: LocalSGD(batchsize=3), "unknown field of LocalSGD: 'batchsize'; did you mean 'batch_size'"),
+        (lambda: simulate(Scaffold, task, federation), r"the class Scaffold: give an object, Scaffold\(...\)"),
+        (lambda: simulate(method, task, fedrax.data.load("digits")), "Federation.from_dataset"),
+        (lambda: simulate(method, Linear().build((4,), 3), federation), r"classification\(model\)"),
+    ],
+)
+def test_mistakes_are_one_sentence(mistake, sentence):
+    with pytest.raises(FedraxError, match=sentence):
+        mistake()
+
+
+def test_binary_is_at_hand():
+    assert fedrax.binary is binary
