@@ -51,8 +51,9 @@ def _refuse_unknown_fields(cls: type) -> None:
     def init(self: Any, *values: Any, **fields: Any) -> None:
         for name in fields.keys() - names:
             for part in dataclasses.fields(cls):
-                if hasattr(part.default, _MARK) and name in {f.name for f in dataclasses.fields(part.default)}:
-                    inner = f"{type(part.default).__name__}({name}={fields[name]!r})"
+                default: Any = part.default
+                if hasattr(default, _MARK) and name in {f.name for f in dataclasses.fields(default)}:
+                    inner = f"{type(default).__name__}({name}={fields[name]!r})"
                     raise FedraxError(
                         f"{name!r} is a field of {cls.__name__}.{part.name}: {cls.__name__}({part.name}={inner})"
                     )

@@ -26,7 +26,7 @@ def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
     for part, values in zip(_PARTS, (params, statistics), strict=True):
         for name, leaf in _leaves(values).items():
             dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-            if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "buif":
+            if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "buif":
                 raise FedraxError(f"{name} holds {dtype}, not numbers that a model file keeps")
             array = np.asarray(leaf)
             arrays[f"{part}/{name}" if name else part] = np.array(array, order="C")

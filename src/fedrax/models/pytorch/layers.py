@@ -90,15 +90,15 @@ def _normalised(x: Array, mean: Array, var: Array, eps: float, weight: Array | N
     return y if bias is None else y + bias
 
 
-def _by_channel(values: Array | None, ndim: int) -> Array | None:
-    return None if values is None else values.reshape(-1, *[1] * (ndim - 2))
+def _by_channel(values: Array, ndim: int) -> Array:
+    return values.reshape(-1, *[1] * (ndim - 2))
 
 
 def _batch_norm(x: Array, weight: Array | None, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
     """By the batch's own mean and variance [C], which it returns too."""
     over = (0, *range(2, x.ndim))
     mean, var = x.mean(over), x.var(over)
-    shaped = [_by_channel(v, x.ndim) for v in (mean, var, weight, bias)]
+    shaped = [None if v is None else _by_channel(v, x.ndim) for v in (mean, var, weight, bias)]
     return _normalised(x, shaped[0], shaped[1], eps, *shaped[2:]), mean, var  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def _batch_norm_training(x, weight, bias, running_mean, running_var, training: b
 
 @operator("_native_batch_norm_legit_no_training")
 def _batch_norm_fixed(x, weight, bias, running_mean, running_var, momentum: float, eps: float):
-    shaped = [_by_channel(v, x.ndim) for v in (running_mean, running_var, weight, bias)]
+    shaped = [None if v is None else _by_channel(v, x.ndim) for v in (running_mean, running_var, weight, bias)]
     return _normalised(x, shaped[0], shaped[1], eps, *shaped[2:]), running_mean, running_var  # type: ignore[arg-type]
 
 

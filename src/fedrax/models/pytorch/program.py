@@ -92,13 +92,14 @@ class Program:
                 values[node] = self._call(node, read(node.args), read(node.kwargs), context)
         raise AssertionError("a graph without an output")
 
-    def _call(self, node: Any, arguments: tuple, options: dict, context: Context) -> Any:
+    def _call(self, node: Any, arguments: tuple, options: dict[str, Any], context: Context) -> Any:
         function = _function_of(node)
         assert function is not None
         if _key_of(node.target) in NEEDS_CONTEXT:
             arguments = (context, *arguments)
         try:
-            return function(*arguments, **{_PYTHON.get(k, k): v for k, v in options.items()})
+            named: dict[str, Any] = {_PYTHON.get(k, k): v for k, v in options.items()}
+            return function(*arguments, **named)
         except (FedraxError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise FedraxError(f"{self._name}: {cause} ({_line_of(self._torch, node)})") from error
@@ -260,7 +261,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def _is_users(torch: ModuleType, file: str) -> bool:
-    own = (Path(torch.__file__).parent, Path(__file__).parent)
+    own = (Path(torch.__path__[0]), Path(__file__).parent)
     return not file.startswith("<frozen") and not any(Path(file).is_relative_to(folder) for folder in own)
 
 
