@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedrax import Task
-from fedrax.experiments import experiment
+from fedrax.contract import task as tasks
 from tests.cli.conftest import TINY
 from tests.cli.test_bad_input import file
 
@@ -175,13 +175,13 @@ def test_finished_runs_of_something_else_are_not_taken(
         monkeypatch.setattr("fedrax.__version__", "99.0")
         says = "and here is fedrax 99.0"
     elif changed == "program":
-        made = experiment.classification
+        made = tasks.classification
 
         def doubled(*arguments: Any) -> Task:
             task = made(*arguments)
             return Task(task.init, lambda params, batch, key: 2 * task.loss(params, batch, key), task.metrics)
 
-        monkeypatch.setattr(experiment, "classification", doubled)
+        monkeypatch.setattr(tasks, "classification", doubled)
         says = "its program differ"
     else:
         (events.parent / "checkpoint" / "state.npz").unlink()

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from fedrax.cli.arguments import parse_experiment
 from fedrax.data import Federation, has_one_label, heterogeneity, label_counts
+from fedrax.diagnosis import gradient_dissimilarity
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
-from fedrax.simulation.dissimilarity import gradient_dissimilarity
 from fedrax.text import plain
 
 DESCRIPTION = """Divide a data set among clients: `fedrax partition [FILE.toml] [flags]`.

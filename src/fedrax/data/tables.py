@@ -137,7 +137,8 @@ def _read(
 
 def _is_text(column: pl.Series) -> bool:
     """Whether a column holds text; an empty one fits anything."""
-    return not column.dtype.is_numeric() and str(column.dtype) not in ("Boolean", "Null")
+    empty = column.null_count() == len(column)
+    return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
 def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:

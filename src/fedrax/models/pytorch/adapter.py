@@ -17,7 +17,7 @@ from jax import Array
 from fedrax.compiled.cores import use_all_cores
 from fedrax.errors import FedraxError, unknown
 from fedrax.models.model import Model, Params, Variables
-from fedrax.models.pytorch.program import Program, line_of_error, quiet
+from fedrax.models.pytorch.program import Program, line_of_error, only_batches_of, quiet
 
 QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """What is run once need not run fast."""
@@ -107,6 +107,7 @@ def from_torch(
         outputs, moved = whole.run(state, variables, _turned(x, channels_last), key)
         return outputs, _nested(moved)
 
+    _check_other_sizes(of(whole, first=False), state.init(jax.random.key(0)), batch, name)
     parts, given = [], batch
     for number, part in enumerate(blocks):
         traced = _Traced(torch, kept, _function(kept, part), given, f"{name}, block {part}")
@@ -122,6 +123,17 @@ def from_torch(
         module=kept,
         moving=frozenset(state.moving),
     )
+
+
+def _check_other_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
+    """Refuse a module with the example's size written into it; the tracer does not always notice."""
+    x = jax.ShapeDtypeStruct((len(batch) + 1, *batch.shape[1:]), _array(batch[:1]).dtype)
+    try:
+        fits = jax.eval_shape(apply, variables, x).shape[0] == len(batch) + 1
+    except FedraxError:
+        fits = False
+    if not fits:
+        raise FedraxError(only_batches_of(len(batch), name))
 
 
 class _Traced:

@@ -120,13 +120,17 @@ class Program:
             raise FedraxError(f"{self._name} must map one array to one array: wrap it in a module that does")
         node = next(n for n in self.graph.graph.nodes if n.op == "placeholder" and n.name == self._user_input())
         if isinstance(node.meta["val"].shape[0], int):
-            raise FedraxError(
-                f"{self._name} works for batches of {len(example)} alone: a size is written into it, as in view(4, 8); "
-                "write x.size(0) or -1"
-            )
+            raise FedraxError(only_batches_of(len(example), self._name))
 
     def _user_input(self) -> str:
         return next(node for node, spec in self.inputs.items() if spec.kind.name == "USER_INPUT")
+
+
+def only_batches_of(size: int, name: str) -> str:
+    """What is said of a module that reads batches of one size."""
+    return (
+        f"{name} works for batches of {size} alone: a size is written into it, as in view(4, 8); write x.size(0) or -1"
+    )
 
 
 _PYTHON = {"self": "x", "input": "x"}

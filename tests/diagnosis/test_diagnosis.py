@@ -1,0 +1,109 @@
+"""Measured constants against those that problems have by construction."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import Federation, FedraxError, LocalSGD, Settings, Task
+from fedrax.diagnosis import diagnose, gradient_dissimilarity
+from fedrax.diagnosis.gradients import Clients
+from fedrax.diagnosis.smoothness import curvature
+from fedrax.models import Linear
+
+
+def problem(loss: Callable, numbers: Any, start: Any) -> tuple[Task, Federation]:
+    """Clients with a list of numbers each, and the loss (x, number) -> scalar of each of these samples."""
+    values = np.concatenate([np.asarray(own, np.float32).reshape(len(own), -1) for own in numbers])
+    owner = np.repeat(np.arange(len(numbers)), [len(own) for own in numbers])
+    federation = Federation.from_arrays(values, np.zeros(len(values), np.float32), owner)
+
+    def losses(params: Any, batch: Any, key: Any) -> Any:
+        return jnp.stack([loss(params["x"], row) for row in batch.x]) if len(batch.x) == 1 else _each(params, batch)
+
+    def _each(params: Any, batch: Any) -> Any:
+        import jax
+
+        return jax.vmap(lambda row: loss(params["x"], row))(batch.x)
+
+    return Task(lambda key: {"x": jnp.asarray(start, jnp.float32)}, losses), federation
+
+
+def squares(x: Any, b: Any) -> Any:
+    """|x - b|^2 / 2."""
+    return 0.5 * jnp.sum((x - b) ** 2)
+
+
+RUN = {"rounds": 16, "cohort_size": 2, "eval_every": 16}
+
+
+def test_two_parabolas():
+    """f_i = (x -+ c)^2 / 2: |grad f_i| is |grad f| + c for the farther one, whatever x is."""
+    task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
+    assert found.kappa == pytest.approx(3, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
+    assert (found.l0, found.l1) == pytest.approx((1, 0), abs=1e-3)
+    assert found.noise == 0
+    x = 8 * (1 - 0.1) ** (2 * 16)  # the mean of both clients is gradient descent on f
+    assert found.points[-1].gradient == pytest.approx(x, rel=1e-3)
+    assert found.points[-1].apart == pytest.approx(3, rel=1e-3)
+    assert found.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
+    assert found.points[0].drift == pytest.approx(3 * (1 - 0.9**2), rel=1e-3)
+    assert found.points[0].update == pytest.approx(8 * (1 - 0.9**2), rel=1e-3)
+
+
+def test_clients_of_unlike_curvature():
+    """f_i = s_i x^2 / 2: |grad f_i| = (s_i / mean s) |grad f|."""
+    task, federation = problem(lambda x, s: 0.5 * s[0] * jnp.sum(x**2), [[1.0], [2.0], [6.0]], [5.0])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.02, steps=1, batch_size="full"))
+    assert found.kappa == pytest.approx(0, abs=1e-3) and found.rho == pytest.approx(2, rel=1e-3)
+    assert found.dissimilarity == pytest.approx(np.sqrt((1 + 4 + 36) / 3) / 3, rel=1e-3)
+
+
+def test_curvature_that_grows_with_the_gradient():
+    """f = exp(a x): f'' = a f'."""
+    task, federation = problem(lambda x, a: jnp.exp(a[0] * jnp.sum(x)), [[1.5], [1.5]], [1.5])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.05, steps=1, batch_size="full"))
+    assert found.l1 == pytest.approx(1.5, rel=0.01) and found.l0 == pytest.approx(0, abs=0.05)
+    assert found.growth > 0.9
+
+
+def test_noise_of_single_samples():
+    """On |x - b|^2 / 2 a sample's gradient is x - b: the noise is the spread of a client's b, wherever x is."""
+    rng = np.random.default_rng(0)
+    numbers = [rng.normal(scale=scale, size=(n, 3)) for n, scale in ((5, 1.0), (40, 2.0), (70, 0.5))]
+    task, federation = problem(squares, numbers, np.zeros(3))
+    clients = Clients(task, federation)
+    sigma = np.sqrt(np.mean([own.var(axis=0).sum() for own in numbers]))
+    every = np.full((3, 70), -1)
+    for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
+        every[i, :size] = low + np.arange(size)
+    assert clients.noise({"x": jnp.ones(3)}, every) == pytest.approx(sigma, rel=1e-5)
+    few = [
+        clients.noise({"x": jnp.ones(3)}, np.stack([rng.choice(r[r >= 0], 4, False) for r in every]))
+        for _ in range(200)
+    ]
+    assert np.mean(np.square(few)) == pytest.approx(sigma**2, rel=0.1)
+
+
+def test_the_norm_of_the_hessian():
+    """Softmax-free: a quadratic form of known eigenvalues, over clients of unlike sizes."""
+    rng = np.random.default_rng(1)
+    rows = [rng.normal(size=(n, 6)) for n in (3, 8, 20)]
+    task, federation = problem(lambda x, a: 0.5 * jnp.dot(a, x) ** 2, rows, np.zeros(6))
+    hessian = np.mean([own.T @ own / len(own) for own in rows], axis=0)
+    expected = np.linalg.eigvalsh(hessian)[-1]
+    assert curvature(task, federation, 1000)({"x": jnp.ones(6)}) == pytest.approx(expected, rel=0.02)
+
+
+def test_statistics_are_refused():
+    linear = fedrax.classification(Linear().build((2,), 2))
+    import dataclasses
+
+    moving = dataclasses.replace(linear, loss_and_statistics=lambda v, b, k: (0, 0))
+    federation = Federation.from_arrays(np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
+    with pytest.raises(FedraxError, match="running statistics"):
+        gradient_dissimilarity(moving, federation)
