@@ -1,8 +1,10 @@
 """Measured constants against those that problems have by construction."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,11 +24,6 @@ def problem(loss: Callable, numbers: Any, start: Any) -> tuple[Task, Federation]
     federation = Federation.from_arrays(values, np.zeros(len(values), np.float32), owner)
 
     def losses(params: Any, batch: Any, key: Any) -> Any:
-        return jnp.stack([loss(params["x"], row) for row in batch.x]) if len(batch.x) == 1 else _each(params, batch)
-
-    def _each(params: Any, batch: Any) -> Any:
-        import jax
-
         return jax.vmap(lambda row: loss(params["x"], row))(batch.x)
 
     return Task(lambda key: {"x": jnp.asarray(start, jnp.float32)}, losses), federation
@@ -37,7 +34,7 @@ def squares(x: Any, b: Any) -> Any:
     return 0.5 * jnp.sum((x - b) ** 2)
 
 
-RUN = {"rounds": 16, "cohort_size": 2, "eval_every": 16}
+RUN: dict[str, Any] = {"rounds": 16, "cohort_size": 2, "eval_every": 16}
 
 
 def test_two_parabolas():
@@ -82,10 +79,8 @@ def test_noise_of_single_samples():
     for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
         every[i, :size] = low + np.arange(size)
     assert clients.noise({"x": jnp.ones(3)}, every) == pytest.approx(sigma, rel=1e-5)
-    few = [
-        clients.noise({"x": jnp.ones(3)}, np.stack([rng.choice(r[r >= 0], 4, False) for r in every]))
-        for _ in range(200)
-    ]
+    some = lambda: np.stack([rng.choice(own[own >= 0], 4, replace=False) for own in every])  # noqa: E731
+    few = [clients.noise({"x": jnp.ones(3)}, some()) for _ in range(200)]
     assert np.mean(np.square(few)) == pytest.approx(sigma**2, rel=0.1)
 
 
@@ -101,9 +96,7 @@ def test_the_norm_of_the_hessian():
 
 def test_statistics_are_refused():
     linear = fedrax.classification(Linear().build((2,), 2))
-    import dataclasses
-
-    moving = dataclasses.replace(linear, loss_and_statistics=lambda v, b, k: (0, 0))
+    moving = dataclasses.replace(linear, loss_and_statistics=lambda v, b, k: (jnp.zeros(1), 0))
     federation = Federation.from_arrays(np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
     with pytest.raises(FedraxError, match="running statistics"):
         gradient_dissimilarity(moving, federation)

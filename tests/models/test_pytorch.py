@@ -52,7 +52,7 @@ def test_outputs_gradients_and_statistics_are_pytorchs(name):
         return (found * weights.numpy()).sum()
 
     gradient = jax.jit(jax.grad(loss))(params)
-    # Rounding is in proportion to what was summed: a bias before batch norm has the gradient 0, of terms as large as others.
+    # Rounding is in proportion to what was summed: a bias before batch norm has the gradient 0, of terms like others'.
     limit = 2e-5 * max(1.0, *(float(p.grad.abs().max()) for p in trained.parameters() if p.grad is not None))
     for leaf, (label, parameter) in zip(*named(gradient, trained), strict=True):
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
