@@ -47,7 +47,7 @@ def test_help_is_instant() -> None:
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "resume", "profile", "show", "partition", "list"])
+@pytest.mark.parametrize("command", ["run", "compare", "resume", "profile", "show", "partition", "diagnose", "list"])
 def test_help(command: str, fedrax: Callable[..., Outcome]) -> None:
     outcome = fedrax(command, "--help")
     assert outcome.status == 0

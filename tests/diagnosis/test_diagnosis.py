@@ -1,6 +1,7 @@
 """Measured constants against those that problems have by construction."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import Federation, FedraxError, LocalSGD, Settings, Task
+from fedrax import Federation, FedraxError, LocalSGD, Settings, Task, cli
 from fedrax.diagnosis import diagnose, gradient_dissimilarity
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
@@ -100,3 +101,17 @@ def test_statistics_are_refused():
     federation = Federation.from_arrays(np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
     with pytest.raises(FedraxError, match="running statistics"):
         gradient_dissimilarity(moving, federation)
+
+
+def test_the_command_prints_what_the_function_finds(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--partition", "shards", "--partition.clients", "5", "--model", "logistic", "--run.rounds", "2"]
+    flags += ["--run.cohort-size", "3"]
+    steps = ["--algorithm.local.steps", "2", "--algorithm.local.lr", "0.1"]
+    assert cli.main(["diagnose", *flags, *steps, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [point["round"] for point in said["points"]] == [0, 1, 2]
+    assert all((tmp_path / f"diagnosis.{ending}").exists() for ending in ("png", "svg"))
+    assert cli.main(["diagnose", *flags, *steps, "--picture", "None"]) == 0
+    shown = capsys.readouterr().out
+    assert f"B = {said['dissimilarity']:.3g} at most" in shown and "picture" not in shown

@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "tables and curves of finished or running runs",
     "doctor": "what a run's directory holds, what is damaged, what can be saved",
     "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
+    "diagnose": "how clients, batches and curvature of a task bear on the methods' assumptions",
     "privacy": "what a private experiment spends, without training; the noise or the rounds for an epsilon",
     "audit": "attack a private experiment: a lower bound on its epsilon beside the claimed one",
     "profile": "where a round's time goes, and what bounds it",
