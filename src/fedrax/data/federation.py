@@ -157,20 +157,19 @@ class Federation:
 
         Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; they are numbered in
         sorted order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
-        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer
-        labels, the largest label plus one unless given. ``pixels`` says that x are images in bytes, ``padding`` which
-        label of y [n, ...] does not count. Types are those of ``as_samples``. Nothing is copied with ``offsets``,
-        ``shuffle=False`` and aligned arrays of types that JAX holds.
+        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer labels,
+        the largest plus one unless given. ``pixels`` says that x are bytes of images, ``padding`` which label of y [n,
+        ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
         train = as_samples(x, y, padding)
-        tested = as_samples(*test, padding) if test is not None else Samples(train.x[:0], train.y[:0])
+        tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
         check_alike(train, tested, f"federation {name!r}")
         if len(train.y) == 0:
             raise FedraxError("a federation needs training samples.")
         if train.y.dtype.kind == "i" and num_classes is None:
             num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
-        rows, test_rows = None, None
+        rows = test_rows = None
         if client_ids is not None:
             clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))
             if test_client_ids is not None:

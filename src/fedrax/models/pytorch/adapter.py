@@ -85,18 +85,13 @@ def from_torch(
     """
     torch = _torch()
     make = module if callable(module) and not isinstance(module, torch.nn.Module) else None
-    source = module if make is None else _made(torch, make, 0)
-    if not isinstance(source, torch.nn.Module):
-        raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
-    name = type(source).__name__
-    kept = copy.deepcopy(source).cpu().eval()
+    kept = _own_copy(torch, module if make is None else _made(torch, make, 0))
+    name = type(kept).__name__
     batch = _batch(torch, kept, example, name)
     whole = _Traced(torch, kept, lambda net, x: net(x), batch, name)
     state = _State(torch, kept, whole.training.moved)
-    if whole.evaluation.moved:
-        raise FedraxError(
-            f"{name} moves {', '.join(whole.evaluation.moved)} in evaluation too: ask self.training first"
-        )
+    if moved := ", ".join(whole.evaluation.moved):
+        raise FedraxError(f"{name} moves {moved} in evaluation too: ask self.training first")
     whole.compare(state, batch)
 
     def of(traced: _Traced, first: bool = True) -> Callable:
@@ -123,6 +118,12 @@ def from_torch(
         module=kept,
         moving=frozenset(state.moving),
     )
+
+
+def _own_copy(torch: ModuleType, source: Any) -> Any:
+    if not isinstance(source, torch.nn.Module):
+        raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
+    return copy.deepcopy(source).cpu().eval()
 
 
 def _check_other_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
