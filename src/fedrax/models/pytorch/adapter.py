@@ -79,9 +79,8 @@ def from_torch(
     ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last layer
     reads, and the parts that ``forward`` applies one after the other.
 
-    The outputs for ``example`` are compared with PyTorch's, and where nothing is random those of training too. Raises
-    FedraxError for a module that cannot be traced, naming the line of its source, that uses an operator that fedrax
-    has no form of, works for one size of batch only, or gives other numbers.
+    The outputs for ``example`` are compared with PyTorch's, where nothing is random in training too. FedraxError for a
+    module that cannot be traced, has operators without a form here (both with the source line), or other numbers.
     """
     torch = _torch()
     make = module if callable(module) and not isinstance(module, torch.nn.Module) else None
