@@ -23,8 +23,9 @@ def test_of_two_classes() -> None:
 
 
 def test_of_several_classes() -> None:
-    probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
-    assert auc(LOGITS, LABELS) == pytest.approx(roc_auc_score(LABELS, probabilities, multi_class="ovr"))
+    logits = RNG.normal(size=(200, 4)) + 0.8 * np.eye(4)[LABELS]  # no ties: after a softmax rounding decides them
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert auc(logits, LABELS) == pytest.approx(roc_auc_score(LABELS, probabilities, multi_class="ovr"))
     assert f1(LOGITS, LABELS) == pytest.approx(f1_score(LABELS, LOGITS.argmax(1), average="macro"))
 
 
@@ -51,12 +52,13 @@ def test_in_a_run_and_a_loss_of_ones_own() -> None:
     task = fedrax.supervised(Linear().build((3,), 1), hinge, {"margin": margin}, whole_set={"auc": METRICS["auc"]})
     result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=2, cohort_size=2)
     weight, bias = (np.asarray(result.params["output"][name]) for name in ("weight", "bias"))
-    outputs = x[200:] @ weight + bias
+    outputs = x[200:] @ weight.T + bias
     last = result.events[-1]
     assert last["test_auc"] == pytest.approx(roc_auc_score(y[200:], outputs[:, 0]), abs=1e-6)
     assert last["test_margin"] == pytest.approx(((2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
     assert last["test_loss"] == pytest.approx(np.maximum(0, 1 - (2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
-    tuned = fedrax.tune(fedrax.FedAvg(), task, federation, {"local.lr": (0.01, 0.1)}, metric="auc", rounds=2)
+    run = {"rounds": 2, "cohort_size": 2}
+    tuned = fedrax.tune(fedrax.FedAvg(), task, federation, {"local.lr": (0.01, 0.1)}, metric="auc", **run)
     assert tuned.algorithm.local.lr == tuned.best.point["local.lr"] and "Tuned by validation auc" in repr(tuned)
     with pytest.raises(fedrax.FedraxError, match="did you mean 'local'"):
         fedrax.tune(fedrax.FedAvg(), task, federation, {"locl.lr": (0.01, 0.1)})
