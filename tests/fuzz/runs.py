@@ -46,8 +46,12 @@ def reference() -> Result:
 
 @st.composite
 def directories(draw: st.DrawFn) -> dict[str, bytes | str]:
-    """What becomes of each file that does not stay as it is: other bytes, or something else in its place."""
-    changed = draw(st.lists(st.sampled_from(sorted(whole())), min_size=1, max_size=2, unique=True))
+    """What becomes of each file that does not stay as it is: other bytes, or something else in its place.
+
+    Whole directories are among them: 5 of 150 damaged ones are sound, or none, for what Hypothesis draws depends on the
+    constants of all modules that happen to be loaded.
+    """
+    changed = draw(st.lists(st.sampled_from(sorted(whole())), max_size=2, unique=True))
     return {name: draw(st.sampled_from(OTHERS) | damaged(whole()[name])) for name in changed}
 
 
