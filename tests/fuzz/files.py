@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import tempfile
 from functools import cache
@@ -40,7 +41,15 @@ def whole() -> dict[str, bytes]:
     image = _bytes(Image.new("RGB", (32, 32), (1, 2, 3)).save, "PNG")
     table = pl.DataFrame({"img": [{"bytes": image, "path": None}] * 2, "label": [0, 1]})
     idx = bytes([0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 4]) + bytes(range(80))
+    users = {"a": {"x": [[0.5, 1]] * 3, "y": [0, 1, 2]}, "b": {"x": [[1e-3, -2]], "y": [1]}}
+    texts = {"a": {"x": ["to be", "o be,"], "y": [",", " "]}, "b": {"x": ["be, o"], "y": ["r"]}}
+    vectors, said = (
+        json.dumps({"users": ["a", "b"], "num_samples": [len(d["y"]) for d in data.values()], "user_data": data})
+        for data in (users, texts)
+    )
     return {
+        "vectors.leaf": vectors.encode(),
+        "texts.leaf": said.encode(),
         "d.csv": ("a,b,user,label\n" + rows).encode(),
         "plain.npz": _bytes(np.savez, **arrays),
         "packed.npz": _bytes(np.savez_compressed, **arrays),

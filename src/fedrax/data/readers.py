@@ -13,6 +13,7 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.leaf import load_leaf
 from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
@@ -309,6 +310,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
+        DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
     )
 }
