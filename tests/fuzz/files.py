@@ -56,6 +56,8 @@ def whole() -> dict[str, bytes]:
         "train-images-idx3-ubyte": idx,
         "train-images-idx3-ubyte.gz": gzip.compress(idx, mtime=0),
         "train.parquet": _bytes(table.write_parquet),
+        "picture.png": _bytes(Image.new("RGB", (5, 4), (1, 2, 3)).save, "PNG"),
+        "picture.jpg": _bytes(Image.new("L", (5, 4), 9).save, "JPEG"),
         "trace.csv": b"round,client\n0,0\n0,2\n1,1\n2,0\n",
         "x.toml": b"name = 'x'\n[algorithm]\nname = 'fedavg'\nlocal = { lr = 0.1, steps = 2 }\n[run]\nrounds = 4\n",
     }
@@ -92,6 +94,11 @@ def read(path: Path) -> None:
         case "train.parquet":
             images, labels, _ = read_image_table(path, "label", (32, 32))
             assert images.shape[1:] == (32, 32, 3) and len(images) == len(labels)
+        case "picture.png" | "picture.jpg":
+            folder = path.parent / "of" / "class"
+            folder.mkdir(parents=True)
+            path.rename(folder / path.name)
+            assert_sound(load("image_folder", path=folder.parent, size=(3, 2), test_fraction=0.0))
         case name if "idx" in name:
             labels = bytes([0, 0, 8, 1, 0, 0, 0, 5, 0, 1, 2, 0, 1])
             for other, content in (("train-labels-idx1", labels), ("t10k-labels-idx1", labels)):

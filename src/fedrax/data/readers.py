@@ -13,6 +13,7 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.image_folders import load_image_folder
 from fedrax.data.leaf import load_leaf
 from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
@@ -311,6 +312,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
         DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),
+        DatasetEntry("image_folder", "your PNG and JPEG files, a folder for each class", load_image_folder),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
     )
 }
