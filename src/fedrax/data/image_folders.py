@@ -18,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from fedrax.data.columns import from_rows, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.files import MAX_BYTES
-from fedrax.data.tables import from_rows, split
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import reading
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fedrax.data.columns import classes_or_targets, from_rows, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.files import MAX_BYTES
-from fedrax.data.tables import classes_or_targets, from_rows, split
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import read_json

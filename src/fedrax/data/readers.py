@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedrax.data.columns import classes_or_targets, from_rows, rows_of, split
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.image_folders import load_image_folder
@@ -18,7 +19,7 @@ from fedrax.data.leaf import load_leaf
 from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
-from fedrax.data.tables import classes_or_targets, from_rows, load_csv, rows_of, split, spread_notes
+from fedrax.data.tables import load_csv, spread_notes
 from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
 
