@@ -2,6 +2,7 @@
 #   make demo   the first comparison, offline, on the bundled digits
 #   make test   the whole test suite
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
+#   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make lint   ruff and pyright
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-torch oldest reliability lint docs figures clean
+.PHONY: demo test test-torch test-huggingface oldest reliability lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -23,6 +24,9 @@ test: .venv/.dev
 
 test-torch: .venv-torch/.made
 	.venv-torch/bin/python -m pytest tests/models/test_pytorch.py tests/docs/test_examples.py
+
+test-huggingface: .venv-huggingface/.made
+	.venv-huggingface/bin/python -m pytest tests/data/test_huggingface.py
 
 oldest:
 	$(firstword $(PYTHON)) -m venv --clear .venv-oldest
@@ -62,7 +66,7 @@ figures: .venv/.user
 	rm hospitals.csv
 
 clean:
-	rm -rf .venv .venv-oldest .venv-torch docs/_build
+	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml
@@ -89,4 +93,9 @@ clean:
 .venv-torch/.made: .venv/.made pyproject.toml
 	$(BIN)/python -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --editable '.[test,torch]'
+	@touch $@
+
+.venv-huggingface/.made: .venv/.made pyproject.toml
+	$(BIN)/python -m venv .venv-huggingface
+	.venv-huggingface/bin/python -m pip install --quiet --editable '.[huggingface,test]'
 	@touch $@

@@ -299,6 +299,7 @@ def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
     with pytest.raises(FedraxError, match="did you mean 'region'"):
         load("csv", **options, partition_by="regions")
     by = np.array([-1, 0, 1])
-    for wrong in (by, by[1:].astype(float), np.array(["a", "b", "c"])):
+    wrongs: list[np.ndarray] = [by, by[1:].astype(float), np.array(["a", "b", "c"])]
+    for wrong in wrongs:
         with pytest.raises(FedraxError, match="partition"):
             replace(labelled([0, 1, 2]), partition_by=wrong)

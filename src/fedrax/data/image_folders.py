@@ -6,11 +6,8 @@ refused: a folder from elsewhere shows what is in it, and nothing else of the ma
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +17,11 @@ import numpy as np
 
 from fedrax.data.columns import from_rows, split
 from fedrax.data.dataset import Dataset, as_samples
-from fedrax.data.files import MAX_BYTES
-from fedrax.errors import FedraxError, unknown
+from fedrax.data.decoding import MAX_FILE, check_form, decoded, moments
+from fedrax.errors import FedraxError
 from fedrax.files import reading
 
-MAX_SIDE = 4096
-"""Pixels of a side that images are resized to."""
-MAX_PIXELS, MAX_FILE = 50_000_000, 256 << 20
-"""Pixels and bytes of a file."""
-MODES = {"rgb": ("RGB", 3), "grey": ("L", 1)}
 ENDINGS = (".png", ".jpg", ".jpeg")
-TOGETHER = 1024
-"""Images under way at once."""
-_EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 
 
 @dataclass
@@ -61,23 +50,17 @@ def load_image_folder(
     of the training pixels. Without a test folder each client, or else each class, keeps ``test_fraction`` of its images
     for the test.
     """
-    if color not in MODES:
-        raise unknown("color:", color, MODES)
-    if len(size) != 2 or not all(1 <= side <= MAX_SIDE for side in size):
-        raise FedraxError(f"size is a height and a width of 1 to {MAX_SIDE:,} pixels, not {list(size)}.")
+    shape, mode = check_form(size, color)
     parts = [_listed(folder, clients) for folder in _parts(Path(path))]
     paths = [file for part in parts for file in part.paths]
-    mode, channels = MODES[color]
-    if len(paths) * math.prod(size) * channels > MAX_BYTES:
-        raise FedraxError(f"{path}: {len(paths):,} images of size {list(size)} are more than {MAX_BYTES >> 30} GiB.")
     found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
     names, owner = np.unique([name for part in parts for name in part.clients], return_inverse=True)
-    images = _decoded(paths, (*size, channels), mode)
+    images = decoded(paths, partial(reading, limit=MAX_FILE), shape, mode, str(path))
     if len(parts) == 2:
         train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
     else:
         train, test = split(y, owner if clients else None, test_fraction, seed)
-    mean, std = _moments(images, train)
+    mean, std = moments(images, train)
     made = from_rows(
         Path(path).resolve().name or "images",
         as_samples(images, y),
@@ -139,51 +122,6 @@ def _listed(path: Path, clients: bool) -> Listing:
 def _written(folder: Path) -> str:
     """The name of a folder, which may hold bytes that are no text."""
     return os.fsencode(folder.name).decode("utf-8", "replace")
-
-
-def _decoded(paths: Sequence[Path], shape: tuple[int, int, int], mode: str) -> np.ndarray:
-    """The images uint8 [n, *shape]; those of one block are decoded at the same time."""
-    images = np.empty((len(paths), *shape), np.uint8)
-    decode = partial(_image, shape=shape, mode=mode)
-    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        for rows in _blocks(len(paths)):
-            for row, image in zip(rows, pool.map(decode, paths[rows.start : rows.stop]), strict=True):
-                images[row] = image
-    return images
-
-
-def _blocks(rows: int) -> Iterator[range]:
-    return (range(start, min(start + TOGETHER, rows)) for start in range(0, rows, TOGETHER))
-
-
-def _image(path: Path, shape: tuple[int, int, int], mode: str) -> np.ndarray:
-    from PIL import Image
-
-    with reading(path, MAX_FILE) as file:
-        try:
-            with Image.open(file, formats=("JPEG", "PNG")) as image:
-                if math.prod(image.size) > MAX_PIXELS:  # known before any pixel is decompressed
-                    raise FedraxError(f"{path} announces {image.size} pixels, more than {MAX_PIXELS:,} in all.")
-                if image.mode not in _EIGHT_BITS:
-                    raise FedraxError(f"{path} has more than 8 bits a channel (mode {image.mode}): convert it first.")
-                resized = image.convert(mode).resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
-                return np.asarray(resized).reshape(shape)
-        except FedraxError:
-            raise
-        except Exception as error:  # a damaged image may break the decoders in any way; too large ones have their own
-            raise FedraxError(f"{path} is not a readable JPEG or PNG image ({error}).") from error
-
-
-def _moments(images: np.ndarray, train: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel of the training images, scaled by 1/255; of a constant one 1."""
-    counts = np.zeros((images.shape[-1], 256), np.int64)
-    for rows in _blocks(len(train)):
-        block = images[train[rows.start : rows.stop]]
-        counts += [np.bincount(block[..., c].ravel(), minlength=256) for c in range(len(counts))]
-    values, weights = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
-    mean = weights @ values
-    std = np.sqrt((weights * (values - mean[:, None]) ** 2).sum(1))
-    return tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist())
 
 
 def _notes(parts: Sequence[Listing]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 from fedrax.data.columns import classes_or_targets, from_rows, rows_of, split
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.huggingface import load_huggingface
 from fedrax.data.image_folders import load_image_folder
 from fedrax.data.leaf import load_leaf
 from fedrax.data.quartic import load_quartic_pair
@@ -314,6 +315,7 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
         DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),
         DatasetEntry("image_folder", "your PNG and JPEG files, a folder for each class", load_image_folder),
+        DatasetEntry("huggingface", "a data set of Hugging Face's datasets on your disk", load_huggingface),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
     )
 }

@@ -69,9 +69,14 @@ def load_csv(
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
     table, first = _read(Path(path), test_path, tuple(missing_as), chosen.named)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
-    features = _encode(table, chosen, owners.train, str(path))
-    x, said = _standardised(features, owners.train, owners.clients, standardise)
-    made = owners.dataset(Path(path).stem, x.astype(np.float32), (*features.notes, *said))
+    return dataset_of(table, chosen, owners, Path(path).stem, str(path))
+
+
+def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
+    """The data set of a table's rows, its features turned into numbers and standardised."""
+    features = _encode(table, chosen, owners.train, path)
+    x, said = _standardised(features, owners.train, owners.clients, chosen.standardise)
+    made = owners.dataset(name, x.astype(np.float32), (*features.notes, *said))
     return replace(made, feature_names=features.names)
 
 
