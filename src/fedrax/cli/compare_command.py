@@ -57,6 +57,8 @@ class CompareOptions(Reporting):
     """Seeds of the runs to choose by; by default the file's, or the first of the seeds."""
     metric: str | None = None
     """What to choose by; by default the file's, or accuracy, or the loss where there is none."""
+    on: str | None = None
+    """Whose workers make the runs: dask://HOST:PORT or ray://HOST:PORT; by default they are made here."""
     out: Path | None = None
     """Directory of the comparison; by default runs/NAME."""
     json: bool = False
@@ -68,7 +70,8 @@ def main(args: list[str]) -> int:
     spec, options = read_arguments(args)
     with shown_progress(options) as bar:
         try:
-            outcome = compare(spec, directory=options.out, data_dir=options.data_dir, watcher=Shown(options, bar))
+            places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
+            outcome = compare(spec, **places, watcher=Shown(options, bar))
         except KeyboardInterrupt as stop:
             print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
             return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
@@ -113,6 +116,8 @@ def with_options(spec: Comparison, options: CompareOptions) -> Comparison:
         changes["grids"] = dict.fromkeys((method.name for method in spec.methods), grid.from_flags(options.grid))
     given = {"validation": options.validation, "seeds": options.search_seeds or None, "metric": options.metric}
     search = {name: value for name, value in given.items() if value is not None}
+    if options.on is not None and (options.tensorboard or options.wandb or options.mlflow):
+        raise FedraxError("trackers see the runs that are made here: leave --on out, or --tensorboard and the like.")
     spec = dataclasses.replace(spec, **changes, search=dataclasses.replace(spec.search, **search))
     if search and not spec.grids:
         raise FedraxError("there is nothing to choose by validation data: give --grid PATH=VALUE,VALUE,...")

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedrax import files
 from fedrax.errors import FedraxError
-from fedrax.experiments import comparison, experiment, running, search
+from fedrax.experiments import comparison, engines, experiment, running, search
 from fedrax.experiments import grid as grids_of
 from fedrax.experiments.comparison import Comparison
 from fedrax.experiments.running import Executors, Problem, Watcher
@@ -105,7 +105,7 @@ def compare(
     target: float | None = None,
     directory: str | Path | None = None,
     data_dir: str | Path | None = None,
-    executor: Executors | None = None,
+    executor: Executors | str | None = None,
     watcher: Watcher | None = None,
 ) -> Outcome:
     """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
@@ -114,7 +114,8 @@ def compare(
     grids, for all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``. seeds, target: in place of the file's. directory:
     by default the first of runs/NAME, runs/NAME-2, ... that is free or this comparison's own; what is finished there
     is not run again. executor: whose workers run it, in place of this process: a ``concurrent.futures.Executor`` or a
-    function that makes one, called again where an executor broke with a lost worker. Workers share the file system.
+    function that makes one, called again where an executor broke with a lost worker; or the address of a scheduler,
+    ``"dask://HOST:PORT"`` or ``"ray://HOST:PORT"``. Workers share the file system.
     watcher: who hears of its progress.
 
     The numbers are the same wherever runs are made, on equal devices.
@@ -130,6 +131,8 @@ def compare(
     changes |= {"target": target} if target is not None else {}
     spec = dataclasses.replace(spec, **changes)
     spec.check()
+    if isinstance(executor, str):
+        executor = engines.engine(executor)
     out = default_directory(spec) if directory is None else Path(directory)
     for job in spec.possible():  # before anything runs: all directories must be ours
         comparison.state_of(job.spec, out / job.place)

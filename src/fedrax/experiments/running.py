@@ -7,6 +7,7 @@ checkpoint, wherever it is run: workers need nothing but the same file system.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from functools import lru_cache
@@ -28,6 +29,8 @@ from fedrax.simulation.run import check_same
 
 ATTEMPTS = 3
 """Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
+ARRIVAL = 60.0
+"""Seconds in which what a worker has written must be seen here; network file systems take some."""
 Problem = tuple[Task, Federation]
 Executors = Executor | Callable[[], Executor]
 
@@ -176,7 +179,19 @@ def _note(outcome: tuple[str, str] | None, job: Job, out: Path, watcher: Watcher
     """What a worker said of a run."""
     if outcome is not None and outcome[0] == "refused":
         raise FedraxError(f"{job.title}: {outcome[1]}")
+    await_arrival(out / job.place / "experiment.toml", job.title)
     watcher.done(job, out / job.place, None if outcome is None else outcome[1])
+
+
+def await_arrival(file: Path, title: str) -> None:
+    """Return once a file is there that a worker says it has written; FedraxError if it never is."""
+    end = time.monotonic() + ARRIVAL
+    while not file.exists():
+        if time.monotonic() > end:
+            raise FedraxError(
+                f"{title}: its worker has finished it, but {file.parent} is not here: workers need the same file system"
+            )
+        time.sleep(0.5)
 
 
 def _words(error: BaseException) -> str:
