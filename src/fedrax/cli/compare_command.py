@@ -55,6 +55,9 @@ class CompareOptions(Reporting):
     """Share of each client's training rows to choose by; by default the file's, or 0.2."""
     search_seeds: tuple[int, ...] = ()
     """Seeds of the runs to choose by; by default the file's, or the first of the seeds."""
+    trials: int | None = None
+    """Settings of each method that Optuna tries in place of the whole grid, whose values may then be ranges:
+    algorithm.local.lr=0.001..1:log; by default the file's, or every point."""
     metric: str | None = None
     """What to choose by; by default the file's, or accuracy, or the loss where there is none."""
     on: str | None = None
@@ -115,6 +118,7 @@ def with_options(spec: Comparison, options: CompareOptions) -> Comparison:
     if options.grid:
         changes["grids"] = dict.fromkeys((method.name for method in spec.methods), grid.from_flags(options.grid))
     given = {"validation": options.validation, "seeds": options.search_seeds or None, "metric": options.metric}
+    given |= {"trials": options.trials}
     search = {name: value for name, value in given.items() if value is not None}
     if options.on is not None and (options.tensorboard or options.wandb or options.mlflow):
         raise FedraxError("trackers see the runs that are made here: leave --on out, or --tensorboard and the like.")
