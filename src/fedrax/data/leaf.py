@@ -56,7 +56,7 @@ def load_leaf(
     """LEAF's JSON: a file, a folder of them, or a folder with the folders train and test.
 
     Natural clients are the users, or the groups in ``hierarchies``, with their names. Vectors are float32 [n, d], or
-    [n, *shape]. Texts, strings or what stands at place ``text`` (from 0) of lists, are tokens int32 [n, length]:
+    ``[n, *shape]``. Texts, strings or what stands at place ``text`` (from 0) of lists, are tokens int32 [n, length]:
     characters where labels are single characters (not digits alone), else words as of sent140 (``min_count``,
     ``largest``), of the training rows; ``length`` is 80 characters or 25 words by default. Labels are classes where
     they are texts or whole numbers, else targets of a regression. Without a test folder each client keeps
