@@ -3,6 +3,8 @@
 #   make test   the test suite, but for tests that cross what others check one by one
 #   make test-all  the whole test suite
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
+#   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
+#   make test-ray  the tests that need Ray, in .venv-ray
 #   make lint   ruff and pyright
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
@@ -14,7 +16,7 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-torch oldest reliability lint docs figures clean
+.PHONY: demo test test-all test-torch test-huggingface test-ray oldest reliability lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -27,6 +29,12 @@ test-all: .venv/.dev
 
 test-torch: .venv-torch/.made
 	.venv-torch/bin/python -m pytest tests/models/test_pytorch.py tests/docs/test_examples.py
+
+test-huggingface: .venv-huggingface/.made
+	.venv-huggingface/bin/python -m pytest tests/data/test_huggingface.py
+
+test-ray: .venv-ray/.made
+	.venv-ray/bin/python -m pytest tests/cli/test_clusters.py
 
 oldest:
 	$(firstword $(PYTHON)) -m venv --clear .venv-oldest
@@ -66,7 +74,7 @@ figures: .venv/.user
 	rm hospitals.csv
 
 clean:
-	rm -rf .venv .venv-oldest .venv-torch docs/_build
+	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-ray docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml
@@ -93,4 +101,14 @@ clean:
 .venv-torch/.made: .venv/.made pyproject.toml
 	$(BIN)/python -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --editable '.[test,torch]'
+	@touch $@
+
+.venv-huggingface/.made: .venv/.made pyproject.toml
+	$(BIN)/python -m venv .venv-huggingface
+	.venv-huggingface/bin/python -m pip install --quiet --editable '.[huggingface,test]'
+	@touch $@
+
+.venv-ray/.made: .venv/.made pyproject.toml
+	$(BIN)/python -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --editable '.[ray,test]'
 	@touch $@

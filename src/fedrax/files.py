@@ -1,13 +1,14 @@
-"""Files written whole or not at all, and tables read from TOML."""
+"""Files written whole or not at all, and tables and JSON from outside, read within bounds."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ MAX_FILE = 1 << 20
 """Bytes of an experiment file, and of a CSV file's header."""
 MAX_CSV, MAX_COLUMNS = 4 << 30, 100_000
 """Bytes and columns of a CSV file."""
+MAX_JSON, MAX_VALUES = 1 << 30, 100_000_000
+"""Bytes and values of a JSON file."""
 
 
 @contextmanager
@@ -158,3 +161,33 @@ def read_table(path: Path) -> dict[str, Any]:
         raise FedraxError(f"{path} cannot be read as TOML: brackets in brackets, too deep.") from error
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise FedraxError(f"{path} cannot be read as TOML: {error}.") from error
+
+
+def read_json(path: Path, of_object: Callable[[dict[str, Any]], Any] = lambda table: table) -> Any:
+    """What a JSON file holds; FedraxError if it is none, holds a name twice in an object, or is too large.
+
+    ``of_object`` makes something of every object as soon as it is read, the inner ones first: a reader that turns lists
+    into arrays there never holds a whole file as Python objects.
+    """
+
+    def made(pairs: list[tuple[str, Any]]) -> Any:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise FedraxError(f"{path} holds {twice!r} twice in one object.")
+        return of_object(table)
+
+    def refuse(word: str) -> None:
+        raise FedraxError(f"{path} holds {word}, which is no number of JSON.")
+
+    try:
+        with reading(path, MAX_JSON) as file:
+            content = file.read()
+        values = sum(map(content.count, (b",", b"[", b"{")))  # every value but the outermost follows one of them
+        if values > MAX_VALUES:
+            raise FedraxError(f"{path} holds more than the {MAX_VALUES:,} values that are read of one file: split it.")
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=made, parse_constant=refuse)
+    except RecursionError as error:
+        raise FedraxError(f"{path} cannot be read as JSON: brackets in brackets, too deep.") from error
+    except (OSError, ValueError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise FedraxError(f"{path} cannot be read as JSON: {error}.") from error

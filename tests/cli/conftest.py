@@ -1,5 +1,6 @@
 """What the tests of the command line share: calling it in this process, in an empty directory."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from fedrax.cli import main
+from fedrax.experiments import comparing
 
 
 class Outcome(NamedTuple):
@@ -61,3 +63,28 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return path
+
+
+SEARCHED = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n" + TINY.replace("rounds = 4", "rounds = 2")
+"""A comparison of a grid."""
+
+
+@pytest.fixture(scope="session")
+def here(tmp_path_factory: pytest.TempPathFactory) -> comparing.Outcome:
+    """The comparison, made in this process."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "t.toml").write_text(SEARCHED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedrax.experiments.search.pays", lambda *_: False)  # here too, one by one
+        return comparing.compare(folder / "t.toml", directory=folder / "here")
+
+
+def numbers(directory: Path) -> dict[str, list]:
+    """The events of every run but their times."""
+    return {
+        str(path.parent.relative_to(directory)): [
+            {key: value for key, value in json.loads(line).items() if not key.startswith("seconds")}
+            for line in path.read_text().splitlines()
+        ]
+        for path in directory.rglob("events.jsonl")
+    }

@@ -1,6 +1,5 @@
 """Comparisons on the workers of an executor: equal to those made here, also where a worker is killed."""
 
-import json
 import os
 import signal
 import threading
@@ -14,12 +13,10 @@ import jax
 import pytest
 
 from fedrax.errors import FedraxError
-from fedrax.experiments.comparing import compare
+from fedrax.experiments.comparing import Outcome, compare
 from fedrax.experiments.running import Watcher
-from tests.cli.conftest import TINY
+from tests.cli.conftest import SEARCHED, numbers
 from tests.compiler import compile_quickly
-
-FILE = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n" + TINY.replace("rounds = 4", "rounds = 2")
 
 
 class Heard(Watcher):
@@ -32,17 +29,6 @@ class Heard(Watcher):
         self.said.append(text)
 
 
-def numbers(directory: Path) -> dict[str, list]:
-    """The events of every run but their times."""
-    return {
-        str(path.parent.relative_to(directory)): [
-            {key: value for key, value in json.loads(line).items() if not key.startswith("seconds")}
-            for line in path.read_text().splitlines()
-        ]
-        for path in directory.rglob("events.jsonl")
-    }
-
-
 def as_here() -> None:
     """A worker with the devices and the compiler of this process."""
     jax.config.update("jax_num_cpu_devices", 2)
@@ -53,11 +39,9 @@ def pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=as_here)
 
 
-def test_a_killed_workers_run_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_workers_run_is_taken_up(here: Outcome, tmp_path: Path) -> None:
     """One of two processes is killed in its first run; the numbers are those of the same runs here."""
-    (tmp_path / "t.toml").write_text(FILE)
-    monkeypatch.setattr("fedrax.experiments.search.pays", lambda *_: False)  # here too, one by one
-    here = compare(tmp_path / "t.toml", directory=tmp_path / "here")
+    (tmp_path / "t.toml").write_text(SEARCHED)
     made: list[ProcessPoolExecutor] = []
 
     def make() -> ProcessPoolExecutor:
@@ -70,7 +54,7 @@ def test_a_killed_workers_run_is_taken_up(tmp_path: Path, monkeypatch: pytest.Mo
     there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=make, watcher=heard)
     assert len(made) >= 2 and any("another one takes it up" in line for line in heard.said)
     assert dict(there.choices["fedavg"].best.point) == dict(here.choices["fedavg"].best.point)
-    assert numbers(tmp_path / "there") == numbers(tmp_path / "here")
+    assert numbers(tmp_path / "there") == numbers(here.directory)
 
 
 def kill_one(executor: ProcessPoolExecutor, directory: Path) -> None:
@@ -92,7 +76,7 @@ def broken() -> None:
 
 
 def test_what_cannot_be_taken_up_is_said(tmp_path: Path) -> None:
-    (tmp_path / "t.toml").write_text(FILE)
+    (tmp_path / "t.toml").write_text(SEARCHED)
     with Fragile(1) as fragile, pytest.raises(FedraxError, match="call again with a new one"):
         compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=fragile)
     with pytest.raises(FedraxError, match="3 executors broke"):

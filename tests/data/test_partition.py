@@ -1,5 +1,10 @@
 """Properties that every partition promises, and the shapes of each."""
 
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,6 +25,7 @@ from fedrax.data import (
     Shards,
     Similarity,
     heterogeneity,
+    load,
 )
 from fedrax.errors import FedraxError
 
@@ -271,3 +277,29 @@ def test_registry_lists_frozen_dataclasses_with_defaults():
     assert set(PARTITIONS.values()) == promised and len(PARTITIONS) == len(promised)
     for rule in PARTITIONS.values():
         assert hash(rule()) == hash(rule()) and rule.__doc__
+
+
+def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
+    """Partitions by a column are those of a data set whose label it is; labels stay what is learned."""
+    rng = np.random.default_rng(0)
+    region, age = rng.integers(0, 3, 60), rng.random(60).round(3)
+    rows = [f"{i},{'abc'[r]},{a},{i / 7}" for i, (r, a) in enumerate(zip(region, age, strict=True))]
+    (tmp_path / "t.csv").write_text("\n".join(["row,region,age,cost", *rows]))
+    options: dict[str, Any] = dict(path=tmp_path / "t.csv", label="cost", columns=("row",), test_fraction=0.0)
+    by_region, by_age = (load("csv", **options, partition_by=name) for name in ("region", "age"))
+    assert by_region.num_classes is None
+    for rule in (Shards(4, 2), DirichletClients(3, 1.0, 2), DirichletClasses(4, 0.3), ClassesPerClient(4, 2)):
+        made, direct = rule.assign(by_region, 1), rule.assign(labelled(region, 3), 1)
+        assert all(map(np.array_equal, made, direct))
+    sorted_ages = [age[rows] for rows in clients_of(Shards(5, 1).assign(by_age, 0))]
+    edges = sorted((ages.min(), ages.max()) for ages in sorted_ages)
+    assert all(one[1] <= other[0] for one, other in pairwise(edges))
+    with pytest.raises(FedraxError, match="no kinds to be partitioned by but fractions"):
+        DirichletClasses(4).assign(by_age, 0)
+    with pytest.raises(FedraxError, match="did you mean 'region'"):
+        load("csv", **options, partition_by="regions")
+    by = np.array([-1, 0, 1])
+    wrongs: list[np.ndarray] = [by, by[1:].astype(float), np.array(["a", "b", "c"])]
+    for wrong in wrongs:
+        with pytest.raises(FedraxError, match="partition"):
+            replace(labelled([0, 1, 2]), partition_by=wrong)

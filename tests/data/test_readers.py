@@ -63,7 +63,8 @@ def test_missing_directory_and_files_are_named(tmp_path, monkeypatch):
 
 def test_entries_say_what_they_need():
     assert {name for name, entry in DATASETS.items() if not entry.needs_files} == {
-        "digits", "synthetic", "matrix_sensing", "quartic_pair", "npz", "csv", "openml",
+        "digits", "synthetic", "matrix_sensing", "quartic_pair", "npz", "csv", "leaf", "image_folder", "huggingface",
+        "openml",
     }  # fmt: skip
     assert all(entry.name == name and entry.description for name, entry in DATASETS.items())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import tempfile
 from functools import cache
@@ -40,13 +41,23 @@ def whole() -> dict[str, bytes]:
     image = _bytes(Image.new("RGB", (32, 32), (1, 2, 3)).save, "PNG")
     table = pl.DataFrame({"img": [{"bytes": image, "path": None}] * 2, "label": [0, 1]})
     idx = bytes([0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 4]) + bytes(range(80))
+    users = {"a": {"x": [[0.5, 1]] * 3, "y": [0, 1, 2]}, "b": {"x": [[1e-3, -2]], "y": [1]}}
+    texts = {"a": {"x": ["to be", "o be,"], "y": [",", " "]}, "b": {"x": ["be, o"], "y": ["r"]}}
+    vectors, said = (
+        json.dumps({"users": ["a", "b"], "num_samples": [len(d["y"]) for d in data.values()], "user_data": data})
+        for data in (users, texts)
+    )
     return {
+        "vectors.leaf": vectors.encode(),
+        "texts.leaf": said.encode(),
         "d.csv": ("a,b,user,label\n" + rows).encode(),
         "plain.npz": _bytes(np.savez, **arrays),
         "packed.npz": _bytes(np.savez_compressed, **arrays),
         "train-images-idx3-ubyte": idx,
         "train-images-idx3-ubyte.gz": gzip.compress(idx, mtime=0),
         "train.parquet": _bytes(table.write_parquet),
+        "picture.png": _bytes(Image.new("RGB", (5, 4), (1, 2, 3)).save, "PNG"),
+        "picture.jpg": _bytes(Image.new("L", (5, 4), 9).save, "JPEG"),
         "trace.csv": b"round,client\n0,0\n0,2\n1,1\n2,0\n",
         "x.toml": b"name = 'x'\n[algorithm]\nname = 'fedavg'\nlocal = { lr = 0.1, steps = 2 }\n[run]\nrounds = 4\n",
     }
@@ -83,6 +94,11 @@ def read(path: Path) -> None:
         case "train.parquet":
             images, labels, _ = read_image_table(path, "label", (32, 32))
             assert images.shape[1:] == (32, 32, 3) and len(images) == len(labels)
+        case "picture.png" | "picture.jpg":
+            folder = path.parent / "of" / "class"
+            folder.mkdir(parents=True)
+            path.rename(folder / path.name)
+            assert_sound(load("image_folder", path=folder.parent, size=(3, 2), test_fraction=0.0))
         case name if "idx" in name:
             labels = bytes([0, 0, 8, 1, 0, 0, 0, 5, 0, 1, 2, 0, 1])
             for other, content in (("train-labels-idx1", labels), ("t10k-labels-idx1", labels)):

@@ -55,8 +55,13 @@ class CompareOptions(Reporting):
     """Share of each client's training rows to choose by; by default the file's, or 0.2."""
     search_seeds: tuple[int, ...] = ()
     """Seeds of the runs to choose by; by default the file's, or the first of the seeds."""
+    trials: int | None = None
+    """Settings of each method that Optuna tries in place of the whole grid, whose values may then be ranges:
+    algorithm.local.lr=0.001..1:log; by default the file's, or every point."""
     metric: str | None = None
     """What to choose by; by default the file's, or accuracy, or the loss where there is none."""
+    on: str | None = None
+    """Whose workers make the runs: dask://HOST:PORT or ray://HOST:PORT; by default they are made here."""
     out: Path | None = None
     """Directory of the comparison; by default runs/NAME."""
     json: bool = False
@@ -68,7 +73,8 @@ def main(args: list[str]) -> int:
     spec, options = read_arguments(args)
     with shown_progress(options) as bar:
         try:
-            outcome = compare(spec, directory=options.out, data_dir=options.data_dir, watcher=Shown(options, bar))
+            places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
+            outcome = compare(spec, **places, watcher=Shown(options, bar))
         except KeyboardInterrupt as stop:
             print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
             return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
@@ -112,7 +118,10 @@ def with_options(spec: Comparison, options: CompareOptions) -> Comparison:
     if options.grid:
         changes["grids"] = dict.fromkeys((method.name for method in spec.methods), grid.from_flags(options.grid))
     given = {"validation": options.validation, "seeds": options.search_seeds or None, "metric": options.metric}
+    given |= {"trials": options.trials}
     search = {name: value for name, value in given.items() if value is not None}
+    if options.on is not None and (options.tensorboard or options.wandb or options.mlflow):
+        raise FedraxError("trackers see the runs that are made here: leave --on out, or --tensorboard and the like.")
     spec = dataclasses.replace(spec, **changes, search=dataclasses.replace(spec.search, **search))
     if search and not spec.grids:
         raise FedraxError("there is nothing to choose by validation data: give --grid PATH=VALUE,VALUE,...")

@@ -6,6 +6,7 @@ Pictures are in ``fedrax.data.picture``, apart so that a run does not wait for m
 from fedrax.data.dataset import Dataset, Samples, as_samples
 from fedrax.data.federation import Federation, aligned
 from fedrax.data.heterogeneity import Heterogeneity, has_one_label, heterogeneity, label_counts
+from fedrax.data.huggingface import from_huggingface
 from fedrax.data.partition import (
     PARTITIONS,
     ClassesPerClient,
@@ -44,6 +45,7 @@ __all__ = [
     "Similarity",
     "aligned",
     "as_samples",
+    "from_huggingface",
     "has_one_label",
     "heterogeneity",
     "hold_out",

@@ -35,8 +35,10 @@ class Dataset:
     hold the natural client of each row as an integer [n], where the data has such clients. ``padding`` is the label
     of positions that do not count (-1, 255, ...), where y is [n, ...]. ``truth`` is what made the data, where it is
     known: models may measure how far they are from it. ``vocabulary`` are the words that tokens from 2 on stand for;
-    0 is padding, 1 any other word. ``client_names`` are those of the natural clients 0, 1, ...,
-    ``feature_names`` those of the columns of x [n, features], and ``notes`` sentences about what the reader did.
+    0 is padding, 1 any other word. ``client_names`` are those of the natural clients 0, 1, ..., ``feature_names`` those
+    of the columns of x [n, features], and ``notes`` sentences about what the reader did. Partitions that go by labels
+    go by ``partition_by`` in place of them where it is given: for each training row a whole number from 0, or a float
+    to sort by.
 
     Raises FedraxError if shapes disagree, a label is neither ``padding`` nor in 0 .. num_classes - 1, or x is of
     a type that JAX does not hold.
@@ -58,6 +60,7 @@ class Dataset:
     client_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    partition_by: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:
@@ -71,6 +74,11 @@ class Dataset:
             check_samples(samples, self.num_classes, where, self.pixels, self.padding)
             if clients is not None and (clients.shape != samples.y.shape[:1] or clients.dtype.kind not in "iu"):
                 raise FedraxError(f"{where}: clients must be one integer for each of {len(samples.y)} rows.")
+        by = self.partition_by
+        if by is not None and (by.shape != self.train.y.shape[:1] or by.dtype.kind not in "iuf"):
+            raise FedraxError(f"data set {self.name!r}: partition_by must be one number for each training row.")
+        if by is not None and by.dtype.kind == "i" and by.min() < 0:
+            raise FedraxError(f"data set {self.name!r}: whole numbers to partition by must be 0 or more.")
         if self.num_classes is not None and self.class_names and len(self.class_names) != self.num_classes:
             raise FedraxError(
                 f"data set {self.name!r}: {self.num_classes} classes but {len(self.class_names)} class names."

@@ -2,7 +2,7 @@
 
 Each rule is a frozen dataclass with ``assign(dataset, seed) -> Partition``. The same data set, rule and seed
 give the same partition; a rule that cannot be met ends in a FedraxError instead of searching for ever.
-No rule leaves a client without rows.
+No rule leaves a client without rows. Labels are the data set's ``partition_by`` where it has one.
 """
 
 from dataclasses import dataclass
@@ -326,11 +326,13 @@ def _rows(dataset: Dataset, clients: int) -> int:
 
 
 def _one_label_a_row(dataset: Dataset) -> np.ndarray:
-    """The training labels [n]; FedraxError where a row has several."""
+    """The training labels [n], or what stands in place of them; FedraxError where a row has several."""
+    if dataset.partition_by is not None:
+        return dataset.partition_by
     if dataset.train.y.ndim > 1:
         raise FedraxError(
             f"data set {dataset.name!r} has labels of shape {dataset.train.y.shape[1:]} a row, but this partition "
-            "goes by one label a row; use iid, lognormal or natural."
+            "goes by one label a row; use iid, lognormal or natural, or partition_by."
         )
     return dataset.train.y
 
@@ -338,14 +340,18 @@ def _one_label_a_row(dataset: Dataset) -> np.ndarray:
 def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
     """Labels [n] and the number of classes, for the rules that deal out classes."""
     _rows(dataset, clients)
-    if dataset.num_classes is None:
-        raise FedraxError(f"data set {dataset.name!r} has no classes (a regression), which this partition needs.")
-    if clients * dataset.num_classes > MAX_TABLE:
+    by, classes = dataset.partition_by, dataset.num_classes
+    if by is not None:
+        classes = None if by.dtype.kind == "f" else int(by.max()) + 1
+    if classes is None:
+        what = "classes (a regression)" if by is None else "kinds to be partitioned by but fractions"
+        raise FedraxError(f"data set {dataset.name!r} has no {what}, which this partition needs.")
+    if clients * classes > MAX_TABLE:
         raise FedraxError(
-            f"{clients} clients x {dataset.num_classes} classes are too many for this partition "
+            f"{clients} clients x {classes} classes are too many for this partition "
             f"(at most {MAX_TABLE:,} entries); iid, shards, similarity and mix have no such limit."
         )
-    return _one_label_a_row(dataset), dataset.num_classes
+    return _one_label_a_row(dataset), classes
 
 
 def _check_concentration(name: str, value: float) -> None:

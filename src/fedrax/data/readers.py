@@ -11,12 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
+from fedrax.data.columns import classes_or_targets, from_rows, rows_of, split
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.huggingface import load_huggingface
+from fedrax.data.image_folders import load_image_folder
+from fedrax.data.leaf import load_leaf
 from fedrax.data.quartic import load_quartic_pair
 from fedrax.data.sensing import load_matrix_sensing
 from fedrax.data.synthetic import load_synthetic
-from fedrax.data.tables import classes_or_targets, from_rows, load_csv, rows_of, split, spread_notes
+from fedrax.data.tables import load_csv, spread_notes
 from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
 
@@ -309,6 +313,9 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
+        DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),
+        DatasetEntry("image_folder", "your PNG and JPEG files, a folder for each class", load_image_folder),
+        DatasetEntry("huggingface", "a data set of Hugging Face's datasets on your disk", load_huggingface),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
     )
 }

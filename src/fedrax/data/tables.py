@@ -6,14 +6,15 @@ Whatever is estimated (means, deviations, categories) is estimated on training r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
-from fedrax.errors import FedraxError, unknown
+from fedrax.data.columns import Columns, Owners, check_columns
+from fedrax.data.dataset import Dataset
+from fedrax.errors import FedraxError
 from fedrax.files import read_csv
 
 if TYPE_CHECKING:
@@ -49,12 +50,14 @@ def load_csv(
     missing_as: tuple[str, ...] = (),
     categorical: tuple[str, ...] = (),
     max_categories: int = 50,
+    partition_by: str | None = None,
 ) -> Dataset:
     """A table with a header: the column ``label``, optionally a column ``client``, and features (float32).
 
     Features are the ``columns`` given, or all others but ``drop``. Integer or text labels are classes, in sorted
     order; floating ones, or all with labels="numbers", make a regression. The test part is ``test_path`` if given,
-    else ``test_fraction`` of each client's (or else each class's) rows.
+    else ``test_fraction`` of each client's (or else each class's) rows. Partitions that go by labels go by the column
+    ``partition_by`` in place of them.
 
     Columns of text, and those of ``categorical``, become a feature 0 or 1 for each category of the training rows, of
     which there may be ``max_categories``; a text that only test rows have is 0 everywhere. ``standardise`` takes mean
@@ -62,57 +65,23 @@ def load_csv(
     client's own. ``missing`` values (empty cells, NaN, the texts of ``missing_as``) are refused, or become the mean of
     the training rows (of the client's, where each client is standardised by itself), for texts a category of their own.
     """
-    _check_words(labels=labels, standardise=standardise, missing=missing)
-    wanted = (label, client, tuple(columns), tuple(drop), tuple(categorical))
-    table, train_rows = _read(Path(path), test_path, tuple(missing_as), *wanted)
-    y, names = classes_or_targets(_labels(table, label, labels, path))
-    clients, client_names = None, ()
-    if client is not None:
-        _refuse_missing(table, client, path)
-        found, clients = np.unique(table[client].to_numpy(), return_inverse=True)
-        client_names = tuple(str(name) for name in found)
-    if test_path is not None:
-        train, test = np.arange(train_rows), np.arange(train_rows, len(table))
-    else:
-        train, test = split(y, clients, test_fraction, seed)
-    chosen = [name for name in (columns or table.columns) if name not in (label, client, *drop)]
-    if not chosen:
-        raise FedraxError(f"{path} has no feature left: its columns are {', '.join(table.columns)}.")
-    features = _encode(table, chosen, train, missing == "mean", tuple(categorical), max_categories, str(path))
-    x, said = _standardised(features, train, clients, standardise)
-    return from_rows(
-        Path(path).stem,
-        as_samples(x.astype(np.float32), y),
-        clients,
-        train,
-        test,
-        names,
-        client_names=client_names,
-        feature_names=features.names,
-        notes=(*features.notes, *said),
-    )
+    chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
+    chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
+    table, first = _read(Path(path), test_path, tuple(missing_as), chosen.named)
+    owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
+    return dataset_of(table, chosen, owners, Path(path).stem, str(path))
 
 
-_WORDS = {
-    "labels": ("auto", "classes", "numbers"),
-    "standardise": ("all", "client", "none"),
-    "missing": ("refuse", "mean"),
-}
-
-
-def _check_words(**given: str) -> None:
-    for option, word in given.items():
-        if word not in _WORDS[option]:
-            raise unknown(f"{option}:", word, _WORDS[option])
+def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
+    """The data set of a table's rows, its features turned into numbers and standardised."""
+    features = _encode(table, chosen, owners.train, path)
+    x, said = _standardised(features, owners.train, owners.clients, chosen.standardise)
+    made = owners.dataset(name, x.astype(np.float32), (*features.notes, *said))
+    return replace(made, feature_names=features.names)
 
 
 def _read(
-    path: Path,
-    test_path: str | Path | None,
-    missing_as: tuple[str, ...],
-    label: str,
-    client: str | None,
-    *lists: tuple[str, ...],
+    path: Path, test_path: str | Path | None, missing_as: tuple[str, ...], named: Sequence[str]
 ) -> tuple[pl.DataFrame, int]:
     """The rows of both files, and how many are of the first; every column that is named is there."""
     import polars as pl
@@ -120,9 +89,7 @@ def _read(
     table = read_csv(path, missing_as)
     if not len(table):
         raise FedraxError(f"{path} holds no rows.")
-    for column in [label, *([client] if client else []), *(name for names in lists for name in names)]:
-        if column not in table.columns:
-            raise unknown(f"column of {path}", column, table.columns)
+    check_columns(table, named, path)
     if test_path is None:
         return table, len(table)
     other = read_csv(Path(test_path), missing_as)
@@ -141,51 +108,19 @@ def _is_text(column: pl.Series) -> bool:
     return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
-def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
-    if table[column].null_count():
-        raise FedraxError(
-            f"{path}: column {column!r} has missing values, which no row may have there: remove those rows"
-        )
-
-
-def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndarray:
-    """The label column as classes (integers, texts) or targets (floats)."""
-    _refuse_missing(table, label, path)
-    column = table[label]
-    if kind == "numbers":
-        if not column.dtype.is_numeric():
-            raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
-        y = column.to_numpy().astype(np.float64)
-    elif kind == "classes" and column.dtype.is_float():
-        y = np.array([f"{value:g}" for value in column.to_numpy()])
-    else:
-        y = column.to_numpy()
-    if y.dtype.kind == "f" and not np.isfinite(y).all():
-        raise FedraxError(f"{path}: column {label!r} holds numbers that are not finite.")
-    return y
-
-
-def _encode(
-    table: pl.DataFrame,
-    columns: Sequence[str],
-    train: np.ndarray,
-    impute: bool,
-    categorical: tuple[str, ...],
-    most: int,
-    path: str,
-) -> Features:
+def _encode(table: pl.DataFrame, chosen: Columns, train: np.ndarray, path: str) -> Features:
     """The columns as numbers: those of text by category, missing values filled or refused."""
     parts, names, numeric, notes = [], [], [], []
-    for name in columns:
+    for name in chosen.features(table, path):
         column = table[name].fill_nan(None) if table[name].dtype.is_float() else table[name]
         lost = column.null_count()
-        if lost and not impute:
+        if lost and chosen.missing == "refuse":
             raise FedraxError(
                 f'{path}: column {name!r} has missing values, {lost} of them: missing = "mean" puts the mean of the'
                 " training rows there, for texts a category of their own; drop leaves the column out."
             )
-        if name in categorical or _is_text(column):
-            part, titles, said = _one_hot(column, name, train, most, path)
+        if name in chosen.categorical or _is_text(column):
+            part, titles, said = _one_hot(column, name, train, chosen.max_categories, path)
             parts.append(part)
             names += titles
             numeric += [False] * len(titles)
@@ -298,49 +233,3 @@ def spread_notes(x: np.ndarray, names: Sequence[str] = ()) -> list[str]:
         f"warning: the deviations of the features reach from {std[low]:.3g} ({named[0]}) to {std[high]:.3g}"
         f" ({named[1]}): no step size suits both; standardise them"
     ]
-
-
-def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
-    if y.dtype.kind == "f":
-        return y.astype(np.float32), ()
-    labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
-    return codes.astype(np.int32), tuple(str(label) for label in labels)
-
-
-def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
-    groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
-    return split_test(groups, fraction, generator(seed, "test split"))
-
-
-def rows_of(samples: Samples, rows: np.ndarray) -> Samples:
-    """Some rows of samples."""
-    return Samples(samples.x[rows], samples.y[rows])
-
-
-def from_rows(
-    name: str,
-    samples: Samples,
-    clients: np.ndarray | None,
-    train: np.ndarray,
-    test: np.ndarray,
-    class_names: tuple[str, ...],
-    *,
-    client_names: tuple[str, ...] = (),
-    feature_names: tuple[str, ...] = (),
-    notes: tuple[str, ...] = (),
-) -> Dataset:
-    """A data set of rows that lie together."""
-    return Dataset(
-        name,
-        rows_of(samples, train),
-        rows_of(samples, test),
-        len(class_names) or None,
-        train_clients=None if clients is None else clients[train],
-        test_clients=None if clients is None else clients[test],
-        class_names=class_names,
-        client_names=client_names,
-        feature_names=feature_names,
-        notes=notes,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,24 @@ def encode(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) ->
         numbers = [number.get(word, UNKNOWN) for word in text[:length]]
         encoded[row, : len(numbers)] = numbers
     return encoded
+
+
+def encode_characters(texts: Sequence[str], train: np.ndarray, length: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The first ``length`` characters of each text by number, int32 [n, length], then padding; and the alphabet.
+
+    The alphabet are the characters of the rows ``train``, in order: the first of them has the number 2.
+    """
+    if length < 1:
+        raise FedraxError(f"a text has room for 1 character or more, not {length}.")
+    codes = np.array(texts, f"U{length}").view(np.uint32).reshape(len(texts), length)  # cut, filled up with 0
+    seen = np.zeros(sys.maxunicode + 1, bool)
+    seen[codes[train]] = True
+    seen[0] = False
+    alphabet = np.flatnonzero(seen)
+    number = np.full(len(seen), UNKNOWN, np.int32)
+    number[0] = PADDING
+    number[alphabet] = np.arange(UNKNOWN + 1, UNKNOWN + 1 + len(alphabet))
+    return number[codes], tuple(map(chr, alphabet))
 
 
 def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:

@@ -13,10 +13,10 @@ from typing import Any
 
 from fedrax import files
 from fedrax.errors import FedraxError
-from fedrax.experiments import comparison, experiment, running, search
+from fedrax.experiments import comparison, engines, experiment, running, search
 from fedrax.experiments import grid as grids_of
 from fedrax.experiments.comparison import Comparison
-from fedrax.experiments.running import Executors, Problem, Watcher
+from fedrax.experiments.running import Executors, Problem, Watcher, Workers
 from fedrax.report import curves, grids, tables
 from fedrax.report.runs import Method, Row, default_target, main_metric, summarise
 from fedrax.simulation import use_all_cores
@@ -57,7 +57,8 @@ class Outcome:
     def lines(self) -> list[str]:
         """What the table does not say: how settings were chosen, and what its target is."""
         spec = self.comparison
-        said = grids.lines(self.choices, spec.search.validation, spec.search_seeds) if self.choices else []
+        how = (spec.search.validation, spec.search_seeds, spec.search.trials)
+        said = grids.lines(self.choices, *how) if self.choices else []
         legend = tables.legend(self.target, spec.target is not None)
         return said + [legend] * bool(legend)
 
@@ -73,7 +74,7 @@ class Outcome:
             "methods": tables.values(self.rows),
         }
         if self.choices:
-            how = {"validation": spec.search.validation, "seeds": list(spec.search_seeds)}
+            how = {"validation": spec.search.validation, "seeds": list(spec.search_seeds), "trials": spec.search.trials}
             found["search"] = {**how, "methods": grids.values(self.choices)}
         return found
 
@@ -101,20 +102,24 @@ def compare(
     source: Comparison | str | Path | Sequence[str | Path],
     *,
     grid: Mapping[str, Any] | None = None,
+    trials: int | None = None,
     seeds: Sequence[int] = (),
     target: float | None = None,
     directory: str | Path | None = None,
     data_dir: str | Path | None = None,
-    executor: Executors | None = None,
+    executor: Executors | str | None = None,
     watcher: Watcher | None = None,
 ) -> Outcome:
     """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
 
     source: the file of a comparison, files with a method each, or a :class:`Comparison`. grid: in place of the file's
-    grids, for all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``. seeds, target: in place of the file's. directory:
+    grids, for all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``. trials: how many settings of each method Optuna is
+    to try in place of the whole grid, which may then have ranges: ``{"algorithm.local.lr": "0.001..1:log"}``. seeds,
+    target: in place of the file's. directory:
     by default the first of runs/NAME, runs/NAME-2, ... that is free or this comparison's own; what is finished there
     is not run again. executor: whose workers run it, in place of this process: a ``concurrent.futures.Executor`` or a
-    function that makes one, called again where an executor broke with a lost worker. Workers share the file system.
+    function that makes one, called again where an executor broke with a lost worker; or the address of a scheduler,
+    ``"dask://HOST:PORT"`` or ``"ray://HOST:PORT"``. Workers share the file system.
     watcher: who hears of its progress.
 
     The numbers are the same wherever runs are made, on equal devices.
@@ -126,14 +131,22 @@ def compare(
     if grid is not None:
         mine = grids_of.from_table(_with_lists(grid), "the grid")
         changes["grids"] = {method.name: mine for method in spec.methods}
+    changes |= {"search": dataclasses.replace(spec.search, trials=trials)} if trials is not None else {}
     changes |= {"seeds": tuple(seeds)} if seeds else {}
     changes |= {"target": target} if target is not None else {}
     spec = dataclasses.replace(spec, **changes)
     spec.check()
+    if isinstance(executor, str):
+        executor = engines.engine(executor)
     out = default_directory(spec) if directory is None else Path(directory)
     for job in spec.possible():  # before anything runs: all directories must be ours
         comparison.state_of(job.spec, out / job.place)
-    return _run(spec, out, data_dir, executor, watcher or Watcher())
+    workers = None if executor is None else Workers(executor)
+    try:
+        return _run(spec, out, data_dir, workers, watcher or Watcher())
+    finally:
+        if workers is not None:
+            workers.close()
 
 
 def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -161,7 +174,7 @@ def default_directory(spec: Comparison) -> Path:
         number += 1
 
 
-def _run(spec: Comparison, out: Path, data_dir: Any, executor: Executors | None, watcher: Watcher) -> Outcome:
+def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, watcher: Watcher) -> Outcome:
     use_all_cores()
     first = spec.methods[0]
     federation = experiment.load_federation(first, data_dir)
@@ -175,14 +188,14 @@ def _run(spec: Comparison, out: Path, data_dir: Any, executor: Executors | None,
 
     choices = {}
     if spec.grids:
-        choices = search.search(spec, out, task, held, watcher, executor, data_dir)
+        choices = search.search(spec, out, task, held, watcher, workers, data_dir)
     chosen = {label: dict(choice.best.point) for label, choice in choices.items()}
     jobs = spec.runs(chosen)
     running.check_kept(jobs, out, lambda: (task, federation))
-    if executor is None:
+    if workers is None:
         running.run_here(jobs, out, lambda: (task, federation), watcher)
     else:
-        running.run_on(executor, jobs, out, data_dir, watcher)
+        running.run_on(workers, jobs, out, data_dir, watcher)
     return Outcome(spec, out, tuple(_labelled(spec, out, chosen)), choices)
 
 

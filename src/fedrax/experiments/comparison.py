@@ -27,7 +27,7 @@ the common one. A method's table ``run`` changes settings of the run for it alon
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ import tomlkit
 
 from fedrax import files
 from fedrax.contract.fields import Bound, describe
-from fedrax.contract.hyperparameters import check
+from fedrax.contract.hyperparameters import Count, check
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, grid
 from fedrax.experiments.config import Reader
@@ -62,6 +62,8 @@ class Search:
     """Seeds of the runs to choose by; the first of the comparison's by default."""
     metric: str | None = None
     """What to choose by, after the last round; accuracy by default, the loss where there is none."""
+    trials: Count | None = None
+    """Settings of each method that Optuna tries, in place of every point of its grid; ranges need it."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,24 @@ class Comparison:
         if self.target is not None and not 0 < self.target <= 1:
             raise FedraxError(f"the target is an accuracy in (0, 1], not {self.target}.")
         check(self.search, "search")
+        self._check_search()
         for job in self.possible():
             try:
                 job.spec.check()
             except FedraxError as error:
                 raise FedraxError(f"{job.title}: {error}") from error
+
+    def _check_search(self) -> None:
+        trials = self.search.trials
+        if trials is not None and trials > grid.LARGEST:
+            raise FedraxError(f"{trials:,} trials are too many (limit: {grid.LARGEST:,}).")
+        for label, found in self.grids.items():
+            if found.ranges and trials is None:
+                path, values = next(iter(found.ranges.items()))
+                raise FedraxError(
+                    f"the grid of {label}: {path} is a range, {values}: say how many of its values Optuna is to try, by"
+                    " --trials N or trials in [search]."
+                )
 
     def _check_labels(self) -> None:
         """Each method needs a directory of its own."""
@@ -116,30 +131,51 @@ class Comparison:
         """Seeds of the runs to choose by."""
         return self.search.seeds or self.seeds[:1]
 
+    def is_sampled(self, label: str) -> bool:
+        """Whether Optuna chooses which settings of a method are tried."""
+        mine, trials = self.grids.get(label), self.search.trials
+        return mine is not None and trials is not None and (bool(mine.ranges) or mine.size > trials)
+
     @cached_property
     def candidates(self) -> dict[str, list[tuple[Point, Experiment]]]:
-        """The points of each method's grid and its experiments there; of a method without grid the one it has."""
-        return {
-            method.name: [
-                (point, grid.changed(method, point, f"the grid of {method.name}"))
-                for point in (self.grids[method.name].points() if method.name in self.grids else [{}])
-            ]
-            for method in self.methods
-        }
+        """The points of each method's grid and its experiments there; of a method without grid the one it has.
+
+        Where points are sampled, two of them: the ends of all ranges.
+        """
+        found: dict[str, list[tuple[Point, Experiment]]] = {}
+        for method in self.methods:
+            mine = self.grids.get(method.name)
+            points = [{}] if mine is None else mine.ends() if self.is_sampled(method.name) else mine.points()
+            found[method.name] = [(point, self.at(method, point)) for point in points]
+        return found
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, str], Experiment]:
+        return {}
+
+    def at(self, method: Experiment, point: Point) -> Experiment:
+        """The method's experiment at a point of its grid."""
+        key = method.name, repr(point)
+        if key not in self._made:
+            self._made[key] = grid.changed(method, point, f"the grid of {method.name}")
+        return self._made[key]
 
     def runs(self, chosen: Mapping[str, Point]) -> list[Job]:
         """Every run of the comparison, seed by seed; ``chosen`` are the settings of methods that have grids."""
-        specs = {
-            label: next((point, spec) for point, spec in found if point == chosen.get(label, {}))
-            for label, found in self.candidates.items()
-        }
-        return [Job.of(spec, seed, point) for seed in self.seeds for point, spec in specs.values()]
+        points = [(method, chosen.get(method.name, {})) for method in self.methods]
+        specs = [(point, self.at(method, point)) for method, point in points]
+        return [Job.of(spec, seed, point) for seed in self.seeds for point, spec in specs]
 
     def trials(self, label: str) -> list[Job]:
-        """The runs to choose a method's settings by, point by point; none of a method without grid."""
-        if label not in self.grids:
+        """The runs to choose a method's settings by, point by point; none of a method without grid, or sampled."""
+        if label not in self.grids or self.is_sampled(label):
             return []
-        held = [(p, dataclasses.replace(s, validation=self.search.validation)) for p, s in self.candidates[label]]
+        return self.trials_at(label, [point for point, _ in self.candidates[label]])
+
+    def trials_at(self, label: str, points: Sequence[Point]) -> list[Job]:
+        """The runs to judge some settings of a method by."""
+        method = next(method for method in self.methods if method.name == label)
+        held = [(p, dataclasses.replace(self.at(method, p), validation=self.search.validation)) for p in points]
         return [Job.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
 
     def possible(self) -> Iterator[Job]:

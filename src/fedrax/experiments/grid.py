@@ -2,13 +2,15 @@
 
     grid = { algorithm.local.lr = [0.01, 0.03, 0.1], algorithm.server_optimizer = ["none", "adam"] }
 
-A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary.
+A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary. In
+place of a list there may be a range, "0.001..1:log" or "1..10", of which Optuna tries some values.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import tomllib
 import zlib
 from collections.abc import Iterable, Mapping
@@ -27,16 +29,74 @@ LARGEST = 1000
 _VARIED = ("algorithm", "run")
 
 
+_NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``: whole ones where both ends are; evenly, or evenly in their logarithms."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has whole numbers alone."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def place(self, value: float) -> float:
+        """Where a value lies, from 0 (``low``) to 1."""
+        low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
+        return (at - low) / (high - low)
+
+    def __str__(self) -> str:
+        return f"{self.low}..{self.high}{':log' * self.log}"
+
+
+def range_of(text: str, source: str) -> Range | None:
+    """The range that a text means; None if it means none. FedraxError for one that is empty."""
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        return None
+    made = Range(value_of(found[1]), value_of(found[2]), found[3] is not None)
+    if not (math.isfinite(made.low) and math.isfinite(made.high) and made.low < made.high):
+        raise FedraxError(f"{source}: the range {text} has no numbers between its ends.")
+    if made.log and made.low <= 0:
+        raise FedraxError(f"{source}: the range {text} is logarithmic, so that it must begin above 0.")
+    return made
+
+
 @dataclass(frozen=True)
 class Grid:
-    """Paths, and the values that each of them takes in turn."""
+    """Paths, and the values that each of them takes in turn, or the range that they are from."""
 
-    axes: tuple[tuple[str, tuple[Any, ...]], ...]
+    axes: tuple[tuple[str, tuple[Any, ...] | Range], ...]
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges among the axes."""
+        return {path: values for path, values in self.axes if isinstance(values, Range)}
+
+    @property
+    def size(self) -> int:
+        """The number of points, ranges left out."""
+        return math.prod(len(values) for _, values in self.axes if not isinstance(values, Range))
 
     def points(self) -> list[Point]:
-        """Every combination; the last axis moves fastest."""
+        """Every combination, of a grid without ranges; the last axis moves fastest."""
         paths = [path for path, _ in self.axes]
-        return [dict(zip(paths, values, strict=True)) for values in itertools.product(*(v for _, v in self.axes))]
+        values = [values for _, values in self.axes if not isinstance(values, Range)]
+        return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
+
+    def ends(self) -> list[Point]:
+        """The point of all lower ends and first values, and that of all upper ends and last values."""
+        both = [
+            (path, (values.low, values.high) if isinstance(values, Range) else (values[0], values[-1]))
+            for path, values in self.axes
+        ]
+        return [{path: ends[i] for path, ends in both} for i in range(2)]
 
 
 def from_table(table: Any, source: str) -> Grid:
@@ -56,7 +116,7 @@ def from_flags(words: Iterable[str]) -> Grid:
         path = path.strip().replace("-", "_")
         if path in found:
             raise FedraxError(f"--grid names {path} twice.")
-        found[path] = [value_of(value) for value in values.split(",")]
+        found[path] = values if range_of(values, word) else [value_of(value) for value in values.split(",")]
     return _checked(found, "--grid")
 
 
@@ -81,6 +141,7 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _checked(found: Mapping[str, Any], source: str) -> Grid:
+    axes: list[tuple[str, tuple[Any, ...] | Range]] = []
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
             raise FedraxError(
@@ -89,16 +150,21 @@ def _checked(found: Mapping[str, Any], source: str) -> Grid:
             )
         if path == "run.seed":
             raise FedraxError(f"{source}: the seed is no setting to choose; seeds says which ones are run.")
+        within = range_of(values, f"{source}: {path}") if isinstance(values, str) else None
+        if within is not None:
+            axes.append((path, within))
+            continue
         if not isinstance(values, list) or not values:
-            raise FedraxError(f"{source}: {path} needs a list of values, not {values!r}.")
+            raise FedraxError(f'{source}: {path} needs a list of values or a range, "0.001..1:log", not {values!r}.')
         if any(value in values[:i] for i, value in enumerate(values)):
             raise FedraxError(f"{source}: {path} has a value twice in {values}.")
-    if not found:
+        axes.append((path, tuple(values)))
+    if not axes:
         raise FedraxError(f"{source}: the grid is empty.")
-    size = math.prod(len(values) for values in found.values())
-    if size > LARGEST:
-        raise FedraxError(f"{source}: a grid of {size:,} points is too large (limit: {LARGEST:,}).")
-    return Grid(tuple((path, tuple(values)) for path, values in found.items()))
+    made = Grid(tuple(axes))
+    if made.size > LARGEST:
+        raise FedraxError(f"{source}: a grid of {made.size:,} points is too large (limit: {LARGEST:,}).")
+    return made
 
 
 def changed(spec: Experiment, values: Point, source: str) -> Experiment:

@@ -7,6 +7,7 @@ checkpoint, wherever it is run: workers need nothing but the same file system.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from functools import lru_cache
@@ -28,6 +29,8 @@ from fedrax.simulation.run import check_same
 
 ATTEMPTS = 3
 """Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
+ARRIVAL = 60.0
+"""Seconds in which what a worker has written must be seen here; network file systems take some."""
 Problem = tuple[Task, Federation]
 Executors = Executor | Callable[[], Executor]
 
@@ -105,14 +108,43 @@ def _run(spec: Experiment, directory: Path, problem: Problem, sinks: Sequence[Si
     return None
 
 
-def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, watcher: Watcher) -> None:
-    """As ``run_here`` on the workers of an executor; the run of a worker that is lost is taken up by another.
+class Workers:
+    """An executor for as long as a comparison takes, and the next one where it breaks and there is a way to make one.
 
     Some executors break when they lose a worker (ProcessPoolExecutor). A function that makes executors is then called
-    for a new one; one that was given ready-made cannot be replaced, and FedraxError says what is left.
+    for a new one; one that was given ready-made cannot be replaced, and stays its owner's to end.
     """
-    made = None if isinstance(executors, Executor) else executors
-    executor = executors if isinstance(executors, Executor) else executors()
+
+    def __init__(self, executors: Executors):
+        self._make = None if isinstance(executors, Executor) else executors
+        self._executor = executors if isinstance(executors, Executor) else None
+
+    @property
+    def executor(self) -> Executor:
+        """The one in use."""
+        if self._executor is None:
+            assert self._make is not None
+            self._executor = self._make()
+        return self._executor
+
+    def replace(self, broken: BaseException) -> None:
+        """Go on with a new one; FedraxError where there is none."""
+        if self._make is None:
+            raise FedraxError(
+                "the executor has broken with a worker: call again with a new one, what is finished is kept; a"
+                " function that makes executors, in its place, is called for the next one by itself"
+            ) from broken
+        self.close()
+
+    def close(self) -> None:
+        """End what was made here."""
+        if self._make is not None and self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+
+
+def run_on(workers: Workers, jobs: Sequence[Job], out: Path, data_dir: Any, watcher: Watcher) -> None:
+    """As ``run_here`` on the workers of an executor; the run of a worker that is lost is taken up by another."""
     attempts, breaks = dict.fromkeys(range(len(jobs)), 0), 0
     todo = {job.place for job in unfinished(jobs, out)}
     left = {i for i, job in enumerate(jobs) if job.place in todo}
@@ -122,7 +154,7 @@ def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, 
             broken: BaseException | None = None
             try:
                 for i in sorted(left - set(running.values())):
-                    running[_submit(executor, jobs[i], out, data_dir)] = i
+                    running[_submit(workers.executor, jobs[i], out, data_dir)] = i
             except BrokenExecutor as error:
                 broken = error
             for future in wait(running, return_when=FIRST_COMPLETED).done if broken is None else ():
@@ -144,18 +176,11 @@ def run_on(executors: Executors, jobs: Sequence[Job], out: Path, data_dir: Any, 
                 breaks += 1
                 if breaks == ATTEMPTS:
                     raise FedraxError(f"{ATTEMPTS} executors broke with no run finished ({_words(broken)})") from broken
-                if made is None:
-                    raise FedraxError(
-                        "the executor has broken with a worker: call again with a new one, what is finished is kept; a"
-                        " function that makes executors, in its place, is called for the next one by itself"
-                    ) from broken
-                executor.shutdown(wait=False, cancel_futures=True)
-                executor, running = made(), {}
+                workers.replace(broken)
+                running = {}
     finally:
         for future in running:
             future.cancel()
-        if made is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _lost(future: Future) -> BaseException | None:
@@ -176,7 +201,19 @@ def _note(outcome: tuple[str, str] | None, job: Job, out: Path, watcher: Watcher
     """What a worker said of a run."""
     if outcome is not None and outcome[0] == "refused":
         raise FedraxError(f"{job.title}: {outcome[1]}")
+    await_arrival(out / job.place / "experiment.toml", job.title)
     watcher.done(job, out / job.place, None if outcome is None else outcome[1])
+
+
+def await_arrival(file: Path, title: str) -> None:
+    """Return once a file is there that a worker says it has written; FedraxError if it never is."""
+    end = time.monotonic() + ARRIVAL
+    while not file.exists():
+        if time.monotonic() > end:
+            raise FedraxError(
+                f"{title}: its worker has finished it, but {file.parent} is not here: workers need the same file system"
+            )
+        time.sleep(0.5)
 
 
 def _words(error: BaseException) -> str:

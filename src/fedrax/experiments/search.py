@@ -8,34 +8,36 @@ from pathlib import Path
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison, Job, state_of
-from fedrax.experiments.running import Executors, ExperimentFile, Problem, Watcher, run_here, run_on, unfinished
+from fedrax.experiments.grid import Point
+from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, unfinished
+from fedrax.experiments.sampling import Study, unlike
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
 from fedrax.simulation.directory import FAILURE
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.sweep import pays
-from fedrax.simulation.tuning import Choice, alike, metric_of, trial_of
+from fedrax.simulation.tuning import Choice, Trial, alike, metric_of, trial_of
 
 
-def run_trials(comparison: Comparison, out: Path, problem: Callable[[], Problem], watcher: Watcher) -> None:
-    """Every run of every grid that is not finished; those of a method that differ in floats alone together, where
-    that is faster."""
-    for method in comparison.methods:
-        jobs = comparison.trials(method.name)
-        fresh = [job for job in unfinished(jobs, out) if not (out / job.place / "experiment.toml").exists()]
-        for group in _together(fresh, comparison.search_seeds):
-            task, federation = problem()
-            algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
-            settings = group[0][0].spec.run
-            if not pays(algorithms, task, federation, settings):
-                continue
-            watcher.say(f"{method.name}: {len(group)} points of its grid in one program")
-            results = sweep(algorithms, task, federation, comparison.search_seeds, settings, mode="together")
-            for jobs_of_point, runs in zip(group, results, strict=True):
-                for job, result in zip(jobs_of_point, runs, strict=True):
-                    _keep(job, out, result)
-        run_here(jobs, out, problem, watcher)
+def run_trials(
+    comparison: Comparison, jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher
+) -> None:
+    """Every one of some runs that is not finished; those of a method that differ in floats alone together, where that
+    is faster."""
+    fresh = [job for job in unfinished(jobs, out) if not (out / job.place / "experiment.toml").exists()]
+    for group in _together(fresh, comparison.search_seeds):
+        task, federation = problem()
+        algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
+        settings = group[0][0].spec.run
+        if not pays(algorithms, task, federation, settings):
+            continue
+        watcher.say(f"{group[0][0].spec.name}: {len(group)} points of its grid in one program")
+        results = sweep(algorithms, task, federation, comparison.search_seeds, settings, mode="together")
+        for jobs_of_point, runs in zip(group, results, strict=True):
+            for job, result in zip(jobs_of_point, runs, strict=True):
+                _keep(job, out, result)
+    run_here(jobs, out, problem, watcher)
 
 
 def _together(left: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]]:
@@ -46,7 +48,7 @@ def _together(left: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]
     whole = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
     groups: dict[str, list[list[Job]]] = {}
     for jobs in whole:
-        groups.setdefault(repr(jobs[0].spec.run), []).append(jobs)
+        groups.setdefault(f"{jobs[0].spec.name} {jobs[0].spec.run!r}", []).append(jobs)
     return [
         [group[i] for i in positions]
         for group in groups.values()
@@ -73,30 +75,45 @@ def search(
     task: Task,
     problem: Callable[[], Problem],
     watcher: Watcher,
-    executors: Executors | None = None,
+    workers: Workers | None = None,
     data_dir: Path | str | None = None,
 ) -> dict[str, Choice]:
     """The best settings of every method that has a grid, by label. ``problem``: the task with the rows held out."""
     use_all_cores()
-    metric_of(task, comparison.search.metric)  # before anything runs
-    if executors is None:
-        run_trials(comparison, out, problem, watcher)
-    else:
-        jobs = [job for method in comparison.methods for job in comparison.trials(method.name)]
-        run_on(executors, jobs, out, data_dir, watcher)
-    return {label: chosen(comparison, label, out, task) for label in comparison.grids}
+    metric = metric_of(task, comparison.search.metric)  # before anything runs
+
+    def run(jobs: Sequence[Job]) -> None:
+        if workers is not None:
+            run_on(workers, jobs, out, data_dir, watcher)
+            return
+        for label in dict.fromkeys(job.spec.name for job in jobs):
+            run_trials(comparison, [job for job in jobs if job.spec.name == label], out, problem, watcher)
+
+    def judged(label: str, points: Sequence[Point]) -> list[Trial]:
+        return [_judged(comparison, label, point, out, metric) for point in points]
+
+    lower = is_lower_better(task, metric)
+    whole = [label for label in comparison.grids if not comparison.is_sampled(label)]
+    sampled = [label for label in comparison.grids if comparison.is_sampled(label)]
+    studies = {label: Study(comparison, label, lower) for label in sampled}  # before anything runs: it needs Optuna
+    run([job for label in whole for job in comparison.trials(label)])
+    choices = {
+        label: Choice(metric, lower, tuple(judged(label, [point for point, _ in comparison.candidates[label]])))
+        for label in whole
+    }
+    while any(not study.done for study in studies.values()):
+        asked = {label: study.ask() for label, study in studies.items()}
+        run([job for label, points in asked.items() for job in comparison.trials_at(label, unlike(points))])
+        for label, points in asked.items():
+            studies[label].tell(judged(label, points))
+    choices |= {label: study.choice(metric) for label, study in studies.items()}
+    return {label: choices[label] for label in comparison.grids}
 
 
-def chosen(comparison: Comparison, label: str, out: Path, task: Task) -> Choice:
-    """What the finished runs of a method's grid say."""
-    metric = metric_of(task, comparison.search.metric)
-    points: dict[Path, list[Job]] = {}
-    for job in comparison.trials(label):
-        points.setdefault(job.place.parent, []).append(job)
-    trials = []
-    for jobs in points.values():
-        runs = [run for job in jobs if (run := state_of(job.spec, out / job.place)) is not None]
-        if len(runs) < len(jobs):
-            raise FedraxError(f"the search of {label} is not finished.")
-        trials.append(trial_of(jobs[0].point, [(run.events, run.failure is not None) for run in runs], metric))
-    return Choice(metric, is_lower_better(task, metric), tuple(trials))
+def _judged(comparison: Comparison, label: str, point: Point, out: Path, metric: str) -> Trial:
+    """What the finished runs of a point say."""
+    jobs = comparison.trials_at(label, [point])
+    runs = [run for job in jobs if (run := state_of(job.spec, out / job.place)) is not None]
+    if len(runs) < len(jobs):
+        raise FedraxError(f"the search of {label} is not finished.")
+    return trial_of(point, [(run.events, run.failure is not None) for run in runs], metric)

@@ -53,6 +53,7 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
         xs, colour = [places(value) for value, _ in best], PALETTE[i % len(PALETTE)]
         ys = [math.nan if trial.value is None else trial.value for _, trial in best]
         dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
+        dash = "none" if path in choice.ranges else dash  # of drawn values the best over the others is no curve
         axes.plot(xs, ys, color=colour, linestyle=dash, marker="o", markersize=4, label=for_picture(label))
         chosen = choice.best
         if chosen.value is not None:
@@ -108,12 +109,13 @@ def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
         axes.minorticks_off()
 
 
-def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int]) -> list[str]:
+def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int], trials: int | None = None) -> list[str]:
     """The search in sentences: how it was chosen, what was, and where the best value lies at the end of its grid."""
+    of_trials = "" if trials is None else f", of up to {trials} settings a method that Optuna proposed"
     said = [
         f"chosen by the {' and '.join(dict.fromkeys(c.metric for c in choices.values()))} on validation data,"
         f" {100 * share:g} % of each client's training rows, with seed{'s' * (len(seeds) > 1)}"
-        f" {', '.join(map(str, seeds))}; the table is of test data, after training on all rows:"
+        f" {', '.join(map(str, seeds))}{of_trials}; the table is of test data, after training on all rows:"
     ]
     for label, choice in choices.items():
         best, lost = choice.best, sum(trial.value is None for trial in choice.trials)
@@ -126,8 +128,13 @@ def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int]) -> 
 def warnings(choices: Mapping[str, Choice]) -> list[str]:
     """A sentence for each best value at the end of its grid."""
     return [
-        f"warning: {label}: the best {short(path)}, {word(choice.best.point[path])}, is the {choice.end(path)} of its"
-        f" grid; one beyond may be better: extend the grid, what has been run is kept"
+        f"warning: {label}: the best {short(path)}, {word(choice.best.point[path])}, is "
+        + (
+            f"next to the {choice.end(path)} of its range; one beyond may be better: widen the range"
+            if path in choice.ranges
+            else f"the {choice.end(path)} of its grid; one beyond may be better: extend the grid, what has been run is"
+            " kept"
+        )
         for label, choice in choices.items()
         for path in choice.at_ends()
     ]

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.fields import fields_of
@@ -19,6 +19,17 @@ from fedrax.simulation.events import Event
 from fedrax.simulation.run import changed_settings, check_arguments
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.sweep import sweep
+
+NEAR = 0.05
+"""Share of a range that counts as its end."""
+
+
+class Within(Protocol):
+    """A range of numbers."""
+
+    def place(self, value: float) -> float:
+        """Where a value lies, from 0 (the lower end) to 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Choice:
     metric: str
     lower_is_better: bool
     trials: tuple[Trial, ...]
+    ranges: Mapping[str, Within] = dataclasses.field(default_factory=dict)
+    """The ranges that values were drawn from, by path; other settings had values of their own."""
 
     @property
     def best(self) -> Trial:
@@ -58,7 +71,11 @@ class Choice:
         return [path for path in self.best.point if self.end(path) is not None]
 
     def end(self, path: str) -> str | None:
-        """ "smallest" or "largest" where the best value of a number is so, else None."""
+        """ "smallest" or "largest" where the best value of a number is so, or near that end of its range, else None."""
+        if path in self.ranges:
+            place = self.ranges[path].place(self.best.point[path])
+            near = "smallest" if place < NEAR else "largest" if place > 1 - NEAR else None
+            return None if self.best.value is None else near
         values = {trial.point[path] for trial in self.trials if _is_number(trial.point[path])}
         best = self.best.point[path]
         if len(values) < 2 or best not in values or self.best.value is None:

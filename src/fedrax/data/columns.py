@@ -1,0 +1,188 @@
+"""What the columns of a table are for: labels, clients, features; and rows made into a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
+from fedrax.errors import FedraxError, unknown
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a table are for, and what is done to them; see `load_csv`."""
+
+    label: str
+    client: str | None = None
+    partition_by: str | None = None
+    columns: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    labels: Literal["auto", "classes", "numbers"] = "auto"
+    standardise: Literal["all", "client", "none"] = "all"
+    missing: Literal["refuse", "mean"] = "refuse"
+    categorical: tuple[str, ...] = ()
+    max_categories: int = 50
+
+    def __post_init__(self) -> None:
+        _check_words(labels=self.labels, standardise=self.standardise, missing=self.missing)
+
+    @property
+    def named(self) -> list[str]:
+        """Every column that must be there."""
+        others = [name for name in (self.client, self.partition_by) if name is not None]
+        return [self.label, *others, *self.columns, *self.drop, *self.categorical]
+
+    def features(self, table: pl.DataFrame, path: object) -> list[str]:
+        """The columns that samples are made of: those asked for, without what is for something else."""
+        besides = {self.label, self.client, *self.drop}
+        chosen = [name for name in (self.columns or table.columns) if name not in besides]
+        if not chosen:
+            raise FedraxError(f"{path} has no feature left: its columns are {', '.join(table.columns)}.")
+        return chosen
+
+
+@dataclass(frozen=True)
+class Owners:
+    """All of a table's rows but their features: labels, clients, what they are partitioned by, the training rows."""
+
+    y: np.ndarray
+    class_names: tuple[str, ...]
+    clients: np.ndarray | None
+    client_names: tuple[str, ...]
+    partition_by: np.ndarray | None
+    train: np.ndarray
+    test: np.ndarray
+
+    @classmethod
+    def of(
+        cls, table: pl.DataFrame, chosen: Columns, first: int | None, test_fraction: float, seed: int, path: str
+    ) -> Owners:
+        """Read the columns; the ``first`` rows are for training, or all but ``test_fraction`` of each group."""
+        y, names = classes_or_targets(_labels(table, chosen.label, chosen.labels, path))
+        clients, client_names = None, ()
+        if chosen.client is not None:
+            _refuse_missing(table, chosen.client, path)
+            found, clients = np.unique(table[chosen.client].to_numpy(), return_inverse=True)
+            client_names = tuple(str(name) for name in found)
+        if first is None:
+            train, test = split(y, clients, test_fraction, seed)
+        else:
+            train, test = np.arange(first), np.arange(first, len(table))
+        by = None if chosen.partition_by is None else _kinds(table, chosen.partition_by, path)[train]
+        return cls(y, names, clients, client_names, by, train, test)
+
+    def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
+        """The data set of these rows with the inputs x [n, ...]."""
+        samples, names = as_samples(x, self.y), self.client_names
+        made = from_rows(
+            name, samples, self.clients, self.train, self.test, self.class_names, client_names=names, notes=notes
+        )
+        return replace(made, partition_by=self.partition_by)
+
+
+def _kinds(table: pl.DataFrame, name: str, path: str) -> np.ndarray:
+    """A column as whole numbers from 0 in the order of its values, or as the floats that it holds."""
+    _refuse_missing(table, name, path)
+    values = table[name].to_numpy()
+    if values.dtype.kind != "f":
+        return np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)[1]
+    if not np.isfinite(values).all():
+        raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite.")
+    return values
+
+
+_WORDS = {
+    "labels": ("auto", "classes", "numbers"),
+    "standardise": ("all", "client", "none"),
+    "missing": ("refuse", "mean"),
+}
+
+
+def _check_words(**given: str) -> None:
+    for option, word in given.items():
+        if word not in _WORDS[option]:
+            raise unknown(f"{option}:", word, _WORDS[option])
+
+
+def check_columns(table: pl.DataFrame, named: Sequence[str], path: object) -> None:
+    """Refuse names of columns that the table does not have."""
+    for column in named:
+        if column not in table.columns:
+            raise unknown(f"column of {path}", column, table.columns)
+
+
+def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndarray:
+    """The label column as classes (integers, texts) or targets (floats)."""
+    _refuse_missing(table, label, path)
+    column = table[label]
+    if kind == "numbers":
+        if not column.dtype.is_numeric():
+            raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
+        y = column.to_numpy().astype(np.float64)
+    elif kind == "classes" and column.dtype.is_float():
+        y = np.array([f"{value:g}" for value in column.to_numpy()])
+    else:
+        y = column.to_numpy()
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise FedraxError(f"{path}: column {label!r} holds numbers that are not finite.")
+    return y
+
+
+def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
+    if table[column].null_count():
+        raise FedraxError(
+            f"{path}: column {column!r} has missing values, which no row may have there: remove those rows"
+        )
+
+
+def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
+    if y.dtype.kind == "f":
+        return y.astype(np.float32), ()
+    labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
+    return codes.astype(np.int32), tuple(str(label) for label in labels)
+
+
+def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
+    groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
+    return split_test(groups, fraction, generator(seed, "test split"))
+
+
+def rows_of(samples: Samples, rows: np.ndarray) -> Samples:
+    """Some rows of samples."""
+    return Samples(samples.x[rows], samples.y[rows])
+
+
+def from_rows(
+    name: str,
+    samples: Samples,
+    clients: np.ndarray | None,
+    train: np.ndarray,
+    test: np.ndarray,
+    class_names: tuple[str, ...],
+    *,
+    client_names: tuple[str, ...] = (),
+    feature_names: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Dataset:
+    """A data set of rows that lie together."""
+    return Dataset(
+        name,
+        rows_of(samples, train),
+        rows_of(samples, test),
+        len(class_names) or None,
+        train_clients=None if clients is None else clients[train],
+        test_clients=None if clients is None else clients[test],
+        class_names=class_names,
+        client_names=client_names,
+        feature_names=feature_names,
+        notes=notes,
+    )

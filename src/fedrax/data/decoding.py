@@ -1,0 +1,98 @@
+"""PNG and JPEG images as arrays of one shape, hostile until decoded."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+
+from fedrax.data.files import MAX_BYTES
+from fedrax.errors import FedraxError, unknown
+
+MAX_SIDE = 4096
+"""Pixels of a side that images are resized to."""
+MAX_PIXELS, MAX_FILE = 50_000_000, 256 << 20
+"""Pixels and bytes of an encoded image."""
+MODES = {"rgb": ("RGB", 3), "grey": ("L", 1)}
+TOGETHER = 1024
+"""Images under way at once."""
+_EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
+
+Source = TypeVar("Source")
+
+
+def check_form(size: tuple[int, ...], color: str) -> tuple[tuple[int, int, int], str]:
+    """The shape (height, width, channels) and Pillow's mode of images; FedraxError where there are none such."""
+    if color not in MODES:
+        raise unknown("color:", color, MODES)
+    if len(size) != 2 or not all(1 <= side <= MAX_SIDE for side in size):
+        raise FedraxError(f"size is a height and a width of 1 to {MAX_SIDE:,} pixels, not {list(size)}.")
+    mode, channels = MODES[color]
+    return (size[0], size[1], channels), mode
+
+
+def decoded(
+    sources: Sequence[Source],
+    opened: Callable[[Source], AbstractContextManager[BinaryIO]],
+    shape: tuple[int, int, int],
+    mode: str,
+    where: str,
+) -> np.ndarray:
+    """The images uint8 [n, *shape], each resized by bilinear interpolation; several are decoded at the same time.
+
+    ``where``: what a message names, with the number of the image, where sources have no names.
+    """
+    if len(sources) * math.prod(shape) > MAX_BYTES:
+        raise FedraxError(f"{where}: {len(sources):,} images of shape {list(shape)} are over {MAX_BYTES >> 30} GiB.")
+    images = np.empty((len(sources), *shape), np.uint8)
+
+    def decode(row: int) -> None:
+        source = sources[row]
+        name = str(source) if isinstance(source, os.PathLike) else f"{where}, row {row}"
+        with opened(source) as file:
+            images[row] = _image(file, name, shape, mode)
+
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        for rows in _blocks(len(sources)):
+            for _ in pool.map(decode, rows):
+                pass
+    return images
+
+
+def _blocks(rows: int) -> Iterator[range]:
+    return (range(start, min(start + TOGETHER, rows)) for start in range(0, rows, TOGETHER))
+
+
+def _image(file: BinaryIO, name: str, shape: tuple[int, int, int], mode: str) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(file, formats=("JPEG", "PNG")) as image:
+            if math.prod(image.size) > MAX_PIXELS:  # known before any pixel is decompressed
+                raise FedraxError(f"{name} announces {image.size} pixels, more than {MAX_PIXELS:,} in all.")
+            if image.mode not in _EIGHT_BITS:
+                raise FedraxError(f"{name} has more than 8 bits a channel (mode {image.mode}): convert it first.")
+            resized = image.convert(mode).resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
+            return np.asarray(resized).reshape(shape)
+    except FedraxError:
+        raise
+    except Exception as error:  # a damaged image may break the decoders in any way; too large ones have their own
+        raise FedraxError(f"{name} is not a readable JPEG or PNG image ({error}).") from error
+
+
+def moments(images: np.ndarray, train: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel of the training images, scaled by 1/255; the deviation of a constant is 1."""
+    counts = np.zeros((images.shape[-1], 256), np.int64)
+    for rows in _blocks(len(train)):
+        block = images[train[rows.start : rows.stop]]
+        counts += [np.bincount(block[..., c].ravel(), minlength=256) for c in range(len(counts))]
+    values, weights = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
+    mean = weights @ values
+    std = np.sqrt((weights * (values - mean[:, None]) ** 2).sum(1))
+    return tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist())

@@ -1,0 +1,130 @@
+"""Folders of images: a folder for each class, and around them one for each client where there are clients.
+
+What is opened is a PNG or JPEG file of stated bounds; its pixels are decompressed once its size is known. Links are
+refused: a folder from elsewhere shows what is in it, and nothing else of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from fedrax.data.columns import from_rows, split
+from fedrax.data.dataset import Dataset, as_samples
+from fedrax.data.decoding import MAX_FILE, check_form, decoded, moments
+from fedrax.errors import FedraxError
+from fedrax.files import reading
+
+ENDINGS = (".png", ".jpg", ".jpeg")
+
+
+@dataclass
+class Listing:
+    """The images of one part, their classes and clients, and how many files are no images."""
+
+    paths: list[Path] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    clients: list[str] = field(default_factory=list)
+    others: int = 0
+
+
+def load_image_folder(
+    path: str | Path,
+    size: tuple[int, int],
+    color: Literal["rgb", "grey"] = "rgb",
+    clients: bool = False,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """PNG and JPEG files in folders class/file, or with ``clients`` client/class/file, as uint8 [n, height, width, 3].
+
+    With color="grey" the last axis is 1. ``path`` holds those folders, or the folders train and test (or val) with
+    them. Images are resized to ``size``, (height, width), by bilinear interpolation, whatever their proportions;
+    transparency is left out. Classes, clients and files are in the order of their names. Mean and deviation are those
+    of the training pixels. Without a test folder each client, or else each class, keeps ``test_fraction`` of its images
+    for the test.
+    """
+    shape, mode = check_form(size, color)
+    parts = [_listed(folder, clients) for folder in _parts(Path(path))]
+    paths = [file for part in parts for file in part.paths]
+    found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
+    names, owner = np.unique([name for part in parts for name in part.clients], return_inverse=True)
+    images = decoded(paths, partial(reading, limit=MAX_FILE), shape, mode, str(path))
+    if len(parts) == 2:
+        train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
+    else:
+        train, test = split(y, owner if clients else None, test_fraction, seed)
+    mean, std = moments(images, train)
+    made = from_rows(
+        Path(path).resolve().name or "images",
+        as_samples(images, y),
+        owner if clients else None,
+        train,
+        test,
+        tuple(found.tolist()),
+        client_names=tuple(names.tolist()),
+        notes=_notes(parts),
+    )
+    return replace(made, pixels=True, mean=mean, std=std)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The folders of the training part and, where there is one, of the test part."""
+    inside = [folder.name for folder in _folders(path)]
+    if "train" not in inside or not _folders(path / "train"):  # a class may be called so
+        return [path]
+    return [path / "train", *(path / name for name in ("test", "val") if name in inside)][:2]
+
+
+def _folders(path: Path) -> list[Path]:
+    return [Path(entry) for entry in _entries(path) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(path: Path) -> list[os.DirEntry]:
+    """What is in a folder, by name; without what is hidden, and no links."""
+    try:
+        with os.scandir(path) as entries:
+            found = sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise FedraxError(f"{path} cannot be read as a folder of images: {error.strerror}.") from error
+    link = next((entry for entry in found if entry.is_symlink()), None)
+    if link is not None:
+        raise FedraxError(f"{link.path} is a link, which is not followed in a folder of images.")
+    return found
+
+
+def _listed(path: Path, clients: bool) -> Listing:
+    made = Listing()
+    for client in _folders(path) if clients else [path]:
+        for folder in _folders(client):
+            before = len(made.paths)
+            for entry in _entries(folder):
+                if entry.is_file() and entry.name.lower().endswith(ENDINGS):
+                    made.paths.append(Path(entry))
+                    made.classes.append(_written(folder))
+                    made.clients.extend([_written(client)] * clients)
+                else:
+                    made.others += 1
+            if len(made.paths) == before:
+                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}.")
+    if not made.paths:
+        wanted = "client/class/file" if clients else "class/file"
+        raise FedraxError(f"{path} holds no images in folders {wanted}.")
+    return made
+
+
+def _written(folder: Path) -> str:
+    """The name of a folder, which may hold bytes that are no text."""
+    return os.fsencode(folder.name).decode("utf-8", "replace")
+
+
+def _notes(parts: Sequence[Listing]) -> tuple[str, ...]:
+    others = sum(part.others for part in parts)
+    said = "pixels are standardised by mean and deviation of the training images (normalise)"
+    return (said, *[f"{others:,} files and folders are no images and left out"] * bool(others))

@@ -1,0 +1,181 @@
+"""Comparisons on the workers of a real scheduler on loopback, one of which is killed; schedulers that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedrax.errors import FedraxError
+from fedrax.experiments import engines, running
+from fedrax.experiments.comparing import Outcome, compare
+from fedrax.experiments.running import Watcher
+from tests.cli.conftest import SEARCHED, numbers
+from tests.cli.conftest import Outcome as Printed
+
+ROOT = Path(__file__).parents[2]
+PRELOAD = "from tests.cli.test_workers import as_here\nas_here()\n"
+
+
+@contextlib.contextmanager
+def process(module: str, *arguments: object, path: Path = ROOT) -> Iterator[subprocess.Popen]:
+    """A Python module as a process of its own, for as long as it is needed."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, **quiet)  # type: ignore[call-overload]
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.fixture
+def dask(tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen]]]:
+    """The address of a scheduler, and its two workers by name."""
+    file, options = tmp_path / "scheduler.json", ["--no-dashboard"]
+    (tmp_path / "preload.py").write_text(PRELOAD)
+    with contextlib.ExitStack() as stack:
+        where = ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", file]
+        stack.enter_context(process("distributed.cli.dask_scheduler", *where, *options))
+        while not file.exists():
+            time.sleep(0.05)
+        address = json.loads(file.read_text())["address"].removeprefix("tcp://")
+        options += ["--nthreads", 1, "--no-nanny", "--preload", tmp_path / "preload.py", "--local-directory", tmp_path]
+        workers = {
+            name: stack.enter_context(process("distributed.cli.dask_worker", address, "--name", name, *options))
+            for name in ("first", "second")
+        }
+        yield address, workers
+
+
+def kill_busy(address: str, workers: dict[str, subprocess.Popen], lost: list[str]) -> None:
+    """Kill the first worker as soon as it has been given a run."""
+    distributed = importlib.import_module("distributed")
+    with distributed.Client(f"tcp://{address}", set_as_default=False) as client:
+        while not lost:
+            names = {at: facts["name"] for at, facts in client.scheduler_info()["workers"].items()}
+            lost += [key for at, keys in client.processing().items() if names.get(at) == "first" for key in keys]
+            time.sleep(0.01)
+        workers["first"].kill()
+
+
+def test_a_killed_workers_run_is_taken_up_by_another(
+    dask: tuple[str, dict[str, subprocess.Popen]],
+    here: Outcome,
+    tmp_path: Path,
+) -> None:
+    """Of two workers one is left; the numbers are those of the same runs here, bit for bit."""
+    address, workers = dask
+    (tmp_path / "t.toml").write_text(SEARCHED)
+    lost: list[str] = []
+    thread = threading.Thread(target=kill_busy, args=(address, workers, lost), daemon=True)
+    thread.start()
+    there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=f"dask://{address}")
+    thread.join()
+    assert lost and workers["first"].wait() == -9
+    assert dict(there.choices["fedavg"].best.point) == dict(here.choices["fedavg"].best.point)
+    assert numbers(tmp_path / "there") == numbers(here.directory)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("localhost:8786", "no address of a scheduler"),
+        ("dask://", "no address of a scheduler"),
+        ("dusk://localhost:1", "did you mean 'dask'"),
+        ("dask://127.0.0.1:1", "there is no dask scheduler to be reached at 127.0.0.1:1"),
+        ("dask://nobody", "there is no dask scheduler"),
+    ],
+)
+def test_schedulers_that_are_none(
+    fedrax: Callable[..., Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, says: str
+) -> None:
+    monkeypatch.setattr(engines, "SECONDS", 1)
+    (tmp_path / "t.toml").write_text(SEARCHED)
+    printed = fedrax("compare", "t.toml", "--on", address, "--quiet", "--out", "c")
+    assert printed.status == 2 and says in printed.err and len(printed.err.splitlines()) == 1, printed.err
+    assert not (tmp_path / "c").exists()
+
+
+def test_trackers_do_not_see_what_runs_elsewhere(fedrax: Callable[..., Printed], tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(SEARCHED)
+    assert "leave --on out" in fedrax("compare", "t.toml", "--on", "dask://localhost:1", "--tensorboard").err
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(FedraxError, match="needs the package distributed: pip install 'distributed'"):
+        engines.engine("dask://localhost:8786")
+
+
+def test_runs_that_are_kept_elsewhere_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "ARRIVAL", 0.1)
+    with pytest.raises(FedraxError, match="workers need the same file system"):
+        running.await_arrival(tmp_path / "run/experiment.toml", "FedAvg, seed 0")
+
+
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[str]:
+    """The address of a real cluster of one node."""
+    pytest.importorskip("ray", reason="ray is not installed: make test-ray")
+    of_workers = f"    {PRELOAD.replace(chr(10), '; ')}"  # Ray has no preload, but Python has
+    condition = "import sys\nif any('default_worker' in word for word in sys.orig_argv):\n"
+    (tmp_path / "sitecustomize.py").write_text(condition + of_workers)
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        head, client = (place.getsockname()[1] for place in held)
+    folder = tempfile.mkdtemp(prefix="ray")  # a short name: sockets lie there
+    options = ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={folder}", "--num-cpus=2"]
+    ports = [f"--port={head}", f"--ray-client-server-port={client}"]
+    with process("ray.scripts.scripts", "start", "--head", "--block", *options, *ports, path=tmp_path) as started:
+        end = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", client)):
+            assert started.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        yield f"127.0.0.1:{client}"
+        started.terminate()  # and with it its node
+        started.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Killing(Watcher):
+    """Kills the process of a run that has begun; remembers what was said."""
+
+    def __init__(self, directory: Path):
+        self.said: list[str] = []
+        threading.Thread(target=self.kill, args=(directory,), daemon=True).start()
+
+    def kill(self, directory: Path) -> None:
+        while not list(directory.rglob("experiment.toml")):
+            time.sleep(0.01)
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (place / "cmdline").read_bytes().startswith(b"ray::run_in_worker"):
+                    os.kill(int(place.name), signal.SIGKILL)
+                    return
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_killed_worker_of_ray(ray: str, here: Outcome, tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(SEARCHED)
+    watcher = Killing(tmp_path / "there")
+    compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=f"ray://{ray}", watcher=watcher)
+    assert any("another one takes it up" in line for line in watcher.said), watcher.said
+    assert numbers(tmp_path / "there") == numbers(here.directory)

@@ -1,0 +1,159 @@
+"""Data sets of Hugging Face's datasets, made here and saved on the disk: `make test-huggingface`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedrax.data import DirichletClasses, Federation, Natural, from_huggingface, load
+from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
+from fedrax.simulation import simulate
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test-huggingface")
+ClassLabel, Features, Value = datasets.ClassLabel, datasets.Features, datasets.Value
+
+
+def rows(count: int = 12) -> dict[str, list]:
+    """Patients of three clinics."""
+    rng = np.random.default_rng(0)
+    return {
+        "age": rng.integers(20, 80, count).tolist(),
+        "sex": [("f", "m")[i % 2] for i in range(count)],
+        "clinic": [("north", "south", "west")[i % 3] for i in range(count)],
+        "ill": [i % 2 for i in range(count)],
+    }
+
+
+def table(count: int = 12) -> Any:
+    kinds = {
+        "age": Value("int64"),
+        "sex": Value("string"),
+        "clinic": Value("string"),
+        "ill": ClassLabel(names=["no", "yes"]),
+    }
+    return datasets.Dataset.from_dict(rows(count), features=Features(kinds))
+
+
+def picture(shade: int, size: tuple[int, int] = (4, 3)) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (shade, 0, 0)).save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def test_tables_by_any_column_as_csv_reads_them(tmp_path: Path) -> None:
+    """Columns, clients and standardisation are those of the same table in a CSV file; class names are kept."""
+    lines = [",".join(map(str, row)) for row in zip(*rows().values(), strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join([",".join(rows()), *lines]))
+    options: dict[str, Any] = dict(label="ill", client="clinic", test_fraction=0.25)
+    table().save_to_disk(tmp_path / "saved")
+    table().to_parquet(tmp_path / "t.parquet")
+    other = load("csv", path=tmp_path / "t.csv", **options)
+    for made in (
+        load("huggingface", path=tmp_path / "saved", **options),
+        load("huggingface", path=str(tmp_path / "t.parquet"), **options),
+        from_huggingface(table(), **options),
+        from_huggingface(table().select(range(11, -1, -1)).select(range(11, -1, -1)), **options),
+    ):
+        np.testing.assert_array_equal(made.train.x, other.train.x)
+        np.testing.assert_array_equal(made.test.y, other.test.y)
+        assert made.class_names == ("no", "yes") and made.client_names == ("north", "south", "west")
+        assert made.feature_names == other.feature_names
+    by_sex = from_huggingface(table(), label="age", labels="numbers", partition_by="sex", drop=("ill",))
+    shares = DirichletClasses(2, 0.01).assign(by_sex, 0)
+    assert by_sex.num_classes is None and len(shares.indices) == len(by_sex.train.y)
+
+
+def test_an_experiment_reads_it(tmp_path: Path) -> None:
+    """From a file, with train and test splits, to numbers."""
+    splits = datasets.DatasetDict({"train": table(12), "test": table(6)})
+    splits.save_to_disk(tmp_path / "clinics")
+    (tmp_path / "e.toml").write_text(
+        '[data]\nname = "huggingface"\npath = "clinics"\nlabel = "ill"\nclient = "clinic"\n'
+        '[partition]\nname = "natural"\n[model]\nname = "logistic"\n[run]\nrounds = 2\ncohort_size = 2\n'
+    )
+    spec = experiment.read(tmp_path / "e.toml")
+    algorithm, task, federation = experiment.build(spec)
+    assert len(federation.test.y) == 6 and federation.client_names == ("north", "south", "west")
+    assert np.isfinite(simulate(algorithm, task, federation, spec.run).events[-1]["test_loss"])
+
+
+def test_images_texts_and_lists(tmp_path: Path) -> None:
+    shades = [10, 20, 30, 40]
+    images = datasets.Dataset.from_dict(
+        {"image": [picture(s) for s in shades], "writer": [3, 3, 1, 1], "label": [0, 1, 0, 1]},
+        features=Features({"image": datasets.Image(), "writer": Value("int32"), "label": ClassLabel(names=["a", "b"])}),
+    )
+    folder = tmp_path / "hub/data"
+    folder.mkdir(parents=True)
+    images.to_parquet(folder / "train-00000-of-00001.parquet")
+    images.select([0]).to_parquet(folder / "test-00000-of-00001.parquet")
+    made = load("huggingface", path=tmp_path / "hub", client="writer")
+    assert made.pixels and made.train.x.shape == (4, 3, 4, 3) and made.train.x[:, 0, 0, 0].tolist() == shades
+    assert made.client_names == ("1", "3") and len(made.test.y) == 1 and made.class_names == ("a", "b")
+    federation = Federation.from_dataset(made, Natural(), seed=0)
+    assert sorted(federation.train.x[:2, 0, 0, 0].tolist()) == [30, 40]
+    grey = from_huggingface(images, client="writer", size=(2, 2), color="grey", test_fraction=0.0)
+    assert grey.train.x.shape == (4, 2, 2, 1)
+    texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"], "label": ["up", "down"]})
+    said = from_huggingface(texts, length=3, test_fraction=0.0)
+    assert said.vocabulary == ("day", "bad", "good") and said.train.x.tolist() == [[4, 2, 0], [3, 2, 0]]
+    assert from_huggingface(texts, tokens="characters", length=4, test_fraction=0.0).train.x.shape == (2, 4)
+    lists = datasets.Dataset.from_dict(
+        {"x": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]], "v": [[1.5], [2.5]], "label": [0, 1]},
+        features=Features(
+            {"x": datasets.Array2D((2, 2), "float32"), "v": datasets.List(Value("float64")), "label": Value("int64")}
+        ),
+    )
+    arrays = from_huggingface(lists, columns=("x",), test_fraction=0.0)
+    assert arrays.train.x.tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    assert from_huggingface(lists, columns=("v",), test_fraction=0.0).train.x.tolist() == [[1.5], [2.5]]
+    with pytest.raises(FedraxError, match="not read together with others"):
+        from_huggingface(lists)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    def refused(says: str, given: Any, **options: Any) -> None:
+        with pytest.raises(FedraxError, match=says):
+            from_huggingface(given, **options)  # the reader itself: a path is as good
+
+    refused("download it first", tmp_path / "nothing")
+    refused("neither what save_to_disk writes", tmp_path)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table")
+    refused("cannot be read as a Hugging Face", tmp_path / "bad.parquet")
+    table().save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/state.json").write_text("{")
+    refused("cannot be read as a Hugging Face", tmp_path / "saved")
+    refused("is no data set that can be read", table().to_iterable_dataset(), label="ill")
+    refused("is no data set that can be read", [1, 2])
+    refused("did you mean 'ill'", table(), label="il")
+    refused("unknown tokens", table(), tokens="bytes")
+    splits = datasets.DatasetDict({"train": table(), "test": table()})
+    refused("unknown split of huggingface 'training'", splits, label="ill", train_split="training")
+    refused("unknown split of huggingface 'tset'", splits, label="ill", test_split="tset")
+    unlabelled = table().map(lambda row: {"ill": -1})
+    refused("-1 are rows without label", datasets.DatasetDict(train=table(), test=unlabelled), label="ill")
+    refused("without rows", table().select([]), label="ill")
+    ragged = datasets.Dataset.from_dict({"x": [[1], [1, 2]], "label": [0, 1]})
+    refused("all have one shape", ragged)
+    refused("must hold numbers", datasets.Dataset.from_dict({"x": [["a"], ["b"]], "label": [0, 1]}))
+    refused("not finite", datasets.Dataset.from_dict({"x": [[1.0], [float("inf")]], "label": [0, 1]}))
+    bad = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": "/etc/hostname"}]
+    kinds = Features({"image": datasets.Image(), "label": Value("int64")})
+    refused("not a readable", datasets.Dataset.from_dict({"image": bad[:1], "label": [0]}, features=kinds))
+    refused("stored as bytes", datasets.Dataset.from_dict({"image": bad[1:], "label": [0]}, features=kinds))
+
+
+def test_a_data_sets_code_is_not_run(tmp_path: Path) -> None:
+    """A script beside the data, as the hub once had them, stays a file."""
+    table().to_parquet(tmp_path / "hub.parquet")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub.parquet").rename(tmp_path / "hub/train.parquet")
+    (tmp_path / "hub/hub.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    load("huggingface", path=tmp_path / "hub", label="ill")
+    assert not (tmp_path / "ran").exists()

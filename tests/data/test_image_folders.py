@@ -1,0 +1,143 @@
+"""Folders of images, made here: what is read, in which order, and what is refused before it takes memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedrax.data import Federation, Natural, load
+from fedrax.errors import FedraxError
+from tests.data.test_hostile_files import refused
+
+
+def picture(color: object, size: tuple[int, int] = (4, 3), mode: str = "RGB", kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, size, color).save(buffer, kind)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """Whatever order files were written in; files that are no images are left out, and said to be."""
+    colors = {"b/2.JPG": (9, 9, 9), "b/10.png": (1, 2, 3), "a/z.jpeg": (200, 200, 200), "a/y.png": (0, 255, 0)}
+    for name, color in colors.items():
+        write(tmp_path / name, picture(color, kind="PNG" if name.endswith("png") else "JPEG"))
+    write(tmp_path / "a/readme.txt", b"no image")
+    write(tmp_path / "a/.hidden.png", b"")
+    made = load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.0)
+    assert made.class_names == ("a", "b") and made.train.y.tolist() == [0, 0, 1, 1] and made.pixels
+    assert made.train.x.shape == (4, 3, 4, 3) and made.train.x.dtype == np.uint8
+    assert [tuple(image[0, 0].tolist()) for image in made.train.x] == [
+        colors[name] for name in ("a/y.png", "a/z.jpeg", "b/10.png", "b/2.JPG")
+    ]
+    scaled = made.train.x.reshape(-1, 3) / 255
+    np.testing.assert_allclose(made.mean, scaled.mean(0))
+    np.testing.assert_allclose(made.std, scaled.std(0))
+    assert any("1 files and folders are no images" in note for note in made.notes)
+
+
+def test_images_keep_their_pixels_or_are_resized_and_turned_grey(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    write(tmp_path / "c/a.png", buffer.getvalue())
+    same = load("image_folder", path=tmp_path, size=(6, 8), test_fraction=0.0)
+    np.testing.assert_array_equal(same.train.x[0], pixels)
+    grey = load("image_folder", path=tmp_path, size=(6, 8), color="grey", test_fraction=0.0).train.x[0, ..., 0]
+    luma = pixels @ np.array([0.299, 0.587, 0.114])  # ITU-R 601-2
+    assert np.abs(grey - luma).max() <= 1
+    halved = load("image_folder", path=tmp_path, size=(3, 8), color="grey", test_fraction=0.0).train.x[0, ..., 0]
+    # Bilinear interpolation onto half as many rows weighs four of them by a triangle: 1, 3, 3, 1.
+    weighed = (luma[[1, 2, 3, 4]] * np.array([[1], [3], [3], [1]])).sum(0) / 8
+    assert np.abs(halved[1] - weighed).max() <= 1.5
+
+
+def test_clients_keep_their_names_and_their_test_images(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("val", 1)):
+        for client in ("ward 2", "ward 1"):
+            for label in ("ill", "well"):
+                for i in range(count):
+                    write(tmp_path / part / client / label / f"{i}.png", picture(i, mode="L"))
+    made = load("image_folder", path=tmp_path, size=(2, 2), color="grey", clients=True)
+    federation = Federation.from_dataset(made, Natural(), seed=0)
+    assert federation.client_names == ("ward 1", "ward 2") and federation.sizes.tolist() == [6, 6]
+    assert federation.test_offsets is not None and federation.test_offsets.tolist() == [0, 2, 4]
+    with pytest.raises(FedraxError, match="no images, files that end in"):
+        load("image_folder", path=tmp_path, size=(2, 2))
+    split = load("image_folder", path=tmp_path / "train", size=(2, 2), clients=True, test_fraction=0.34)
+    assert np.bincount(split.test_clients).tolist() == [2, 2]  # type: ignore[arg-type]
+
+
+def bomb(side: int) -> bytes:
+    """A PNG that announces side x side pixels and holds a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (bomb(8_000), "8000, 8000. pixels, more than 50,000,000"),
+        (bomb(60_000), "not a readable JPEG or PNG"),
+        (bomb(7_000), "not a readable JPEG or PNG"),
+        (b"no image", "not a readable JPEG or PNG"),
+        (b"", "not a readable JPEG or PNG"),
+        (picture((1, 2, 3), kind="GIF"), "not a readable JPEG or PNG"),
+        (picture((1, 2, 3))[:50], "not a readable JPEG or PNG"),
+        (picture(40_000, mode="I;16"), "more than 8 bits a channel"),
+    ],
+)
+def test_what_is_no_image(tmp_path: Path, content: bytes, says: str) -> None:
+    write(tmp_path / "c/a.png", picture((1, 2, 3)))
+    write(tmp_path / "c/b.png", content)
+    refused(load, "image_folder", path=tmp_path, size=(3, 4), says=says)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret/a.png", picture((1, 2, 3)))
+    write(tmp_path / "data/c/a.png", picture((1, 2, 3)))
+    (tmp_path / "data/c/b.png").symlink_to(secret)
+    with pytest.raises(FedraxError, match=r"c/b.png is a link"):
+        load("image_folder", path=tmp_path / "data", size=(3, 4))
+    (tmp_path / "data/c/b.png").unlink()
+    (tmp_path / "data/d").symlink_to(secret.parent)
+    with pytest.raises(FedraxError, match=r"data/d is a link"):
+        load("image_folder", path=tmp_path / "data", size=(3, 4))
+    (tmp_path / "data/d").unlink()
+    os.mkfifo(tmp_path / "data/c/pipe.png")  # has no end, and is no file
+    assert len(load("image_folder", path=tmp_path / "data", size=(3, 4), test_fraction=0.0).train.y) == 1
+
+
+def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(FedraxError, match="needs the option 'size'"):
+        load("image_folder", path=tmp_path)
+    for size in ((0, 3), (5000, 3), (3,)):
+        with pytest.raises(FedraxError, match="a height and a width"):
+            load("image_folder", path=tmp_path, size=size)
+    with pytest.raises(FedraxError, match="did you mean 'grey'"):
+        load("image_folder", path=tmp_path, size=(3, 4), color="gray")
+    with pytest.raises(FedraxError, match="holds no images in folders"):
+        load("image_folder", path=tmp_path, size=(3, 4))
+    with pytest.raises(FedraxError, match="cannot be read as a folder"):
+        load("image_folder", path=tmp_path / "nothing", size=(3, 4))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FedraxError, match="empty holds no images"):
+        load("image_folder", path=tmp_path, size=(3, 4))
