@@ -65,6 +65,8 @@ BROKEN_RUNS = {
     "negative bytes": (RUN, EVENT.replace('"bytes_up": 8', '"bytes_up": -8'), "'bytes_up' is -8"),
     "accuracy in words": (RUN, EVENT.replace("0.5", '"half"'), "'test_accuracy' is 'half'"),
     "infinite seconds": (RUN, EVENT.replace("0.1", "1e999"), "'seconds' is inf"),
+    "more bytes than there are": (RUN, EVENT.replace('"bytes_up": 8', f'"bytes_up": {10**400}'), "'bytes_up' is 1000"),
+    "a number too large": (RUN, EVENT.replace("0.5", f"{10**400}"), "'test_accuracy' is 1000"),
     "truth": (RUN, EVENT.replace("0.5", "true"), "'test_accuracy' is True"),
     "a list": (RUN, EVENT.replace("0.5", "[0.5]"), "'test_accuracy' is [0.5]"),
     "brackets": (RUN, "[" * 100_000 + "\n", "is not an event"),
@@ -195,7 +197,7 @@ def test_finished_runs_of_something_else_are_not_taken(
 # -- links -------------------------------------------------------------------------------------------------------------
 
 OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg")
-FILES = ("experiment.toml", "events.jsonl", "environment.json", "checkpoint/state.npz")
+FILES = ("experiment.toml", "events.jsonl", "environment.json", "clients.json", "checkpoint/state.npz")
 
 
 def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
@@ -206,7 +208,7 @@ def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
     run = out / "fedavg" / "seed-0"
     written = [*(out / name for name in OUTPUTS), *(run / name for name in FILES)]
     places = [path.with_name(f".{path.name}.part") for path in written]
-    places += [*(out / name for name in OUTPUTS), run / "environment.json"]
+    places += [*(out / name for name in OUTPUTS), run / "environment.json", run / "clients.json"]
     for place in places:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(victim)

@@ -26,7 +26,7 @@ DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 Every key of the file is a flag (--algorithm.local.lr 0.05 --run.rounds 20), and names choose what it is made of
 (--algorithm scaffold --data mnist --partition shards --model 2nn); without a file the defaults below hold. A method
 of your own runs by `fedrax run file.py:MyMethod`. The run is kept in a directory: experiment.toml, events.jsonl,
-checkpoint/, environment.json."""
+checkpoint/, environment.json, clients.json."""
 
 
 @dataclass

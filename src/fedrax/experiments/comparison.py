@@ -46,7 +46,9 @@ from fedrax.experiments.grid import Grid, Point
 from fedrax.report.runs import Method, Run, read_run
 from fedrax.simulation.settings import Seed, Settings
 
-OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "search")
+OUTPUTS = (
+    "table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "report.html", "search",
+)  # fmt: skip
 """What stands beside the methods' directories."""
 SHARED = ("data", "partition", "model", "task")
 """What all methods have in common."""

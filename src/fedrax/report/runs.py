@@ -274,7 +274,8 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
 def default_target(methods: Sequence[Method]) -> float | None:
     """95 % of the best method's mean final accuracy, to the percent; None where there is no accuracy."""
     finals = [row.accuracy.mean for m in methods if (row := summarise(m, None)).accuracy is not None]
-    return math.floor(95 * max(finals)) / 100 if finals else None
+    known = [final for final in finals if math.isfinite(final)]
+    return math.floor(95 * max(known)) / 100 if known else None
 
 
 def finite(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -118,18 +119,38 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     return table
 
 
-def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
-    """The same table as Markdown, the best of each column bold."""
+@dataclass(frozen=True)
+class Cells:
+    """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
+
+    headings: list[str]
+    names: int
+    """Columns on the left that hold words."""
+    rows: list[list[tuple[str, bool]]]
+
+
+def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> Cells:
+    """The table for whoever writes it down; names are as they are, to be escaped."""
     heads, columns = headings(target, metric), _shown(rows, target)
     settings = any(row.settings for row in rows)
-    titles = ["method", *["settings"] * settings]
-    titles += [heads.get(c, for_markdown(c.replace("_", " "))) for c in columns] + ["seeds", "state"]
-    lines = [f"| {' | '.join(titles)} |", "|---|" + "---|" * settings + "---:|" * len(columns) + "---:|---|"]
+    titles = ["method", *["settings"] * settings, *(heads.get(c, c.replace("_", " ")) for c in columns)]
     stars = {column: best(rows, column, metric) for column in columns}
+    made = []
     for row in rows:
-        cells = [f"**{_cell(row, c)}**" if row.label in stars[c] else _cell(row, c) for c in columns]
-        first = [for_markdown(row.label), *[for_markdown(row.settings)] * settings]
-        lines.append(f"| {' | '.join([*first, *cells, str(row.seeds), for_markdown(row.state)])} |")
+        names = [(row.label, False), *[(row.settings, False)] * settings]
+        values = [(_cell(row, c), row.label in stars[c]) for c in columns]
+        made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
+    return Cells([*titles, "seeds", "state"], 1 + settings, made)
+
+
+def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
+    """The same table as Markdown, the best of each column bold."""
+    made = cells(rows, target, metric)
+    ruler = ["---"] * made.names + ["---:"] * (len(made.headings) - made.names - 1) + ["---"]
+    lines = [f"| {' | '.join(map(for_markdown, made.headings))} |", f"|{'|'.join(ruler)}|"]
+    for row in made.rows:
+        shown = (f"**{for_markdown(text)}**" if top else for_markdown(text) for text, top in row)
+        lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,6 +21,7 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
+from fedrax.simulation.clients_file import write_clients
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
@@ -184,6 +185,7 @@ class Run:
                 checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
+                write_clients(setup.directory, setup.federation)
             with interrupt_flag() as interrupted, self._others_may_end():
                 carry, stopped = self._rounds(carry, interrupted)
             result = self._result(carry, stopped)
