@@ -16,10 +16,11 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, experiment, running, search
 from fedrax.experiments import grid as grids_of
 from fedrax.experiments.comparison import Comparison
-from fedrax.experiments.running import Executors, Problem, Watcher
+from fedrax.experiments.running import Executors, Problem, ProgressWatcher, Watcher
 from fedrax.report import curves, grids, tables
 from fedrax.report.runs import Method, Row, default_target, main_metric, summarise
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.progress import somebody_looks_on
 from fedrax.simulation.tuning import Choice
 
 
@@ -107,6 +108,7 @@ def compare(
     data_dir: str | Path | None = None,
     executor: Executors | None = None,
     watcher: Watcher | None = None,
+    progress: bool = True,
 ) -> Outcome:
     """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
 
@@ -115,7 +117,7 @@ def compare(
     by default the first of runs/NAME, runs/NAME-2, ... that is free or this comparison's own; what is finished there
     is not run again. executor: whose workers run it, in place of this process: a ``concurrent.futures.Executor`` or a
     function that makes one, called again where an executor broke with a lost worker. Workers share the file system.
-    watcher: who hears of its progress.
+    progress: show it in terminals and notebooks, on standard error. watcher: who hears of it in place of that.
 
     The numbers are the same wherever runs are made, on equal devices.
 
@@ -133,7 +135,13 @@ def compare(
     out = default_directory(spec) if directory is None else Path(directory)
     for job in spec.possible():  # before anything runs: all directories must be ours
         comparison.state_of(job.spec, out / job.place)
-    return _run(spec, out, data_dir, executor, watcher or Watcher())
+    if watcher is None:
+        use_all_cores()
+        watcher = ProgressWatcher() if progress and somebody_looks_on() else Watcher()
+    try:
+        return _run(spec, out, data_dir, executor, watcher)
+    finally:
+        watcher.close()
 
 
 def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -31,7 +31,9 @@ def run_trials(comparison: Comparison, out: Path, problem: Callable[[], Problem]
             if not pays(algorithms, task, federation, settings):
                 continue
             watcher.say(f"{method.name}: {len(group)} points of its grid in one program")
-            results = sweep(algorithms, task, federation, comparison.search_seeds, settings, mode="together")
+            results = sweep(
+                algorithms, task, federation, comparison.search_seeds, settings, mode="together", progress=False
+            )
             for jobs_of_point, runs in zip(group, results, strict=True):
                 for job, result in zip(jobs_of_point, runs, strict=True):
                     _keep(job, out, result)

@@ -29,6 +29,7 @@ from fedrax.simulation.engine import NOTED, Carry
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
+from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
 from fedrax.simulation.result import Result, Snapshot
 from fedrax.simulation.saving import check_kept, fresh, restore, save
@@ -60,6 +61,7 @@ def simulate(
     trajectory: bool = False,
     record: Record | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: bool = True,
     **changes: Any,
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
@@ -73,7 +75,8 @@ def simulate(
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
     record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks: functions that
-    see a :class:`Snapshot` after every evaluation, and end the run by returning True.
+    see a :class:`Snapshot` after every evaluation, and end the run by returning True. progress: show a line of it in
+    terminals and notebooks, on standard error.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
@@ -89,6 +92,7 @@ def simulate(
             what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
             raise FedraxError(f"a resumed run does not know the {what} of its first rounds: leave {option} out")
         setup = prepare(algorithm, task, federation, settings, params, script, path)
+        sinks = with_progress(sinks, progress)
         if record is not None:
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
