@@ -188,7 +188,7 @@ def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
         print(json.dumps(outcome.summary()))
     elif not options.quiet:
         console = tables.wide_console()
-        console.print(tables.terminal(outcome.rows, outcome.target, outcome.metric, spec.name))
+        tables.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
         for line in outcome.lines():
             console.print(plain(line))
         shown = " and ".join(str(picture) for picture in pictures)

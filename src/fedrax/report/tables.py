@@ -119,6 +119,27 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     return table
 
 
+def show(
+    console: Console, rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = ""
+) -> None:
+    """Print the table; on a terminal that it does not fit, method by method."""
+    table = terminal(rows, target, metric, title)
+    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
+        console.print(table)
+        return
+    made = cells(rows, target, metric)
+    if title:
+        console.print(Text(plain(title), "bold"))
+    for row in made.rows:
+        block = Table(box=None, show_header=False, pad_edge=False)
+        block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for heading, (text, top) in zip(made.headings[1:], row[1:], strict=True):
+            block.add_row(f"  {plain(heading)}", Text(f"{plain(text)} *", "bold green") if top else plain(text))
+        console.print(Text(plain(row[0][0]), "bold"))
+        console.print(block)
+
+
 @dataclass(frozen=True)
 class Cells:
     """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
