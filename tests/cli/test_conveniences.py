@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import fedrax as fedrax_package
 from fedrax.experiments import experiment
+from fedrax.experiments.comparison import Comparison
+from fedrax.experiments.experiment import Experiment
 from tests.cli.conftest import TINY, Outcome
 
 OWN = (
@@ -98,5 +101,12 @@ def test_tasks_that_do_not_fit(fedrax: Callable[..., Outcome], tiny: Path, flags
 
 def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\n')
-    with pytest.raises(Exception, match=r"fedrax\.compare in Python"):
+    with pytest.raises(Exception, match=r"in Python fedrax\.read reads it"):
         experiment.read(tmp_path / "c.toml")
+    (tmp_path / "e.toml").write_text(TINY)
+    compared, single = fedrax_package.read(tmp_path / "c.toml"), fedrax_package.read(tmp_path / "e.toml")
+    assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg"]
+    assert isinstance(single, Experiment) and single == experiment.read(tmp_path / "e.toml")
+    assert all(len(repr(found).splitlines()) < 6 for found in (compared, single))
+    result = fedrax_package.simulate(*experiment.build(compared.methods[0]), compared.methods[0].run)
+    assert len(result.events) == 4

@@ -16,6 +16,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, experiment, running, search
 from fedrax.experiments import grid as grids_of
 from fedrax.experiments.comparison import Comparison
+from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.running import Executors, Problem, ProgressWatcher, Watcher
 from fedrax.report import curves, grids, tables
 from fedrax.report.runs import Method, Row, default_target, main_metric, summarise
@@ -96,6 +97,20 @@ class Outcome:
 
     def _repr_markdown_(self) -> str:
         return repr(self)
+
+
+def read(path: str | Path) -> Experiment | Comparison:
+    """What a TOML file describes: an :class:`Experiment`, or a :class:`Comparison` where it has ``[[compare]]`` tables.
+
+    What :func:`fedrax.simulate` takes is ``experiment.build(found)`` and ``found.run``; a comparison goes to
+    :func:`fedrax.compare`, and its ``methods`` are experiments. Raises FedraxError for a file that is neither.
+    """
+    path = Path(path)
+    if "compare" not in experiment.read_file(path):
+        return experiment.read(path)
+    found = comparison.read([path])
+    found.check()
+    return found
 
 
 def compare(

@@ -81,6 +81,15 @@ class Comparison:
     run: Settings = field(default_factory=Settings)
     """Settings of the methods that have none of their own."""
 
+    def __repr__(self) -> str:
+        """A line, and one for each method."""
+        seeds, target = ", ".join(map(str, self.seeds)), "" if self.target is None else f", target {self.target:g}"
+        lines = [f"Comparison {self.name!r}: {len(self.methods)} methods, seeds {seeds}{target}"]
+        for method in self.methods:
+            tried = f"; a grid of {len(self.grids[method.name].points())} points" if method.name in self.grids else ""
+            lines.append(f"  {method.name}: {method.algorithm!r}{tried}")
+        return "\n".join(lines)
+
     def check(self) -> None:
         """Refuse a comparison that is none."""
         self._check_labels()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,7 @@ def simulate(
     """
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
+    check_lists(sinks=sinks, callbacks=callbacks)
     use_all_cores()
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
@@ -141,6 +142,13 @@ def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
         hint = ": divide it with Federation.from_dataset" if isinstance(value, Dataset) else ""
         hint = hint or (": classification(model) makes a task of it" if isinstance(value, Model) else "")
         raise FedraxError(f"the {name} must be a fedrax.{kind.__name__}, not {type(value).__name__}{hint}")
+
+
+def check_lists(**given: Any) -> None:
+    """Refuse one thing where several are meant: ``seeds=3`` for ``seeds=[3]``."""
+    for name, value in given.items():
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise FedraxError(f"{name} must be a list, not {type(value).__name__}: put brackets around it")
 
 
 def storage_of(setup: Setup) -> Storage:

@@ -36,7 +36,7 @@ from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
 from fedrax.simulation.result import Result
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, simulate
+from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, check_lists, simulate
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, make_evaluators, prepare
 from fedrax.simulation.spending import enter, ledger_of
@@ -70,6 +70,7 @@ def sweep(
     Raises FedraxError if the algorithms cannot run together.
     """
     settings = changed_settings(settings, changes)
+    check_lists(algorithms=algorithms, seeds=seeds)
     for algorithm in algorithms:
         check_arguments(algorithm, task, federation)
     use_all_cores()

@@ -16,7 +16,7 @@ from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, unknown
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import Event
-from fedrax.simulation.run import changed_settings, check_arguments
+from fedrax.simulation.run import changed_settings, check_arguments, check_lists
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.sweep import sweep
 
@@ -110,6 +110,7 @@ def tune(
     """
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
+    check_lists(seeds=seeds, **{f"the grid's {path}": values for path, values in grid.items()})
     if not grid or not all(len(values) for values in grid.values()):
         raise FedraxError("a grid needs a path and values for it: {'local.lr': (0.01, 0.03, 0.1)}")
     metric = metric_of(task, metric)
