@@ -110,3 +110,27 @@ def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     assert all(len(repr(found).splitlines()) < 6 for found in (compared, single))
     result = fedrax_package.simulate(*experiment.build(compared.methods[0]), compared.methods[0].run)
     assert len(result.events) == 4
+
+
+def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
+    lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'
+    methods = f'[[compare]]\nname = "ditto"\n[[compare]]\nname = "ditto"\n{lazy}'
+    text = TINY.replace('name = "fedavg"\nlocal = { lr = 0.1, steps = 2 }', "")
+    (tmp_path / "c.toml").write_text("seeds = [0]\n" + text.replace("[algorithm]\n", "") + methods)
+    outcome = fedrax("compare", "c.toml", "--out", "c", "--run.per-client", "--run.finetune", 1)
+    assert outcome.status == 0, outcome.err
+    for heading in (
+        "train personal accuracy",
+        "train finetuned accuracy, worst client",
+        "train accuracy, 10 % of clients",
+        "train personal loss",
+    ):
+        assert heading in outcome.out, heading
+    table = (tmp_path / "c/table.md").read_text().splitlines()
+    place = [cell.strip() for cell in table[0].split("|")].index("train personal accuracy")
+    cells = [line.split("|")[place].strip() for line in table[2:]]
+    values = [float(cell.strip("*")) for cell in cells]
+    assert values[0] > values[1] and cells[0].startswith("**") and not cells[1].startswith("**")
+    drawn = (tmp_path / "c/curves.svg").read_text()
+    assert "training accuracy of own models" in drawn and "training accuracy, fine-tuned" in drawn

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fedrax.report.curves import METRICS
+from fedrax.report.curves import METRICS, OWN
 from fedrax.report.material import Material
 from fedrax.report.runs import Method, last_values, megabytes
 from fedrax.report.svg import Curve, Spread, chart, shown, spreads, swatch
@@ -72,7 +72,7 @@ def _controls(material: Material) -> str:
 
 def _charts(material: Material, metric: str, most: int) -> str:
     """The metric against each of the axes, of which one is shown."""
-    name = METRICS.get(metric, metric.replace("_", " "))
+    name = (METRICS | OWN).get(metric, metric.replace("_", " "))
     made = []
     for key, (_, axis, place) in X_AXES.items():
         curves = [_curve(method, i, metric, place, most) for i, method in enumerate(material.methods)]

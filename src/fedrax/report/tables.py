@@ -17,7 +17,12 @@ from fedrax.text import for_markdown, plain
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
-_HIGHER_IS_BETTER = ("accuracy", "test_auc", "test_f1")
+_HIGHER_IS_BETTER, _LOWER_IS_BETTER = ("accuracy", "auc", "f1"), ("loss", "mse")
+_OVER_CLIENTS = {
+    "_worst_client": ", worst client",
+    "_client_p10": ", 10 % of clients",
+    "_client_p90": ", 90 % of clients",
+}
 
 
 def wide_console() -> Console:
@@ -64,15 +69,30 @@ def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set
     }
     if len(means) < 2 or "epsilon" in column:  # a promise, not a result
         return set()
-    if column.startswith("test_") and column not in _HIGHER_IS_BETTER:
+    kind = _kind(column)
+    if column.startswith(("test_", "train_")) and kind not in (*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER):
         return set()
-    higher = column in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")
+    higher = kind in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")
     top = max(means.values()) if higher else min(means.values())
     return {label for label, mean in means.items() if mean == top}
 
 
+def _kind(column: str) -> str:
+    """What a column measures: the last word of a metric, whatever it is taken over."""
+    for over in _OVER_CLIENTS:
+        column = column.removesuffix(over)
+    return column.rpartition("_")[2]
+
+
+def _heading(column: str) -> str:
+    for over, words in _OVER_CLIENTS.items():
+        if column.endswith(over):
+            return column.removesuffix(over).replace("_", " ") + words
+    return column.replace("_", " ")
+
+
 def _value(row: Row, column: str) -> Statistic | None:
-    return row.others.get(column) if column.startswith("test_") else getattr(row, column)
+    return row.others.get(column) if column.startswith(("test_", "train_")) else getattr(row, column)
 
 
 def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
@@ -104,7 +124,7 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     if settings:
         table.add_column("settings", no_wrap=True)
     for column in columns:
-        table.add_column(heads.get(column, plain(column.replace("_", " "))), justify="right", no_wrap=True)
+        table.add_column(heads.get(column, plain(_heading(column))), justify="right", no_wrap=True)
     table.add_column("seeds", justify="right")
     table.add_column("state", no_wrap=True)
     stars = {column: best(rows, column, metric) for column in columns}
@@ -154,7 +174,7 @@ def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accurac
     """The table for whoever writes it down; names are as they are, to be escaped."""
     heads, columns = headings(target, metric), _shown(rows, target)
     settings = any(row.settings for row in rows)
-    titles = ["method", *["settings"] * settings, *(heads.get(c, c.replace("_", " ")) for c in columns)]
+    titles = ["method", *["settings"] * settings, *(heads.get(c, _heading(c)) for c in columns)]
     stars = {column: best(rows, column, metric) for column in columns}
     made = []
     for row in rows:
