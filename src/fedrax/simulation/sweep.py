@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -93,19 +94,25 @@ def sweep(
         if mode == "together":
             for algorithm in algorithms:
                 check(algorithm)
-            return _Together(algorithms, setups, federation).run(_line(progress))
-    line, count = _line(progress), len(algorithms) * len(seeds)
-    results = []
-    for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
-        seen = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
-        results.append(_alone(algorithm, task, federation, dataclasses.replace(settings, seed=seed), seen))
-    if line is not None:
-        line.clear()
+            with _line(progress) as line:
+                return _Together(algorithms, setups, federation).run(line)
+    count, results = len(algorithms) * len(seeds), []
+    with _line(progress) as line:
+        for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
+            seen = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
+            results.append(_alone(algorithm, task, federation, dataclasses.replace(settings, seed=seed), seen))
     return [results[i : i + len(seeds)] for i in range(0, count, len(seeds))]
 
 
-def _line(progress: bool) -> Line | None:
-    return Line() if progress and somebody_looks_on() else None
+@contextmanager
+def _line(progress: bool) -> Iterator[Line | None]:
+    """A line of progress where it is wanted and seen, taken away in the end, also by an error."""
+    line = Line() if progress and somebody_looks_on() else None
+    try:
+        yield line
+    finally:
+        if line is not None:
+            line.clear()
 
 
 def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
@@ -205,8 +212,6 @@ class _Together:
                 mine = {name: value[z, g, :rounds] for name, value in records.items()}
                 self._extend(events[g][z], z, g, mine, blocks[z], took, host)
         final = jax.tree.map(np.asarray, carry)
-        if line is not None:
-            line.clear()
         return [[self._result(events[g][z], final, z, g) for z in range(len(self.setups))] for g in range(self.count)]
 
     def _extend(
