@@ -71,6 +71,12 @@ figures: .venv/.user
 	for ending in png svg; do cp runs/hospitals/curves.$$ending docs/results/hospitals.$$ending; \
 	    cp runs/hospitals/grid.$$ending docs/results/hospitals-grid.$$ending; done
 	cp runs/hospitals/table.md docs/results/hospitals.md
+	$(BIN)/fedrax report runs/hospitals
+	@for browser in chromium chromium-browser google-chrome; do command -v $$browser > /dev/null || continue; \
+	    $$browser --headless --no-sandbox --disable-gpu --hide-scrollbars --blink-settings=preferredColorScheme=1 \
+	        --window-size=1180,880 --screenshot=$(CURDIR)/docs/results/report.png \
+	        file://$(CURDIR)/runs/hospitals/report.html 2> /dev/null && exit 0; exit 1; \
+	done; echo "no Chromium: docs/results/report.png stays as it is" >&2
 	rm hospitals.csv
 
 clean:

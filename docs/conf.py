@@ -11,16 +11,19 @@ import fedrax
 from docs import benchmark_pages, method_table
 
 project = "fedrax"
-author = "the fedrax authors"
+author = "fedrax developers"
 version = release = fedrax.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["docs.mathml", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "_generated/*.md", "results"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "fedrax"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["sides.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}

@@ -7,12 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from fedrax.errors import FedraxError
 from fedrax.report import sinks
 from fedrax.simulation import RunInfo
+from fedrax.simulation.progress import Line, ProgressSink, somebody_looks_on
+from tests.cli.conftest import TINY
 
 RUN = RunInfo("FedAvg", "scan", 2, 0, 3, 8, 100, 100, 25)
 EVENTS = [
@@ -22,7 +26,7 @@ EVENTS = [
 
 
 def play(
-    sink: sinks.JsonSink | sinks.TensorBoardSink | sinks.WandbSink | sinks.MlflowSink | sinks.ProgressSink,
+    sink: sinks.JsonSink | sinks.TensorBoardSink | sinks.WandbSink | sinks.MlflowSink | ProgressSink,
 ) -> None:
     """Show a sink a whole run."""
     sink.start(RUN)
@@ -37,27 +41,79 @@ def test_json() -> None:
     assert [json.loads(line) for line in file.getvalue().splitlines()] == EVENTS
 
 
+class Screen(io.StringIO):
+    """A terminal, and what somebody sees on it in the end."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """Every state of every line."""
+        return [line for line in re.split(r"[\r\n]+", self.getvalue()) if line.strip()]
+
+
 def test_progress() -> None:
-    from rich.console import Console
-
-    screen = Console(file=io.StringIO(), width=160, force_terminal=True)
-    with sinks.progress_bar(screen) as bar:
-        play(sinks.ProgressSink("a run", bar))
-    shown = screen.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750"):
-        assert part in shown
+    screen = Screen()
+    play(ProgressSink("a run", Line(screen, 160)))
+    assert screen.lines()[0].split()[-1] == "compiling"
+    for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750", "━"):
+        assert part in screen.lines()[-1]
 
 
-def test_progress_fits_a_narrow_terminal() -> None:
-    from rich.console import Console
+@pytest.mark.parametrize("width", [20, 40, 60, 100])
+def test_progress_fits_a_narrow_terminal(width: int) -> None:
+    screen = Screen()
+    play(ProgressSink("a run with quite a long description of itself, 長い名前", Line(screen, width)))
+    assert all(cell_len(line) <= width for line in screen.lines())
+    last = screen.lines()[-1]
+    assert last.startswith("a run") and ("2/2 rounds" in last or width == 20)
+    assert ("test accuracy 0.750" in last) == (width >= 60)
 
-    screen = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
-    with sinks.progress_bar(screen) as bar:
-        play(sinks.ProgressSink("a run with quite a long description of itself", bar))
-    shown = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.file.getvalue())  # type: ignore[attr-defined]
-    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip()]
-    assert all(len(line) <= 60 for line in lines)
-    assert "2/2 rounds" in lines[-1] and "test accuracy 0.750" in lines[-1] and lines[-1].startswith("a run")
+
+def test_what_is_said_stays_above_the_line() -> None:
+    screen = Screen()
+    line = Line(screen, 30)
+    line.show("under way")
+    line.say("done: \x1b[2Jone")
+    assert screen.getvalue().split("\r")[-1] == "under way" and "\x1b" not in screen.getvalue()
+    line.clear()
+    assert screen.getvalue().endswith("\r" + " " * 9 + "\r")
+
+
+def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    play(ProgressSink("a run", Line(file)))
+    assert file.getvalue() == "" and not somebody_looks_on(file) and somebody_looks_on(Screen())
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert somebody_looks_on(file)
+
+
+def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """simulate, sweep in both ways and compare; not where it is switched off."""
+    from fedrax import FedAvg, LocalSGD, compare, simulate, sweep
+    from tests.simulation.problems import FEDERATION, TASK
+
+    settings: dict[str, Any] = {"rounds": 2, "cohort_size": 2}
+    methods = [FedAvg(local=LocalSGD(lr=lr, steps=1)) for lr in (0.1, 0.2)]
+    (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\nlabel = "first"\n')
+    calls = {
+        r"FedAvg  .*2/2 rounds  .*loss": lambda **k: simulate(methods[0], TASK, FEDERATION, **settings, **k),
+        r"FedAvg \(2/2\)  .*2/2 rounds": lambda **k: sweep(methods, TASK, FEDERATION, mode="in turn", **settings, **k),
+        r"2 runs of FedAvg  .*0/2 rounds": lambda **k: sweep(
+            methods, TASK, FEDERATION, mode="together", **settings, **k
+        ),
+        r"first, seed 0 \(1/1\)  .*4/4 rounds": lambda **k: compare(
+            tmp_path / "c.toml", seeds=[0], directory=tmp_path / str(len(k)), **k
+        ),
+    }
+    for pattern, call in calls.items():
+        screen = Screen()
+        monkeypatch.setattr(sys, "stderr", screen)
+        call()
+        assert any(re.search(pattern, line) for line in screen.lines()), (pattern, screen.lines())
+        seen = len(screen.getvalue())
+        call(progress=False)
+        assert len(screen.getvalue()) == seen
 
 
 def scalars(log: Path) -> list[tuple[str, int, float]]:

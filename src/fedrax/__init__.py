@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedrax.contract.vectors import Vectors
     from fedrax.contract.wrapper import Wrapped, Wrapper
     from fedrax.data import Dataset, Federation
-    from fedrax.experiments.comparing import Outcome, compare
+    from fedrax.experiments.comparing import Outcome, compare, read
     from fedrax.privacy.mechanisms.client_level import ClientDP
     from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation, OutputPerturbation
     from fedrax.privacy.mechanisms.sample_level import SampleDP
@@ -110,7 +110,7 @@ _HOMES = {
     "fedrax.contract.vectors": "Vectors",
     "fedrax.contract.wrapper": "Wrapped Wrapper",
     "fedrax.data": "Dataset Federation",
-    "fedrax.experiments.comparing": "Outcome compare",
+    "fedrax.experiments.comparing": "Outcome compare read",
     "fedrax.privacy.mechanisms.client_level": "ClientDP",
     "fedrax.privacy.mechanisms.perturbation": "ObjectivePerturbation OutputPerturbation",
     "fedrax.privacy.mechanisms.sample_level": "SampleDP",
@@ -146,7 +146,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Batch", "Dataset", "Federation", "Task", "Variables", "binary", "classification", "regression", "scale",
     "supervised",
     "Outcome", "Record", "Result", "Script", "Settings", "Sink", "Snapshot", "Tuned",
-    "compare", "join_processes", "load", "per_client", "simulate", "sweep", "tune", "use_all_cores",
+    "compare", "join_processes", "load", "per_client", "read", "simulate", "sweep", "tune", "use_all_cores",
 ]  # fmt: skip
 
 
@@ -154,7 +154,11 @@ def __getattr__(name: str) -> Any:
     if name == "tree":
         return importlib.import_module("fedrax.tree")
     if name not in _HOME:
-        raise AttributeError(f"module 'fedrax' has no attribute {name!r}")
+        import difflib
+
+        near = difflib.get_close_matches(name, __all__, n=1) or [one for one in __all__ if one.lower() == name.lower()]
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module 'fedrax' has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

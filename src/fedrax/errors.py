@@ -1,7 +1,12 @@
 """The one exception a user of fedrax is meant to read."""
 
+import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class FedraxError(Exception):
@@ -22,3 +27,17 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:
     near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     suggestion = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(names) or 'none'}."
     return FedraxError(f"unknown {kind} {str(name)!r}; {suggestion}")
+
+
+def known_fields_only(cls: type[T]) -> type[T]:
+    """Decorator of a dataclass: a field that it has not is a sentence, ``Shards(client=8)`` names ``clients``."""
+    made, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+    @functools.wraps(made)
+    def init(self: Any, *values: Any, **fields: Any) -> None:
+        for name in fields.keys() - names:
+            raise unknown(f"field of {cls.__name__}:", name, names)
+        made(self, *values, **fields)
+
+    cls.__init__ = init
+    return cls

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import fedrax as fedrax_package
 from fedrax.experiments import experiment
+from fedrax.experiments.comparison import Comparison
+from fedrax.experiments.experiment import Experiment
 from tests.cli.conftest import TINY, Outcome
 
 OWN = (
@@ -98,5 +101,36 @@ def test_tasks_that_do_not_fit(fedrax: Callable[..., Outcome], tiny: Path, flags
 
 def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\n')
-    with pytest.raises(Exception, match=r"fedrax\.compare in Python"):
+    with pytest.raises(Exception, match=r"in Python fedrax\.read reads it"):
         experiment.read(tmp_path / "c.toml")
+    (tmp_path / "e.toml").write_text(TINY)
+    compared, single = fedrax_package.read(tmp_path / "c.toml"), fedrax_package.read(tmp_path / "e.toml")
+    assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg"]
+    assert isinstance(single, Experiment) and single == experiment.read(tmp_path / "e.toml")
+    assert all(len(repr(found).splitlines()) < 6 for found in (compared, single))
+    result = fedrax_package.simulate(*experiment.build(compared.methods[0]), compared.methods[0].run)
+    assert len(result.events) == 4
+
+
+def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
+    lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'
+    methods = f'[[compare]]\nname = "ditto"\n[[compare]]\nname = "ditto"\n{lazy}'
+    text = TINY.replace('name = "fedavg"\nlocal = { lr = 0.1, steps = 2 }', "")
+    (tmp_path / "c.toml").write_text("seeds = [0]\n" + text.replace("[algorithm]\n", "") + methods)
+    outcome = fedrax("compare", "c.toml", "--out", "c", "--run.per-client", "--run.finetune", 1)
+    assert outcome.status == 0, outcome.err
+    for heading in (
+        "train personal accuracy",
+        "train finetuned accuracy, worst client",
+        "train accuracy, 10 % of clients",
+        "train personal loss",
+    ):
+        assert heading in outcome.out, heading
+    table = (tmp_path / "c/table.md").read_text().splitlines()
+    place = [cell.strip() for cell in table[0].split("|")].index("train personal accuracy")
+    cells = [line.split("|")[place].strip() for line in table[2:]]
+    values = [float(cell.strip("*")) for cell in cells]
+    assert values[0] > values[1] and cells[0].startswith("**") and not cells[1].startswith("**")
+    drawn = (tmp_path / "c/curves.svg").read_text()
+    assert "training accuracy of own models" in drawn and "training accuracy, fine-tuned" in drawn

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fedrax import Task
 from fedrax.contract import task as tasks
+from fedrax.report import tables
+from fedrax.report.runs import Method, Run, summarise
 from tests.cli.conftest import TINY
 from tests.cli.test_bad_input import file
 
@@ -65,6 +70,8 @@ BROKEN_RUNS = {
     "negative bytes": (RUN, EVENT.replace('"bytes_up": 8', '"bytes_up": -8'), "'bytes_up' is -8"),
     "accuracy in words": (RUN, EVENT.replace("0.5", '"half"'), "'test_accuracy' is 'half'"),
     "infinite seconds": (RUN, EVENT.replace("0.1", "1e999"), "'seconds' is inf"),
+    "more bytes than there are": (RUN, EVENT.replace('"bytes_up": 8', f'"bytes_up": {10**400}'), "'bytes_up' is 1000"),
+    "a number too large": (RUN, EVENT.replace("0.5", f"{10**400}"), "'test_accuracy' is 1000"),
     "truth": (RUN, EVENT.replace("0.5", "true"), "'test_accuracy' is True"),
     "a list": (RUN, EVENT.replace("0.5", "[0.5]"), "'test_accuracy' is [0.5]"),
     "brackets": (RUN, "[" * 100_000 + "\n", "is not an event"),
@@ -195,7 +202,7 @@ def test_finished_runs_of_something_else_are_not_taken(
 # -- links -------------------------------------------------------------------------------------------------------------
 
 OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg")
-FILES = ("experiment.toml", "events.jsonl", "environment.json", "checkpoint/state.npz")
+FILES = ("experiment.toml", "events.jsonl", "environment.json", "clients.json", "checkpoint/state.npz")
 
 
 def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
@@ -206,7 +213,7 @@ def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
     run = out / "fedavg" / "seed-0"
     written = [*(out / name for name in OUTPUTS), *(run / name for name in FILES)]
     places = [path.with_name(f".{path.name}.part") for path in written]
-    places += [*(out / name for name in OUTPUTS), run / "environment.json"]
+    places += [*(out / name for name in OUTPUTS), run / "environment.json", run / "clients.json"]
     for place in places:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(victim)
@@ -214,3 +221,16 @@ def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
     assert outcome.status == 0, outcome
     assert victim.read_text() == "precious"
     assert not [path for path in out.rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("columns", [40, 200])
+def test_a_terminal_too_narrow_for_the_table_has_it_method_by_method(columns: int):
+    run = Run(Path("r"), {"run": {"seed": 0, "rounds": 1}}, [json.loads(EVENT)], None)
+    rows = [summarise(Method(label, [run]), 0.4) for label in ("a method of a long name", "[b]other")]
+    screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, markup=False)
+    tables.show(screen, rows, 0.4)
+    printed = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in printed and all(len(line) <= columns for line in printed.splitlines())
+    for words in ("a method of a long name", "[b]other", "0.5000", "rounds to 0.4", "finished"):
+        assert words in printed
+    assert (printed.count("rounds to 0.4") == 1) == (columns == 200)

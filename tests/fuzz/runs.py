@@ -15,6 +15,8 @@ from fedrax import Result
 from fedrax.errors import FedraxError
 from fedrax.files import write_text
 from fedrax.report import doctor
+from fedrax.report.material import gather
+from fedrax.report.page import page
 from fedrax.report.runs import read_run
 from fedrax.simulation.directory import owned
 from tests.fuzz.damage import damaged
@@ -83,7 +85,7 @@ def build(folder: Path, changes: dict[str, bytes | str]) -> None:
 
 
 def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
-    """Show, examine, save; deep: and go on."""
+    """Show, report, examine, save; deep: and go on."""
     with tempfile.TemporaryDirectory() as outer:
         folder, victim = Path(outer) / "run", Path(outer) / "victim"
         folder.mkdir()
@@ -91,6 +93,8 @@ def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
         build(folder, changes)
         with suppress(FedraxError):
             read_run(folder)
+        with suppress(FedraxError):
+            assert page(gather([folder])).endswith("</html>\n")
         before = kept(folder)
         with owned(folder, resume=True):
             found = doctor.examine(folder)

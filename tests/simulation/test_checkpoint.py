@@ -226,3 +226,25 @@ def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
 def test_a_finished_run_without_client_states_keeps_none_of_them(tmp_path: Path):
     run(SCAFFOLD, rounds=4, checkpoint_every=2, directory=tmp_path, keep_clients=False)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [checkpoint.FILE]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+def test_a_run_begun_in_a_terminal_goes_on_without_one(tmp_path: Path):
+    """JAX writes its programs in colour where it writes to a terminal; the run is known by the program all the same."""
+    code = (
+        "import sys; assert sys.stdout.isatty()\n"
+        "from tests.simulation.test_checkpoint import SCAFFOLD, run\n"
+        f"run(SCAFFOLD, rounds=2, directory={str(tmp_path)!r})\n"
+    )
+    shown, terminal = os.openpty()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TERM": "xterm-256color",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=terminal, stderr=subprocess.PIPE, text=True
+    )
+    os.close(terminal)
+    os.close(shown)
+    assert done.returncode == 0, done.stderr
+    run(SCAFFOLD, rounds=3, directory=tmp_path, resume=True)

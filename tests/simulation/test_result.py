@@ -19,6 +19,7 @@ from fedrax import (
     classification,
     simulate,
 )
+from fedrax.data import Shards
 from fedrax.models import Linear
 
 rng = np.random.default_rng(0)
@@ -130,12 +131,31 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
         (lambda: LocalSGD(batchsize=3), "unknown field of LocalSGD: 'batchsize'; did you mean 'batch_size'"),
         (lambda: simulate(Scaffold, task, federation), r"the class Scaffold: give an object, Scaffold\(...\)"),
         (lambda: simulate(method, task, fedrax.data.load("digits")), "Federation.from_dataset"),
+        (lambda: fedrax.Settings(round=5), "unknown field of Settings: 'round'; did you mean 'rounds'"),
+        (lambda: Shards(client=5), "unknown field of Shards: 'client'; did you mean 'clients'"),
+        (lambda: fedrax.Federation.from_dataset(fedrax.data.load("digits"), Shards, 0), "not the class Shards"),
+        (lambda: fedrax.Federation.from_dataset(np.ones(3), Shards(), 0), "not ndarray: Federation.from_arrays"),
+        (lambda: simulate(method, task, federation, callbacks=print), "callbacks must be a list"),
+        (lambda: fedrax.sweep(method, task, federation), "algorithms must be a list, not FedAvg"),
+        (lambda: fedrax.sweep([method], task, federation, seeds=3), "seeds must be a list, not int"),
+        (lambda: fedrax.tune(method, task, federation, {"local.lr": 0.1}), "the grid's local.lr must be a list"),
         (lambda: simulate(method, Linear().build((4,), 3), federation), r"classification\(model\)"),
     ],
 )
 def test_mistakes_are_one_sentence(mistake, sentence):
     with pytest.raises(FedraxError, match=sentence):
         mistake()
+
+
+def test_names_that_there_are_not():
+    with pytest.raises(AttributeError, match="did you mean 'Scaffold'"):
+        fedrax.Scafold  # noqa: B018
+    result = simulate(method, task, federation, rounds=2, cohort_size=2, eval_every=2, per_client=True)
+    for call in (result.metric, lambda name: result.to_target(name, 0.5), result.plot):
+        with pytest.raises(FedraxError, match="did you mean 'test_accuracy'"):
+            call("test_acuracy")
+    assert result.metric("test_loss") and "over clients: " in repr(result) and len(repr(result).splitlines()) < 12
+    assert len(repr(fedrax.data.load("digits")).splitlines()) == 2
 
 
 def test_binary_is_at_hand():

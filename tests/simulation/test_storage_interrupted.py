@@ -31,6 +31,7 @@ from tests.simulation.problems import (
     run,
 )
 
+DESCRIBED = ("events.jsonl", "environment.json", "clients.json")
 OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
 
 
@@ -179,7 +180,7 @@ run(SCAFFOLD, rounds=9, checkpoint_every=2, directory={str(tmp_path)!r}, sinks=[
     killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=1800)
     assert killed.returncode == -signal.SIGKILL
     left = {path.name for path in tmp_path.rglob("*")}
-    assert left == {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE, checkpoint.PREVIOUS}
+    assert left == {*DESCRIBED, "checkpoint", checkpoint.FILE, checkpoint.PREVIOUS}
     assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] == 4
     resumed = run(SCAFFOLD, rounds=9, checkpoint_every=2, directory=tmp_path, resume=True, **AWAY)
     assert_identical(resumed, run(SCAFFOLD, rounds=9))
@@ -215,7 +216,7 @@ def test_scratch_files_go(tmp_path: Path):
         else:
             assert error is None and np.any(result.client_state(next(iter(result.homes))).control["output"]["weight"])
             del result
-        assert look.names <= {"events.jsonl", "environment.json", "checkpoint", checkpoint.FILE, checkpoint.PREVIOUS}
+        assert look.names <= {*DESCRIBED, "checkpoint", checkpoint.FILE, checkpoint.PREVIOUS}
         assert len(look.open) == 2  # a file for each leaf of the state
         assert open_files() <= before
 

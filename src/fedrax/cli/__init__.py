@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": "run several algorithms, each at its best settings, with several seeds; a table and curves",
     "resume": "go on with an interrupted run",
     "show": "tables and curves of finished or running runs",
+    "report": "one page of HTML about runs: curves, table, partition, settings; it loads nothing",
     "doctor": "what a run's directory holds, what is damaged, what can be saved",
     "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
     "diagnose": "how clients, batches and curvature of a task bear on the methods' assumptions",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,8 @@ from fedrax.experiments.comparing import Outcome, compare
 from fedrax.experiments.comparison import SHARED, Comparison, Job
 from fedrax.experiments.config import ALGORITHM
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.running import Watcher
-from fedrax.report import sinks, tables
-from fedrax.report.runs import read_run, summary_line
+from fedrax.experiments.running import ProgressWatcher
+from fedrax.report import tables
 from fedrax.simulation import Interrupted
 from fedrax.text import plain
 
@@ -71,13 +68,12 @@ class CompareOptions(Reporting):
 def main(args: list[str]) -> int:
     """Parse, run what is not finished, report."""
     spec, options = read_arguments(args)
-    with shown_progress(options) as bar:
-        try:
-            places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
-            outcome = compare(spec, **places, watcher=Shown(options, bar))
-        except KeyboardInterrupt as stop:
-            print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
-            return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
+    try:
+        places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
+        outcome = compare(spec, **places, watcher=Shown(options))
+    except KeyboardInterrupt as stop:
+        print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
+        return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
     report(outcome, options, args)
     return DIVERGED if outcome.diverged else 0
 
@@ -167,49 +163,31 @@ def take_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     return {path: values[0] if len(values) == 1 else values for path, values in found.items()}, rest
 
 
-@contextlib.contextmanager
-def shown_progress(options: CompareOptions) -> Iterator[Any]:
-    """A progress bar for all runs, or None."""
-    if options.quiet or options.json:
-        yield None
-        return
-    bar = sinks.progress_bar()  # started by the first run: a comparison that is refused leaves nothing on the screen
-    try:
-        yield bar
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+class Shown(ProgressWatcher):
+    """The progress of a comparison as far as the options ask for it, and trackers for runs on test data."""
 
-
-class Shown(Watcher):
-    """A bar for the run under way, a line for each that is done, and trackers for those on test data."""
-
-    def __init__(self, options: CompareOptions, bar: Any):
-        self._options, self._bar = options, bar
+    def __init__(self, options: CompareOptions):
+        super().__init__()
+        self._options, self._silent = options, options.quiet or options.json
 
     def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Any]:
-        """The bar, and what the options ask for."""
-        if self._bar is not None:
-            self._bar.start()
-        seen = [] if self._bar is None else [sinks.ProgressSink(f"{job.title} ({number}/{of})", self._bar)]
+        """The line, and what the options ask for."""
+        seen = [] if self._silent else super().sinks(job, directory, number, of)
         if job.spec.validation:
             return seen
         return seen + make_trackers(job.spec, directory, str(job.place), self._options)
 
     def done(self, job: Job, directory: Path, error: str | None) -> None:
-        """A line."""
-        if error is not None and not self._options.quiet:
+        """A line; of a run that diverged also where the numbers alone are wanted."""
+        if not self._silent:
+            super().done(job, directory, error and f"fedrax: {error}")
+        elif error is not None and not self._options.quiet:
             print(f"fedrax: {error}", file=sys.stderr)
-        if self._bar is not None:
-            for task_id in self._bar.task_ids:
-                self._bar.remove_task(task_id)
-            on = ", on validation data" if job.spec.validation else ""
-            self.say(f"{job.title}{on}: {summary_line(read_run(directory).events)}")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
+        """A line."""
+        if not self._silent:
+            super().say(text)
 
 
 def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
@@ -219,7 +197,7 @@ def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
         print(json.dumps(outcome.summary()))
     elif not options.quiet:
         console = tables.wide_console()
-        console.print(tables.terminal(outcome.rows, outcome.target, outcome.metric, spec.name))
+        tables.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
         for line in outcome.lines():
             console.print(plain(line))
         shown = " and ".join(str(picture) for picture in pictures)

@@ -19,6 +19,7 @@ from fedrax.report import sinks
 from fedrax.report.runs import finite, summary_line
 from fedrax.report.tables import wide_console
 from fedrax.simulation import Interrupted, Result, simulate, use_all_cores
+from fedrax.simulation.progress import ProgressSink
 from fedrax.text import plain
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
@@ -26,7 +27,7 @@ DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 Every key of the file is a flag (--algorithm.local.lr 0.05 --run.rounds 20), and names choose what it is made of
 (--algorithm scaffold --data mnist --partition shards --model 2nn); without a file the defaults below hold. A method
 of your own runs by `fedrax run file.py:MyMethod`. The run is kept in a directory: experiment.toml, events.jsonl,
-checkpoint/, environment.json."""
+checkpoint/, environment.json, clients.json."""
 
 
 @dataclass
@@ -71,7 +72,9 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, r
     try:
         seen = make_sinks(spec, directory, options)
         algorithm, task, federation = problem
-        result = simulate(algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen)
+        result = simulate(
+            algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen, progress=False
+        )
     except Interrupted as stop:
         print(f"fedrax: interrupted; go on with: fedrax resume {directory}", file=sys.stderr)
         return 128 + stop.signal
@@ -92,7 +95,7 @@ def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[An
     if options.json:
         made.append(sinks.JsonSink())
     elif not options.quiet:
-        made.append(sinks.ProgressSink(spec.method_name))
+        made.append(ProgressSink(spec.method_name))
     return made + make_trackers(spec, directory, directory.name, options)
 
 

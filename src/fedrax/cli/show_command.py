@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
         print(tables.markdown(rows, target, metric), end="")
     else:
         console = tables.wide_console()
-        console.print(tables.terminal(rows, target, metric))
+        tables.show(console, rows, target, metric)
         console.print(tables.legend(target, options.target is not None))
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves

@@ -62,6 +62,17 @@ class Dataset:
     notes: tuple[str, ...] = ()
     partition_by: np.ndarray | None = None
 
+    def __repr__(self) -> str:
+        """A few lines: how much of what."""
+        x, y = self.train.x, self.train.y
+        kind = "targets" if self.num_classes is None else f"{self.num_classes} classes"
+        clients = 0 if self.train_clients is None else len(np.unique(self.train_clients))
+        of = f" of {clients:,} clients" if clients else ""
+        return (
+            f"Dataset {self.name!r}: {len(y):,} training samples{of}, {len(self.test.y):,} test samples\n"
+            f"  x {x.dtype} {list(x.shape[1:])}, y {y.dtype} {list(y.shape[1:])}: {kind}"
+        )
+
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:
             raise FedraxError(f"data set {self.name!r} has no training samples.")

@@ -105,6 +105,12 @@ class Federation:
         ``shuffle`` puts each client's rows into a random order (its own stream of ``seed``), so that walking
         them in order is sampling without replacement; without it they stay as the partition lists them.
         """
+        if not isinstance(dataset, Dataset):
+            raise FedraxError(
+                f"a partition divides a fedrax.Dataset, not {_thing(dataset)}: Federation.from_arrays takes arrays."
+            )
+        if isinstance(partition, type) or not hasattr(partition, "assign"):
+            raise FedraxError(f"a partition is an object such as Shards(clients=20), not {_thing(partition)}.")
         rows, offsets = partition.assign(dataset, seed)
         test_rows, test_offsets, names = None, None, ()
         if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.client_names:
@@ -193,6 +199,10 @@ class Federation:
             padding=padding,
             client_names=_names(client_ids),
         )
+
+
+def _thing(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fedrax.data.dataset import Dataset, generator
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, known_fields_only
 
 DIRICHLET_ATTEMPTS = 100
 MAX_TABLE = 100_000_000  # entries of a clients x classes table: 800 MB of int64
@@ -313,6 +313,8 @@ PARTITIONS: dict[str, type] = {
     "lognormal": LogNormal,
     "natural": Natural,
 }
+for _rule in PARTITIONS.values():
+    known_fields_only(_rule)
 
 
 def _rows(dataset: Dataset, clients: int) -> int:

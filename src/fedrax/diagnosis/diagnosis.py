@@ -135,7 +135,7 @@ def diagnose(
     clients = Clients(task, seen, settings.seed)
     start = task.init(jax.random.fold_in(jax.random.key(settings.seed), 0))
     bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed), _rows(seen, settings.seed)
-    run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=True)
+    run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=True, progress=False)
     when = sorted({0, settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})
     points = []
     for r in when:

@@ -131,7 +131,7 @@ def guess_canaries(
     exchanged = _other_labels(federation, federation.train.y, rows)
     y = np.where(np.isin(owner, chosen[coins]), exchanged, federation.train.y)
     train = federation.train._replace(y=y.astype(federation.train.y.dtype))
-    result = simulate(algorithm, task, dataclasses.replace(federation, train=train), settings)
+    result = simulate(algorithm, task, dataclasses.replace(federation, train=train), settings, progress=False)
 
     def losses(labels: np.ndarray) -> np.ndarray:
         batch = Batch(federation.train.x[rows], labels[rows])

@@ -16,10 +16,12 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, engines, experiment, running, search
 from fedrax.experiments import grid as grids_of
 from fedrax.experiments.comparison import Comparison
-from fedrax.experiments.running import Executors, Problem, Watcher, Workers
+from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.running import Executors, Problem, ProgressWatcher, Watcher, Workers
 from fedrax.report import curves, grids, tables
 from fedrax.report.runs import Method, Row, default_target, main_metric, summarise
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.progress import somebody_looks_on
 from fedrax.simulation.tuning import Choice
 
 
@@ -98,6 +100,20 @@ class Outcome:
         return repr(self)
 
 
+def read(path: str | Path) -> Experiment | Comparison:
+    """What a TOML file describes: an :class:`Experiment`, or a :class:`Comparison` where it has ``[[compare]]`` tables.
+
+    What :func:`fedrax.simulate` takes is ``experiment.build(found)`` and ``found.run``; a comparison goes to
+    :func:`fedrax.compare`, and its ``methods`` are experiments. Raises FedraxError for a file that is neither.
+    """
+    path = Path(path)
+    if "compare" not in experiment.read_file(path):
+        return experiment.read(path)
+    found = comparison.read([path])
+    found.check()
+    return found
+
+
 def compare(
     source: Comparison | str | Path | Sequence[str | Path],
     *,
@@ -109,6 +125,7 @@ def compare(
     data_dir: str | Path | None = None,
     executor: Executors | str | None = None,
     watcher: Watcher | None = None,
+    progress: bool = True,
 ) -> Outcome:
     """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
 
@@ -120,7 +137,7 @@ def compare(
     is not run again. executor: whose workers run it, in place of this process: a ``concurrent.futures.Executor`` or a
     function that makes one, called again where an executor broke with a lost worker; or the address of a scheduler,
     ``"dask://HOST:PORT"`` or ``"ray://HOST:PORT"``. Workers share the file system.
-    watcher: who hears of its progress.
+    progress: show it in terminals and notebooks, on standard error. watcher: who hears of it in place of that.
 
     The numbers are the same wherever runs are made, on equal devices.
 
@@ -141,12 +158,15 @@ def compare(
     out = default_directory(spec) if directory is None else Path(directory)
     for job in spec.possible():  # before anything runs: all directories must be ours
         comparison.state_of(job.spec, out / job.place)
-    workers = None if executor is None else Workers(executor)
-    try:
-        return _run(spec, out, data_dir, workers, watcher or Watcher())
-    finally:
+    if watcher is None:
+        use_all_cores()
+        watcher = ProgressWatcher() if progress and somebody_looks_on() else Watcher()
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(watcher.close)
+        workers = None if executor is None else Workers(executor)
         if workers is not None:
-            workers.close()
+            at_end.callback(workers.close)
+        return _run(spec, out, data_dir, workers, watcher)
 
 
 def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:

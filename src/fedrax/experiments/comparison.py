@@ -46,7 +46,9 @@ from fedrax.experiments.grid import Grid, Point
 from fedrax.report.runs import Method, Run, read_run
 from fedrax.simulation.settings import Seed, Settings
 
-OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "search")
+OUTPUTS = (
+    "table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "report.html", "search",
+)  # fmt: skip
 """What stands beside the methods' directories."""
 SHARED = ("data", "partition", "model", "task")
 """What all methods have in common."""
@@ -80,6 +82,15 @@ class Comparison:
     search: Search = Search()
     run: Settings = field(default_factory=Settings)
     """Settings of the methods that have none of their own."""
+
+    def __repr__(self) -> str:
+        """A line, and one for each method."""
+        seeds, target = ", ".join(map(str, self.seeds)), "" if self.target is None else f", target {self.target:g}"
+        lines = [f"Comparison {self.name!r}: {len(self.methods)} methods, seeds {seeds}{target}"]
+        for method in self.methods:
+            tried = f"; a grid of {len(self.grids[method.name].points())} points" if method.name in self.grids else ""
+            lines.append(f"  {method.name}: {method.algorithm!r}{tried}")
+        return "\n".join(lines)
 
     def check(self) -> None:
         """Refuse a comparison that is none."""

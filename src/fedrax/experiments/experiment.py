@@ -120,6 +120,17 @@ class Experiment:
     """Share of each client's training rows that is held out and evaluated on, in place of the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
 
+    def __repr__(self) -> str:
+        """A few lines: what is run on what."""
+        data, partition, model = DATA.name_of(self.data), PARTITION.name_of(self.partition), MODEL.name_of(self.model)
+        clients = getattr(self.partition, "clients", None)
+        of = "" if clients is None else f" among {clients:,} clients"
+        return (
+            f"Experiment {self.name!r}: {self.method_name} on {data}, divided by {partition}{of}, model {model}\n"
+            f"  {self.run.rounds} rounds with cohorts of {self.run.cohort_size}, seed {self.run.seed}\n"
+            f"  {self.algorithm!r}"
+        )
+
     @property
     def algorithm_name(self) -> str:
         """The algorithm's name in files."""
@@ -144,8 +155,8 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
     if "compare" in table:
         raise FedraxError(
-            f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it, or fedrax.compare"
-            " in Python."
+            f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it; in Python fedrax.read"
+            " reads it and fedrax.compare runs it."
         )
     table = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())

@@ -22,9 +22,10 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, own_code
 from fedrax.experiments.comparison import Job, state_of
 from fedrax.experiments.experiment import Experiment
-from fedrax.report.runs import read_run
+from fedrax.report.runs import read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.progress import Line, ProgressSink
 from fedrax.simulation.run import check_same
 
 ATTEMPTS = 3
@@ -47,6 +48,36 @@ class Watcher:
 
     def say(self, text: str) -> None:
         """Something worth a line."""
+
+    def close(self) -> None:
+        """The comparison is over, or broken off."""
+
+
+class ProgressWatcher(Watcher):
+    """A line for the run under way, and one that stays for each that is done."""
+
+    def __init__(self) -> None:
+        self._line = Line()
+
+    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Sink]:
+        """The line."""
+        return [ProgressSink(f"{job.title} ({number}/{of})", self._line)]
+
+    def done(self, job: Job, directory: Path, error: str | None) -> None:
+        """How it came out."""
+        self._line.clear()
+        if error is not None:
+            self.say(error)
+        on = ", on validation data" if job.spec.validation else ""
+        self.say(f"{job.title}{on}: {summary_line(read_run(directory).events)}")
+
+    def say(self, text: str) -> None:
+        """A line above that of the run."""
+        self._line.say(text)
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._line.clear()
 
 
 class ExperimentFile:
@@ -102,7 +133,8 @@ def _run(spec: Experiment, directory: Path, problem: Problem, sinks: Sequence[Si
     resume = (directory / "experiment.toml").exists()
     seen = [ExperimentFile(spec, directory), *sinks]
     try:
-        simulate(spec.algorithm, *problem, spec.run, directory=directory, resume=resume, sinks=seen, keep_clients=False)
+        kept: dict[str, Any] = {"directory": directory, "resume": resume, "keep_clients": False}
+        simulate(spec.algorithm, *problem, spec.run, **kept, sinks=seen, progress=False)
     except NonFiniteError as error:
         return str(error)
     return None

@@ -33,7 +33,9 @@ def run_trials(
         if not pays(algorithms, task, federation, settings):
             continue
         watcher.say(f"{group[0][0].spec.name}: {len(group)} points of its grid in one program")
-        results = sweep(algorithms, task, federation, comparison.search_seeds, settings, mode="together")
+        results = sweep(
+            algorithms, task, federation, comparison.search_seeds, settings, mode="together", progress=False
+        )
         for jobs_of_point, runs in zip(group, results, strict=True):
             for job, result in zip(jobs_of_point, runs, strict=True):
                 _keep(job, out, result)

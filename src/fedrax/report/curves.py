@@ -26,6 +26,13 @@ METRICS = {
     "test_loss": "test loss",
     "train_loss": "training loss",
 }
+OWN = {
+    "test_personal_accuracy": "test accuracy of own models",
+    "train_personal_accuracy": "training accuracy of own models",
+    "test_finetuned_accuracy": "test accuracy, fine-tuned",
+    "train_finetuned_accuracy": "training accuracy, fine-tuned",
+}
+"""Drawn below, where clients have models of their own."""
 X_AXES = {"round": "communication rounds", "megabytes": "traffic of all clients, both ways (MB)"}
 
 
@@ -34,7 +41,7 @@ def draw_curves(
 ) -> Figure:
     """A row of axes for each metric that the runs report, against rounds on the left and megabytes on the right."""
     keys = {key for method in methods for run in method.runs for event in run.events for key in event}
-    metrics = [key for key in METRICS if key in keys][:2]
+    metrics = [key for key in METRICS if key in keys][:2] + [key for key in OWN if key in keys]
     figure = Figure(figsize=(10, 0.9 + 3.2 * max(len(metrics), 1)), layout="constrained")
     grid = figure.subplots(max(len(metrics), 1), 2, squeeze=False, sharey="row")
     for axes_row, key in zip(grid, metrics, strict=False):
@@ -49,7 +56,7 @@ def draw_curves(
             axes.set_xlim(left=0)
             if key == metric and target is not None:
                 axes.axhline(target, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-        axes_row[0].set_ylabel(METRICS[key])
+        axes_row[0].set_ylabel((METRICS | OWN)[key])
         _scale(axes_row[0], tables, key)
         if key == metric and target is not None:
             axes_row[0].annotate(

@@ -12,7 +12,8 @@ from pathlib import Path
 from fedrax.errors import FedraxError
 from fedrax.files import MAX_FILE, reading, replacing
 from fedrax.report.runs import read_experiment
-from fedrax.simulation import checkpoint, events
+from fedrax.simulation import checkpoint, clients_file, events
+from fedrax.simulation.clients_file import read_clients
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.saving import round_of
 
@@ -61,6 +62,7 @@ def examine(directory: Path) -> Examination:
     states = {name: _checkpoint(made, name, found) for name in (checkpoint.FILE, checkpoint.PREVIOUS)}
     _failure(made)
     _environment(made)
+    _clients(made)
     usable = {name: state.rounds for name, state in states.items() if state is not None and state.rounds is not None}
     before = states[checkpoint.PREVIOUS]
     if checkpoint.FILE not in usable and checkpoint.PREVIOUS in usable:
@@ -177,6 +179,15 @@ def _environment(made: Examination) -> None:
         made.findings.append(Finding(name, words, True))
     except (FedraxError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         made.findings.append(Finding(name, f"damaged: {error}; resuming writes it anew", False))
+
+
+def _clients(made: Examination) -> None:
+    try:
+        found = read_clients(made.directory)
+        if found is not None:
+            made.findings.append(Finding(clients_file.FILE, f"whole: {found.clients} clients", True))
+    except FedraxError as error:
+        made.findings.append(Finding(clients_file.FILE, f"damaged: {error}; resuming writes it anew", False))
 
 
 def _verdict(directory: Path, known: bool, written: int, states: dict, usable: dict) -> str:

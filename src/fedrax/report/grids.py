@@ -49,7 +49,7 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
     for i, (label, choice) in enumerate(choices.items()):
         if label not in shown:
             continue
-        best = _best_over_the_others(path, choice)
+        best = best_over_the_others(path, choice)
         xs, colour = [places(value) for value, _ in best], PALETTE[i % len(PALETTE)]
         ys = [math.nan if trial.value is None else trial.value for _, trial in best]
         dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
@@ -64,7 +64,7 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
     _axes(axes, path, metric, [trial.point[path] for choice in shown.values() for trial in choice.trials])
 
 
-def _best_over_the_others(path: str, choice: Choice) -> list[tuple[Any, Trial]]:
+def best_over_the_others(path: str, choice: Choice) -> list[tuple[Any, Trial]]:
     """For each value at ``path`` the best trial over all other settings, in the order of the axis."""
     groups: dict[str, list[Trial]] = {}
     for trial in choice.trials:
@@ -73,16 +73,17 @@ def _best_over_the_others(path: str, choice: Choice) -> list[tuple[Any, Trial]]:
         (trials[0].point[path], Choice(choice.metric, choice.lower_is_better, tuple(trials)).best)
         for trials in groups.values()
     ]
-    return sorted(found, key=lambda entry: entry[0]) if _numbers([value for value, _ in found]) else found
+    return sorted(found, key=lambda entry: entry[0]) if are_numbers([value for value, _ in found]) else found
 
 
-def _numbers(values: Sequence[Any]) -> bool:
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all of them are numbers."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _places(values: Sequence[Any]) -> Any:
     """Where a value lies on the axis: itself, or its number among the names."""
-    if _numbers(values):
+    if are_numbers(values):
         return float
     names = list(dict.fromkeys(map(word, values)))
     return lambda value: names.index(word(value))
@@ -94,7 +95,7 @@ def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if not _numbers(values):
+    if not are_numbers(values):
         names = list(dict.fromkeys(map(word, values)))
         axes.set_xticks(range(len(names)), [for_picture(name) for name in names])
         axes.set_xlim(-0.5, len(names) - 0.5)
@@ -145,6 +146,7 @@ def values(choices: Mapping[str, Choice]) -> dict[str, Any]:
     return {
         label: {
             "metric": choice.metric,
+            "lower_is_better": choice.lower_is_better,
             "best": dict(choice.best.point),
             "at_end": choice.at_ends(),
             "trials": [{"point": dict(t.point), "value": t.value, "rounds": t.rounds} for t in choice.trials],

@@ -228,9 +228,21 @@ class Row:
     settings: str = ""
 
 
+OWN_MODELS = ("_personal_", "_finetuned_")
+"""Of metrics of clients' own models."""
+
+
 def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
-    """The metrics on test data besides accuracy and loss, clients' statistics apart."""
-    names = sorted({name for last in lasts for name in last if name.startswith("test_") and "_client" not in name})
+    """The metrics besides accuracy and loss on test data: others of test data, those of clients' own models, and, of
+    what is reported per client, the worst one and the 10th or 90th percentile, whichever is the bad end.
+    """
+    known = {name for last in lasts for name in last if name.startswith(("test_", "train_"))}
+    whole = {name for name in known if "_client" not in name}
+    chosen = {name for name in whole if name.startswith("test_") or any(kind in name for kind in OWN_MODELS)}
+    kind = "accuracy" if any(name.endswith("_accuracy_worst_client") for name in known) else "loss"
+    bad = "p10" if kind == "accuracy" else "p90"
+    chosen |= {name for name in known if name.endswith((f"_{kind}_worst_client", f"_{kind}_client_{bad}"))}
+    names = sorted(chosen)
     found = {name: Statistic.of([last[name] for last in lasts if name in last]) for name in names}
     hidden = ("test_accuracy", "test_loss", "test_mse")  # the mean squared error is the loss
     return {name: value for name, value in found.items() if value is not None and name not in hidden}
@@ -274,7 +286,8 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
 def default_target(methods: Sequence[Method]) -> float | None:
     """95 % of the best method's mean final accuracy, to the percent; None where there is no accuracy."""
     finals = [row.accuracy.mean for m in methods if (row := summarise(m, None)).accuracy is not None]
-    return math.floor(95 * max(finals)) / 100 if finals else None
+    known = [final for final in finals if math.isfinite(final)]
+    return math.floor(95 * max(known)) / 100 if known else None
 
 
 def finite(value: Any) -> Any:

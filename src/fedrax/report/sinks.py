@@ -1,7 +1,7 @@
-"""Who sees a run while it goes on: a progress bar, lines of JSON, TensorBoard, Weights & Biases, MLflow.
+"""Who sees a run while it goes on: lines of JSON, TensorBoard, Weights & Biases, MLflow.
 
 Each is a :class:`fedrax.simulation.Sink` for ``simulate(..., sinks=[...])``. The last three need packages of their
-own, imported when the sink is made.
+own, imported when the sink is made. The line of progress is in :mod:`fedrax.simulation.progress`.
 """
 
 from __future__ import annotations
@@ -13,80 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-
 from fedrax.errors import FedraxError
 from fedrax.simulation.events import Event, RunInfo
-from fedrax.text import plain
-
-NARROW = 100
-"""Characters of a terminal below which a progress line is a short one."""
-
-
-def progress_bar(console: Console | None = None) -> Progress:
-    """A line with columns for what ``ProgressSink`` reports; use it as a context manager for several runs.
-
-    On a narrow terminal it leaves out the bar and the time passed, and shortens the description.
-    """
-    console = console or Console(stderr=True)
-    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(12, console.width // 3))
-    description = TextColumn("{task.description}", markup=False, table_column=name)
-    done = TextColumn("{task.completed:.0f}/{task.total:.0f} rounds")
-    found = TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    left = (TextColumn("left"), TimeRemainingColumn())
-    if console.width < NARROW:
-        return Progress(description, done, found, *left, console=console)
-    return Progress(
-        description, BarColumn(bar_width=None), done, found, TimeElapsedColumn(), *left, console=console, expand=True
-    )
-
-
-class ProgressSink:
-    """A bar with the rounds done, training loss, test metric, rounds per second and the time left.
-
-    ``progress`` is a bar that somebody else shows and that outlives the run; without it the sink shows its own.
-    """
-
-    def __init__(self, description: str | None = None, progress: Progress | None = None):
-        self._description, self._shared, self._progress = description, progress, progress or progress_bar()
-        self._task: TaskID | None = None
-        self._test = ""
-
-    def start(self, run: RunInfo) -> None:
-        """Show the bar."""
-        if self._shared is None:
-            self._progress.start()
-        name = plain(self._description or run.algorithm)
-        self._task = self._progress.add_task(name, total=run.rounds, completed=run.first_round, numbers="compiling")
-
-    def event(self, event: Event) -> None:
-        """Advance to the event's round."""
-        for key, form in (
-            ("test_accuracy", "accuracy {:.3f}"),
-            ("test_mse", "mse {:.4g}"),
-            ("test_loss", "loss {:.4g}"),
-        ):
-            if key in event:
-                self._test = "test " + form.format(event[key])
-                break
-        numbers = f"loss {event['train_loss']:.4g}" if "train_loss" in event else ""
-        task = next(task for task in self._progress.tasks if task.id == self._task)
-        if event.get("epsilon") is not None:
-            numbers = "  ".join(filter(None, (numbers, f"ε {event['epsilon']:.3g}")))
-        speed = f"{task.speed:.1f} rounds/s" if task.speed else ""
-        wide = self._progress.console.width >= NARROW
-        numbers = "  ".join(filter(None, (numbers, self._test, speed) if wide else (self._test or numbers,)))
-        if self._task is not None:
-            self._progress.update(self._task, completed=event["round"], numbers=numbers)
-
-    def finish(self, result: Any | None) -> None:
-        """Leave the bar as it is."""
-        if self._task is not None:
-            self._progress.stop_task(self._task)
-        if self._shared is None:
-            self._progress.stop()
 
 
 class JsonSink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -16,7 +17,12 @@ from fedrax.text import for_markdown, plain
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
-_HIGHER_IS_BETTER = ("accuracy", "test_auc", "test_f1")
+_HIGHER_IS_BETTER, _LOWER_IS_BETTER = ("accuracy", "auc", "f1"), ("loss", "mse")
+_OVER_CLIENTS = {
+    "_worst_client": ", worst client",
+    "_client_p10": ", 10 % of clients",
+    "_client_p90": ", 90 % of clients",
+}
 
 
 def wide_console() -> Console:
@@ -63,15 +69,30 @@ def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set
     }
     if len(means) < 2 or "epsilon" in column:  # a promise, not a result
         return set()
-    if column.startswith("test_") and column not in _HIGHER_IS_BETTER:
+    kind = _kind(column)
+    if column.startswith(("test_", "train_")) and kind not in (*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER):
         return set()
-    higher = column in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")
+    higher = kind in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")
     top = max(means.values()) if higher else min(means.values())
     return {label for label, mean in means.items() if mean == top}
 
 
+def _kind(column: str) -> str:
+    """What a column measures: the last word of a metric, whatever it is taken over."""
+    for over in _OVER_CLIENTS:
+        column = column.removesuffix(over)
+    return column.rpartition("_")[2]
+
+
+def _heading(column: str) -> str:
+    for over, words in _OVER_CLIENTS.items():
+        if column.endswith(over):
+            return column.removesuffix(over).replace("_", " ") + words
+    return column.replace("_", " ")
+
+
 def _value(row: Row, column: str) -> Statistic | None:
-    return row.others.get(column) if column.startswith("test_") else getattr(row, column)
+    return row.others.get(column) if column.startswith(("test_", "train_")) else getattr(row, column)
 
 
 def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
@@ -103,7 +124,7 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     if settings:
         table.add_column("settings", no_wrap=True)
     for column in columns:
-        table.add_column(heads.get(column, plain(column.replace("_", " "))), justify="right", no_wrap=True)
+        table.add_column(heads.get(column, plain(_heading(column))), justify="right", no_wrap=True)
     table.add_column("seeds", justify="right")
     table.add_column("state", no_wrap=True)
     stars = {column: best(rows, column, metric) for column in columns}
@@ -118,18 +139,59 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     return table
 
 
-def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
-    """The same table as Markdown, the best of each column bold."""
+def show(
+    console: Console, rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = ""
+) -> None:
+    """Print the table; on a terminal that it does not fit, method by method."""
+    table = terminal(rows, target, metric, title)
+    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
+        console.print(table)
+        return
+    made = cells(rows, target, metric)
+    if title:
+        console.print(Text(plain(title), "bold"))
+    for row in made.rows:
+        block = Table(box=None, show_header=False, pad_edge=False)
+        block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for heading, (text, top) in zip(made.headings[1:], row[1:], strict=True):
+            block.add_row(f"  {plain(heading)}", Text(f"{plain(text)} *", "bold green") if top else plain(text))
+        console.print(Text(plain(row[0][0]), "bold"))
+        console.print(block)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
+
+    headings: list[str]
+    names: int
+    """Columns on the left that hold words."""
+    rows: list[list[tuple[str, bool]]]
+
+
+def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> Cells:
+    """The table for whoever writes it down; names are as they are, to be escaped."""
     heads, columns = headings(target, metric), _shown(rows, target)
     settings = any(row.settings for row in rows)
-    titles = ["method", *["settings"] * settings]
-    titles += [heads.get(c, for_markdown(c.replace("_", " "))) for c in columns] + ["seeds", "state"]
-    lines = [f"| {' | '.join(titles)} |", "|---|" + "---|" * settings + "---:|" * len(columns) + "---:|---|"]
+    titles = ["method", *["settings"] * settings, *(heads.get(c, _heading(c)) for c in columns)]
     stars = {column: best(rows, column, metric) for column in columns}
+    made = []
     for row in rows:
-        cells = [f"**{_cell(row, c)}**" if row.label in stars[c] else _cell(row, c) for c in columns]
-        first = [for_markdown(row.label), *[for_markdown(row.settings)] * settings]
-        lines.append(f"| {' | '.join([*first, *cells, str(row.seeds), for_markdown(row.state)])} |")
+        names = [(row.label, False), *[(row.settings, False)] * settings]
+        values = [(_cell(row, c), row.label in stars[c]) for c in columns]
+        made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
+    return Cells([*titles, "seeds", "state"], 1 + settings, made)
+
+
+def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
+    """The same table as Markdown, the best of each column bold."""
+    made = cells(rows, target, metric)
+    ruler = ["---"] * made.names + ["---:"] * (len(made.headings) - made.names - 1) + ["---"]
+    lines = [f"| {' | '.join(map(for_markdown, made.headings))} |", f"|{'|'.join(ruler)}|"]
+    for row in made.rows:
+        shown = (f"**{for_markdown(text)}**" if top else for_markdown(text) for text, top in row)
+        lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,6 +26,7 @@ FILE = "events.jsonl"
 MAX_BYTES = 2 << 30
 """Bytes of a file of events: millions of rounds."""
 _LINE = 1 << 20
+_LARGEST = 1 << 63
 _COUNTED = ("clients", "bytes_down", "bytes_up", "gradients")
 _HIDDEN = ("sound", "bad")
 """Of a round's record: what the simulator asks, not people."""
@@ -160,6 +161,7 @@ def _event(text: bytes, number: int) -> Event:
     for key, value in event.items():
         kinds = int if key in ("round", *_COUNTED) else (int, float)
         wrong = not isinstance(value, kinds) or isinstance(value, bool)
+        wrong = wrong or (isinstance(value, int) and abs(value) >= _LARGEST)
         if wrong or (key in (*_COUNTED, "seconds") and not 0 <= value < math.inf):
             raise ValueError(f"{key!r} is {value!r:.40}")
     return event

@@ -69,8 +69,8 @@ def _versions() -> str:
 
 
 def _text(program: ClosedJaxpr) -> str:
-    """The program as text, without the places of Python objects in memory."""
-    return re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))
+    """The program as text, without the places of Python objects in memory and the colours that it has on a terminal."""
+    return re.sub(r"0x[0-9a-f]+|\x1b\[[0-9;]*m", "", str(program.jaxpr))
 
 
 def _digest(parts: Iterable[Any]) -> str:

@@ -98,14 +98,14 @@ def _run(algorithm: Algorithm, **changes: Any) -> Result:
     if local is not None and hasattr(algorithm, "local"):
         algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
     settings = {"rounds": _ROUNDS, "cohort_size": _COHORT, "plan": "scan", "devices": 1}
-    return simulate(algorithm, _TASK, _FEDERATION, **(settings | changes))  # type: ignore[arg-type]
+    return simulate(algorithm, _TASK, _FEDERATION, progress=False, **(settings | changes))  # type: ignore[arg-type]
 
 
 # -- the rules: None where kept, else the sentence behind the method's name ----------------------------------------
 
 
 def _learns(algorithm: Algorithm, base: Result) -> str | None:
-    start = simulate(algorithm, _TASK, _FEDERATION, rounds=1, cohort_size=1, trajectory=True)
+    start = simulate(algorithm, _TASK, _FEDERATION, rounds=1, cohort_size=1, trajectory=True, progress=False)
     moved = any(np.any(a != b) for a, b in zip(_leaves(start.params), _leaves(base.params), strict=True))
     if not moved:
         return "does not move the parameters: its server must use cohort.mean, cohort.each or cohort.total"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Snapshot:
     """What a callback sees of a run, after an evaluation; arrays are on the host."""
 
@@ -31,6 +31,10 @@ class Snapshot:
     """The global parameters."""
     statistics: Tree
     """The model's running statistics; empty where it has none."""
+
+    def __repr__(self) -> str:
+        """A line, and the round's metrics."""
+        return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,8 +77,7 @@ class Result:
             last |= event
         sent = (last.get("bytes_down", 0) + last.get("bytes_up", 0)) / 1e6
         lines = [f"Result: {len(self.events)} rounds ({self.stopped}), {self.plan}, {sent:.4g} MB sent"]
-        shown = [name for name in last if name.startswith(("train_", "test_"))]
-        lines += [f"  {name.replace('_', ' ')}: {last[name]:.4g}" for name in shown]
+        lines += _metric_lines(last)
         lines += [] if self.spent is None else [f"  {self.spent}"]
         return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
 
@@ -85,15 +88,23 @@ class Result:
         return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
 
     def metric(self, name: str) -> list[tuple[int, float]]:
-        """(round, value) wherever events hold ``name``."""
+        """(round, value) wherever events hold ``name``; FedraxError for one that no event holds."""
+        self._check_known(name)
         return [(event["round"], event[name]) for event in self.events if name in event]
 
     def to_target(self, metric: str, value: float) -> dict[str, float] | None:
         """Rounds, bytes (both ways, all clients) and seconds until ``metric`` first reaches ``value``, or None.
 
         A metric whose smaller values are better, as the task says, reaches a value from above, others from below.
+        FedraxError for one that no event holds.
         """
+        self._check_known(metric)
         return to_target(self.events, metric, value, self.lower_is_better)
+
+    def _check_known(self, name: str) -> None:
+        known = dict.fromkeys(key for event in self.events for key in event)
+        if name not in known and self.events:
+            raise unknown("metric of this run:", name, known)
 
     def to_polars(self) -> pl.DataFrame:
         """The events as a table, a row each round; null where an event does not hold a column."""
@@ -119,13 +130,11 @@ class Result:
         """
         from matplotlib.figure import Figure
 
-        known = list(dict.fromkeys(name for event in self.events for name in event if name != "round"))
+        known = dict.fromkeys(name for event in self.events for name in event if name != "round")
         whole = [name for name in known if name.startswith("test_") and "_client" not in name]
         chosen = metrics or tuple(whole) or ("train_loss",)
         figure = Figure(figsize=(6, 0.6 + 2.4 * len(chosen)), layout="constrained")
         for axes, name in zip(figure.subplots(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
-            if name not in known:
-                raise unknown("metric of this run:", name, known)
             axes.plot(*zip(*self.metric(name), strict=True), marker="o" if len(self.metric(name)) <= 20 else None)
             axes.set_ylabel(for_picture(name.replace("_", " ")))
             axes.grid(color="0.92")
@@ -139,6 +148,23 @@ class Result:
         FedraxError where it cannot be written, or for parameters that are no arrays of numbers.
         """
         save_model(path, self.params, self.statistics)
+
+
+def _metric_lines(values: Event) -> list[str]:
+    """A line for each metric; what there is over clients is one, too."""
+    lines = []
+    for name in values:
+        if not name.startswith(("train_", "test_")) or "_client" in name:
+            continue
+        lines.append(f"  {name.replace('_', ' ')}: {values[name]:.4g}")
+        over = {key: values.get(f"{name}_{key}") for key in ("worst_client", "client_p10", "client_p50", "client_p90")}
+        if None not in over.values():
+            worst, low, middle, high = (f"{value:.4g}" for value in over.values())
+            samples = values.get(f"{name}_worst_client_samples")
+            lines.append(
+                f"    over clients: {low}, {middle}, {high} (10, 50, 90 %); worst {worst}, of {samples} samples"
+            )
+    return lines
 
 
 def to_target(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
+from fedrax.simulation.clients_file import write_clients
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
@@ -28,6 +29,7 @@ from fedrax.simulation.engine import NOTED, Carry
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
+from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
 from fedrax.simulation.result import Result, Snapshot
 from fedrax.simulation.saving import check_kept, fresh, restore, save
@@ -59,6 +61,7 @@ def simulate(
     trajectory: bool = False,
     record: Record | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: bool = True,
     **changes: Any,
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
@@ -72,13 +75,15 @@ def simulate(
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
     record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks: functions that
-    see a :class:`Snapshot` after every evaluation, and end the run by returning True.
+    see a :class:`Snapshot` after every evaluation, and end the run by returning True. progress: show a line of it in
+    terminals and notebooks, on standard error.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
     """
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
+    check_lists(sinks=sinks, callbacks=callbacks)
     use_all_cores()
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
@@ -88,6 +93,7 @@ def simulate(
             what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
             raise FedraxError(f"a resumed run does not know the {what} of its first rounds: leave {option} out")
         setup = prepare(algorithm, task, federation, settings, params, script, path)
+        sinks = with_progress(sinks, progress)
         if record is not None:
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
@@ -138,6 +144,13 @@ def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
         raise FedraxError(f"the {name} must be a fedrax.{kind.__name__}, not {type(value).__name__}{hint}")
 
 
+def check_lists(**given: Any) -> None:
+    """Refuse one thing where several are meant: ``seeds=3`` for ``seeds=[3]``."""
+    for name, value in given.items():
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise FedraxError(f"{name} must be a list, not {type(value).__name__}: put brackets around it")
+
+
 def storage_of(setup: Setup) -> Storage:
     """Who brings the run's blocks of rounds what they need."""
     settings = setup.settings
@@ -184,6 +197,7 @@ class Run:
                 checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
+                write_clients(setup.directory, setup.federation)
             with interrupt_flag() as interrupted, self._others_may_end():
                 carry, stopped = self._rounds(carry, interrupted)
             result = self._result(carry, stopped)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrax.compiled.products import Format
 from fedrax.contract.hyperparameters import Bound, Count, Fraction, Positive
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, known_fields_only
 from fedrax.privacy.accounting import Amplification
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
@@ -58,6 +58,7 @@ class FixedList:
 Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList
 
 
+@known_fields_only
 @dataclass(frozen=True)
 class Settings:
     """Settings of :func:`fedrax.simulate`; the ``[run]`` table of an experiment file."""

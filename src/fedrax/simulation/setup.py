@@ -44,6 +44,7 @@ class Setup:
 
     algorithm: Algorithm
     task: Task
+    federation: Federation
     settings: Settings
     directory: Path | None
     """Where this process keeps the run; None where it keeps nothing."""
@@ -121,6 +122,7 @@ def prepare(
     return Setup(
         algorithm=algorithm,
         task=task,
+        federation=federation,
         settings=settings,
         directory=directory,
         key=jax.random.fold_in(key, 1),

@@ -8,7 +8,9 @@ another inside the same call; the grid is spread over the devices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -29,12 +31,13 @@ from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
 from fedrax.simulation.evaluate import measured
-from fedrax.simulation.events import Event, events_of
+from fedrax.simulation.events import Event, Sink, events_of
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
+from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
 from fedrax.simulation.result import Result
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, simulate
+from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, check_lists, simulate
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, make_evaluators, prepare
 from fedrax.simulation.spending import enter, ledger_of
@@ -52,6 +55,7 @@ def sweep(
     settings: Settings | None = None,
     *,
     mode: Literal["auto", "together", "in turn"] = "auto",
+    progress: bool = True,
     **changes: Any,
 ) -> list[list[Result]]:
     """Run every algorithm with every seed: results[i][j] is ``algorithms[i]`` with ``seeds[j]``.
@@ -62,11 +66,12 @@ def sweep(
     Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds of their events are
     those of all runs.
 
-    Runs with samples streamed or client states on disk go in turn.
+    Runs with samples streamed or client states on disk go in turn. progress: as of :func:`fedrax.simulate`.
 
     Raises FedraxError if the algorithms cannot run together.
     """
     settings = changed_settings(settings, changes)
+    check_lists(algorithms=algorithms, seeds=seeds)
     for algorithm in algorithms:
         check_arguments(algorithm, task, federation)
     use_all_cores()
@@ -89,8 +94,25 @@ def sweep(
         if mode == "together":
             for algorithm in algorithms:
                 check(algorithm)
-            return _Together(algorithms, setups, federation).run()
-    return [[_alone(a, task, federation, dataclasses.replace(settings, seed=s)) for s in seeds] for a in algorithms]
+            with _line(progress) as line:
+                return _Together(algorithms, setups, federation).run(line)
+    count, results = len(algorithms) * len(seeds), []
+    with _line(progress) as line:
+        for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
+            seen = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
+            results.append(_alone(algorithm, task, federation, dataclasses.replace(settings, seed=seed), seen))
+    return [results[i : i + len(seeds)] for i in range(0, count, len(seeds))]
+
+
+@contextmanager
+def _line(progress: bool) -> Iterator[Line | None]:
+    """A line of progress where it is wanted and seen, taken away in the end, also by an error."""
+    line = Line() if progress and somebody_looks_on() else None
+    try:
+        yield line
+    finally:
+        if line is not None:
+            line.clear()
 
 
 def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
@@ -110,9 +132,11 @@ def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, se
         return not setup.streamed and not setup.spilled and _pays(algorithms, setup)
 
 
-def _alone(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> Result:
+def _alone(
+    algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, sinks: Sequence[Sink]
+) -> Result:
     try:
-        return simulate(algorithm, task, federation, settings)
+        return simulate(algorithm, task, federation, settings, sinks=sinks, progress=False)
     except NonFiniteError:
         return Result(params=(), server=(), events=[], plan="in turn", stopped="diverged")
 
@@ -165,13 +189,16 @@ class _Together:
         over_algorithms = jax.vmap(start, (0, None, None, None))
         return jax.vmap(over_algorithms, (None, 0, 0, 0))(self.stacked, *begin)
 
-    def run(self) -> list[list[Result]]:
+    def run(self, line: Line | None) -> list[list[Result]]:
         """All rounds of all runs, evaluated as the settings say."""
+        name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
         carry, total, every = self._fresh(), self.settings.rounds, self.settings.eval_every
         keys = jnp.stack([setup.key for setup in self.setups])
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
         done = 0
         while done < total:
+            if line is not None:
+                line.show(compose(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
             began = clock()
             rounds = min(every - done % every, total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]

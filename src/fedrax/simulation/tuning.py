@@ -16,7 +16,7 @@ from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, unknown
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import Event
-from fedrax.simulation.run import changed_settings, check_arguments
+from fedrax.simulation.run import changed_settings, check_arguments, check_lists
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.sweep import sweep
 
@@ -113,19 +113,21 @@ def tune(
     validation: float = 0.2,
     seeds: Sequence[int] = (0,),
     metric: str | None = None,
+    progress: bool = True,
     **changes: Any,
 ) -> Tuned:
     """The best point of a grid over an algorithm's fields, by a share of the clients' training rows held out.
 
     grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``; every combination is run,
     those that differ in floats together (:func:`fedrax.sweep`). validation: the share of each client's rows. metric:
-    accuracy by default, the loss where there is none, after the last round, mean over ``seeds``. settings, changes:
-    as of :func:`fedrax.simulate`. The test data is not looked at.
+    accuracy by default, the loss where there is none, after the last round, mean over ``seeds``. settings, changes,
+    progress: as of :func:`fedrax.simulate`. The test data is not looked at.
 
     Raises FedraxError for a path that the algorithm has not, an empty grid, and a metric that the task has not.
     """
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
+    check_lists(seeds=seeds, **{f"the grid's {path}": values for path, values in grid.items()})
     if not grid or not all(len(values) for values in grid.values()):
         raise FedraxError("a grid needs a path and values for it: {'local.lr': (0.01, 0.03, 0.1)}")
     metric = metric_of(task, metric)
@@ -134,7 +136,7 @@ def tune(
     held = hold_out(federation, validation)
     runs: dict[int, list[Any]] = {}
     for group in alike(candidates):
-        found = sweep([candidates[i] for i in group], task, held, seeds, settings)
+        found = sweep([candidates[i] for i in group], task, held, seeds, settings, progress=progress)
         runs |= dict(zip(group, found, strict=True))
     trials = tuple(
         trial_of(point, [(run.events, run.stopped == "diverged") for run in runs[i]], metric)

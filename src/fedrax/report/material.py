@@ -1,0 +1,188 @@
+"""What a report is made of: runs, what a comparison's file adds to them, their clients and machines.
+
+Everything is read from files that may come from elsewhere; no code of theirs is run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedrax.errors import FedraxError
+from fedrax.files import reading
+from fedrax.report.runs import Method, Run, default_target, find_runs, group, main_metric
+from fedrax.simulation.clients_file import Clients, read_clients
+from fedrax.simulation.tuning import Choice, Trial
+
+MAX_COMPARISON = 64 << 20
+"""Bytes of a comparison.json: a thousand points of many methods."""
+ENVIRONMENT = "environment.json"
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a comparison's settings were chosen."""
+
+    validation: float
+    seeds: tuple[int, ...]
+    choices: Mapping[str, Choice]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory that a report is asked for, with the methods in it."""
+
+    directory: Path
+    name: str
+    methods: Sequence[Method]
+    target: float | None = None
+    search: Search | None = None
+
+
+@dataclass(frozen=True)
+class Material:
+    """All of it together."""
+
+    sources: Sequence[Source]
+    methods: Sequence[Method]
+    """Of all sources, under names that tell them apart."""
+    target: float | None
+    given: bool
+    """Whether somebody chose the target."""
+
+    @property
+    def metric(self) -> str:
+        """What methods are compared by."""
+        return main_metric(self.methods)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run."""
+        return [run for method in self.methods for run in method.runs]
+
+    def clients(self) -> list[Clients]:
+        """The different clients of the runs; empty for runs that keep nothing of them."""
+        return list(dict.fromkeys(found for run in self.runs if (found := read_clients(run.directory)) is not None))
+
+    def environments(self) -> list[tuple[dict[str, str], int]]:
+        """The different machines and versions, each with the number of its runs."""
+        counts: dict[tuple[tuple[str, str], ...], int] = {}
+        for run in self.runs:
+            if (run.directory / ENVIRONMENT).exists():
+                facts = tuple(read_environment(run.directory).items())
+                counts[facts] = counts.get(facts, 0) + 1
+        return [(dict(facts), count) for facts, count in counts.items()]
+
+
+def gather(directories: Sequence[Path], target: float | None = None) -> Material:
+    """Read the directories; FedraxError where one holds no run or is damaged.
+
+    target: an accuracy whose cost is reported; by default that of the first comparison, else 95 % of the best method's.
+    """
+    places: dict[Path, Path] = {}
+    for path in directories:
+        places.setdefault(path.resolve(), path)
+    sources = [_source(path) for path in places.values()]
+    labels = [method.label for source in sources for method in source.methods]
+    if len(set(labels)) < len(labels):
+        methods = [replace(m, label=f"{_short(source)}: {m.label}") for source in sources for m in source.methods]
+    else:
+        methods = [method for source in sources for method in source.methods]
+    kept = next((source.target for source in sources if source.target is not None), None)
+    given = target is not None or kept is not None
+    found = target if target is not None else kept if kept is not None else default_target(methods)
+    return Material(sources, methods, found, given)
+
+
+def _short(source: Source) -> str:
+    return source.directory.resolve().name
+
+
+def _source(directory: Path) -> Source:
+    methods = group(find_runs(directory))
+    path = directory / "comparison.json"
+    if not path.exists():
+        name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
+        return Source(directory, name, methods)
+    try:
+        with reading(path, MAX_COMPARISON) as file:
+            return _compared(json.loads(file.read().decode()), directory, methods)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise FedraxError(f"{path} is not what a comparison keeps: {error!r:.200}.") from error
+
+
+def _compared(kept: Any, directory: Path, methods: Sequence[Method]) -> Source:
+    """The methods in the comparison's order, with the settings that were chosen; checked as it is read."""
+    said = {str(row["label"]): str(row.get("settings", "")) for row in kept["methods"]}
+    order = {label: place for place, label in enumerate(said)}
+    shown = [replace(m, settings=said.get(m.label, m.settings)) for m in methods]
+    shown.sort(key=lambda method: order.get(method.label, len(order)))
+    target = None if kept.get("target_is_default") or kept.get("target") is None else _number(kept["target"])
+    return Source(directory, str(kept["name"]), shown, target, _search(kept["search"]) if "search" in kept else None)
+
+
+def _search(kept: Any) -> Search:
+    choices = {}
+    for label, found in kept["methods"].items():
+        trials = tuple(_trial(trial) for trial in found["trials"])
+        paths = {tuple(trial.point) for trial in trials}
+        if len(paths) != 1:
+            raise ValueError(f"the grid of {label!r} has no settings, or different ones from point to point")
+        lower = found.get("lower_is_better", found["metric"] == "loss")
+        choices[label] = Choice(str(found["metric"]), bool(lower), trials)
+    return Search(_number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"]), choices)
+
+
+def _trial(kept: Any) -> Trial:
+    value = kept["value"]
+    point = {str(path): _value(found) for path, found in kept["point"].items()}
+    return Trial(point, None if value is None else _number(value), int(kept["rounds"]))
+
+
+def _value(found: Any) -> Any:
+    """A setting that was tried: numbers that are some, and words."""
+    return found if isinstance(found, bool | str | dict) else type(found)(_number(found))
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.40} is no number")
+    return float(value)
+
+
+def read_environment(directory: Path) -> dict[str, str]:
+    """A run's environment.json, in words; FedraxError where it is damaged."""
+    path = directory / ENVIRONMENT
+    try:
+        with reading(path) as file:
+            found = json.loads(file.read(1 << 20).decode())
+        return {str(name): _words(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise FedraxError(f"{path} is not what a run keeps of its machine: {error!r:.200}.") from error
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)}: {', '.join(map(str, value[:8]))}{', …' if len(value) > 8 else ''}"
+    return str(value)[:500]
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A run's settings by their paths."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{key}.") if inner else {above + key: value}
+    return found
+
+
+def differences(methods: Sequence[Method]) -> dict[str, list[Any]]:
+    """The settings in which methods differ, seeds apart: for each path a value a method, None where it has none."""
+    tables = [flat(method.runs[0].table) for method in methods]
+    paths = dict.fromkeys(path for table in tables for path in table if path not in ("name", "run.seed"))
+    values = {path: [table.get(path) for table in tables] for path in paths}
+    return {path: found for path, found in values.items() if len(set(map(repr, found))) > 1}

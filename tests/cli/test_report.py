@@ -1,0 +1,195 @@
+"""A report is one page that holds all it shows: rendered by a browser, whatever things are called."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrax.cli import main
+from tests.cli.conftest import TINY
+from tests.cli.test_hostile_names import LABELS, comparison
+from tests.cli.test_outputs import EVENT, RUN
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """What a parser makes of a page: well-formed, texts, elements with their attributes."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+
+def browse(page: Path, *options: str) -> str:
+    """The document as a browser without a network has it once scripts have run."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium to render the page")
+    profile = page.parent / "profile"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *options]
+    command += ["--proxy-server=127.0.0.1:9", "--virtual-time-budget=2000", "--dump-dom", page.resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a comparison with a grid, of two methods and two seeds with metrics per client."""
+    folder = tmp_path_factory.mktemp("compared")
+    methods = '[[compare]]\nname = "fedavg"\n[[compare]]\nname = "scaffold"\n'
+    head = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 3e38] }\n"
+    (folder / "x.toml").write_text(head + TINY.replace('name = "fedavg"', "") + methods)
+    file, out = str(folder / "x.toml"), str(folder / "c")
+    assert main(["compare", file, "--out", out, "--quiet", "--run.per-client"]) == 0
+    assert main(["report", out]) == 0
+    return folder / "c"
+
+
+def test_a_comparison_is_one_page_that_loads_nothing(compared: Path):
+    text = (compared / "report.html").read_text()
+    page, table = Page(text), json.loads((compared / "comparison.json").read_text())
+    shown = " ".join(page.texts)
+    for row in table["methods"]:
+        assert f"{row['accuracy']['mean']:.4f} ± {row['accuracy']['std']:.4f}" in shown
+    for words in ("How settings were chosen", "local.lr 0.01", "worst client", "8 clients of", "jax", "c/scaffold"):
+        assert words in shown, words
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "base", "form") and "src" not in attributes
+        assert "style" not in attributes and not any(name.startswith("on") for name in attributes)
+        assert all((value or "").startswith("#") for name, value in attributes.items() if name == "href")
+    policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'; style-src 'sha256-")
+    circles = sum(tag == "circle" for tag, _ in page.elements)
+    assert circles > 60 and "every run diverged" in shown  # dots of curves and of the partition, and the grid's end
+
+
+def test_a_browser_shows_what_is_under_the_pointer(compared: Path):
+    text = (compared / "report.html").read_text()
+    moved = (
+        "const s = document.querySelector('svg[data-curves]'), b = s.getBoundingClientRect();"
+        "s.dispatchEvent(new PointerEvent('pointermove', {clientX: b.right - 5, clientY: b.top + 9}));"
+    )
+    loose = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    (compared / "moved.html").write_text(loose.replace("</body>", f"<script>{moved}</script></body>"))
+    found = browse(compared / "moved.html")
+    tip = found[found.index('<div id="tip"') :].split("</body>")[0]
+    value = json.loads((compared / "comparison.json").read_text())["methods"][0]["accuracy"]
+    assert "communication rounds 4" in tip and f"{value['mean']:.4g} ± {value['std']:.4g}" in tip
+    assert 'data-ready="yes"' in browse(compared / "report.html")  # its own script runs under its own policy
+
+
+def test_no_script_of_a_name_runs(tmp_path: Path, fedrax: Any):
+    """Names of methods, comparisons, clients, settings and directories, and one that breaks out of every quote."""
+    break_out = "\\\"'></script></style></title></svg><script>document.documentElement.dataset.broken='yes'</script>"
+    image = "<img src=x onerror=document.documentElement.dataset.broken='yes'>"
+    head = f'name = "{break_out}"\nseeds = [0]\n'
+    (tmp_path / "x.toml").write_text(comparison([*LABELS, break_out, image], head))
+    assert fedrax("compare", "x.toml", "--out", "<b>c", "--quiet").status == 0
+    for path in (tmp_path / "<b>c").glob("**/clients.json"):
+        kept = json.loads(path.read_text())
+        kept |= {"data": break_out + "\u202e\x07", "classes": [image] * len(kept["classes"])}
+        kept["names"] = [f"{image}\ud800{i}" for i in range(len(kept["names"]))]
+        path.write_text(json.dumps(kept))
+    outcome = fedrax("report", "<b>c", "--title", break_out)
+    assert outcome.status == 0, outcome.err
+    text = (tmp_path / "<b>c" / "report.html").read_text()
+    page = Page(text)
+    assert [tag for tag, _ in page.elements].count("script") == 1 and "img" not in {tag for tag, _ in page.elements}
+    assert all(c.isprintable() or c == "\n" for c in set(text))
+    shown = "".join(page.texts)
+    for label in LABELS:
+        assert label.replace("\\\\", "\\") in shown
+    found = browse(tmp_path / "<b>c" / "report.html")
+    assert 'data-ready="yes"' in found and "data-broken" not in found
+
+
+def test_runs_that_go_on_failed_or_have_not_begun_are_shown(tmp_path: Path, fedrax: Any, tiny: Path):
+    assert fedrax("run", tiny, "--out", "r/0", "--quiet").status == 0
+    shutil.copytree(tmp_path / "r/0", tmp_path / "r/1")
+    (tmp_path / "r/1/experiment.toml").write_text(
+        (tmp_path / "r/0/experiment.toml").read_text().replace("seed = 0", "seed = 1", 2)
+    )
+    lines = (tmp_path / "r/0/events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "r/1/events.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
+    for name in ("clients.json", "environment.json"):
+        (tmp_path / "r/1" / name).unlink()
+    (tmp_path / "r/2").mkdir()
+    (tmp_path / "r/2/experiment.toml").write_text(RUN)
+    assert fedrax("run", tiny, "--out", "lost", "--quiet", "--algorithm.local.lr", "3e38").status == 2
+    outcome = fedrax("report", "r", "lost", "--out", "page.html", "--target", "0.5")
+    assert outcome.status == 0, outcome.err
+    shown = " ".join(Page((tmp_path / "page.html").read_text()).texts)
+    for words in ("round 2 of 4", "round 0 of 4", "diverged in round 1", "fedrax resume r/1", "rounds to 0.5"):
+        assert words in shown, words
+
+
+def test_a_run_without_a_round_is_a_page(tmp_path: Path, fedrax: Any):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/experiment.toml").write_text(RUN)
+    assert fedrax("report", "r").status == 0
+    assert "No round is over yet." in (tmp_path / "r/report.html").read_text()
+
+
+BIG = "1" + "0" * 400
+TRIAL = {"point": {"algorithm.local.lr": 77}, "value": 1, "rounds": 1}
+METHOD = {"metric": "loss", "trials": [TRIAL]}
+GRID = {"name": "x", "methods": [], "search": {"methods": {"a": METHOD}, "validation": 0.2, "seeds": [0]}}
+DAMAGED = {
+    "nothing": ({}, "holds no run"),
+    "event": ({"events.jsonl": EVENT[:-2] + ", }\n"}, "line 1, is not an event"),
+    "large number": ({"events.jsonl": EVENT.replace("0.5", BIG)}, "line 1, is not an event"),
+    "clients are a list": ({"clients.json": "[]"}, "is not the list of a run's clients"),
+    "clients unlike": ({"clients.json": '{"clients": 3}'}, "is not the list of a run's clients"),
+    "clients cut": ({"clients.json": '{"clients": 3'}, "is not the list of a run's clients"),
+    "machine": ({"environment.json": "[1]"}, "is not what a run keeps of its machine"),
+    "comparison": ({"comparison.json": '{"name": "x", "methods": [3]}'}, "is not what a comparison keeps"),
+    "comparison cut": ({"comparison.json": '{"name": '}, "is not what a comparison keeps"),
+    "grid": ({"comparison.json": json.dumps(GRID).replace("77", BIG)}, "is not what a comparison keeps"),
+    "deep": ({"comparison.json": "[" * 100_000}, "is not what a comparison keeps"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_directories_are_a_sentence(name: str, tmp_path: Path, fedrax: Any):
+    files, says = DAMAGED[name]
+    (tmp_path / "r").mkdir()
+    for file, text in ({"experiment.toml": RUN, "events.jsonl": EVENT} | files if files else {}).items():
+        (tmp_path / "r" / file).write_text(text)
+    outcome = fedrax("report", "r")
+    assert outcome.status == 2 and says in outcome.err and outcome.err.count("\n") == 1, outcome.err
+    assert not (tmp_path / "r" / "report.html").exists()
+
+
+def test_without_directories_or_with_a_target_that_is_none(tmp_path: Path, fedrax: Any):
+    assert "which runs?" in fedrax("report").err
+    assert "accuracy in (0, 1]" in fedrax("report", "x", "--target", "3").err

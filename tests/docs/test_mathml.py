@@ -1,0 +1,28 @@
+"""Every formula of the documentation has a form that browsers draw without the network."""
+
+import re
+
+import pytest
+
+from tests.docs.test_code_blocks import ROOT
+
+mathml = pytest.importorskip("docs.mathml", reason="needs the extra docs")
+
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+BETWEEN_DOLLARS = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$\n]+?)\$", re.DOTALL)
+
+
+def test_every_formula_is_mathml():
+    found = 0
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+        for block, inline in BETWEEN_DOLLARS.findall(text):
+            made = mathml.mathml(block or inline, "block" if block else "inline")
+            assert made.startswith("<math") and "\\" not in made
+            found += 1
+    assert found > 100
+
+
+def test_a_command_that_has_no_form_is_refused():
+    with pytest.raises(Exception, match="nosuchcommand"):
+        mathml.mathml(r"x = \nosuchcommand y")
