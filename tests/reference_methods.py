@@ -15,7 +15,18 @@ import numpy as np
 from tests.reference import Client, Method, Part, Vector, factor
 from tests.reference_gradma import GradMA, GradMAS, GradMAW
 from tests.reference_momentum import FedADMM, FedCM, Mime, MimeLite
-from tests.reference_others import Attacked, Ditto, EFSign, FedExP, QFedAvg, QuantisedDown, Robust, Scaffnew, SignSGD
+from tests.reference_others import (
+    Attacked,
+    Ditto,
+    EFSign,
+    FedExP,
+    FedLion,
+    QFedAvg,
+    QuantisedDown,
+    Robust,
+    Scaffnew,
+    SignSGD,
+)
 
 
 class FedAvg(Method):
@@ -354,7 +365,7 @@ METHODS = {
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
         *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe, FedCM, Mime, MimeLite, FedADMM),
-        *(FedExP, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
+        *(FedExP, FedLion, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
     )
 }
 

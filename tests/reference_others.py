@@ -94,6 +94,35 @@ class SignSGD(Method):
 
 
 @dataclass
+class FedLion(Method):
+    """Algorithm 1, whose clients send x_i itself."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def start(self):
+        self.m = np.zeros_like(self.x)
+
+    def round(self, parts):
+        x, m = 0, 0
+        for p in parts:
+            own, client = self.m, self.clients[p.client]
+
+            def lion(g, x, t):
+                nonlocal own
+                sign = np.sign(self.beta1 * own + (1 - self.beta1) * g)
+                own = self.beta2 * own + (1 - self.beta2) * g
+                return sign
+
+            x = x + p.weight * client.descend(self.x, p, lion).params
+            m = m + p.weight * own
+        self.x, self.m = x, m
+
+    def server_state(self):
+        return {"momentum": self.m}
+
+
+@dataclass
 class Ditto(Method):
     inner: Any = None
     lam: float = 1.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedrax.algorithms.fedcm import FedCM
     from fedrax.algorithms.feddyn import FedDyn
     from fedrax.algorithms.fedexp import FedExP
+    from fedrax.algorithms.fedlion import FedLion
     from fedrax.algorithms.fedmlb import FedMLB
     from fedrax.algorithms.fednova import FedNova
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
@@ -85,6 +86,7 @@ _HOMES = {
     "fedrax.algorithms.fedcm": "FedCM",
     "fedrax.algorithms.feddyn": "FedDyn",
     "fedrax.algorithms.fedexp": "FedExP",
+    "fedrax.algorithms.fedlion": "FedLion",
     "fedrax.algorithms.fedmlb": "FedMLB",
     "fedrax.algorithms.fednova": "FedNova",
     "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
@@ -139,7 +141,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Episode", "FedADMM", "FedAvg", "FedCM", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga",
     "GradMA", "GradMAS", "GradMAW", "LoSAC", "MIFA", "MOON", "Mime", "MimeLite", "MimeSVRG", "NaiveParallelClip",
     "PFedMe", "Scaffold",
-    "FedExP", "QFedAvg", "Scaffnew", "SignSGD",
+    "FedExP", "FedLion", "QFedAvg", "Scaffnew", "SignSGD",
     "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "ClientDP", "ObjectivePerturbation", "OutputPerturbation", "SampleDP",
