@@ -60,6 +60,7 @@ _FEDAVG = ("FedAvg", {"local": EPOCHS})
 METHODS |= {
     case.name: case
     for case in (
+        Case("FedBuff", {"local": EPOCHS, "max_delay": 3}, late=2, rounds=6),
         Case("FedExP", {"local": EPOCHS, "epsilon": 1e-4}, weights="samples"),
         Case("FedLion", {"local": EPOCHS, "beta1": 0.6, "beta2": 0.8}, weights="samples", stragglers=0.6),
         Case("QFedAvg", {"local": EPOCHS, "q": 1.7}, weights="samples"),
@@ -275,6 +276,15 @@ OPTIONS = [
 ]
 
 OPTIONS += [
+    _case(
+        "FedBuff",
+        "rich, server rule",
+        RICH,
+        {"power": 1.2, "max_delay": 4, "server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})},
+        late=4,
+        varying=True,
+        rounds=6,
+    ),
     _case("FedExP", "rich", RICH),
     _case("FedLion", "blocks, schedule", BLOCKS | {"schedule": _HALVED}, varying=True),
     _case("QFedAvg", "below one, rich, server rule", RICH, {"q": 0.4, "server_optimizer": ("SGD", {"lr": 0.7})}),
