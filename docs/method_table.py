@@ -29,9 +29,20 @@ Measured with N = {CLIENTS} clients of {SAMPLES} samples each, all in every roun
 here {STEPS} in the mean). Sizes are in copies of the model: 1 is as many bytes as the parameters have. Gradients
 are evaluations of one sample's gradient, a client and round.
 
-| method | down | up | phases | client state | server state | gradients |
-|---|---|---|---|---|---|---|
+| method | down | up | phases | client state | server state | gradients | needs |
+|---|---|---|---|---|---|---|---|
 """
+
+NEEDS = {
+    "uniform_weights": "uniform weights",
+    "fixed_cohort": "cohorts of one size",
+    "features": "a model with features",
+    "blocks": "a model of blocks",
+    "per_sample_losses": "a loss a sample",
+    "no_statistics": "no running statistics",
+    "plain_sum": "a plain sum of uploads",
+}
+"""The fields of ``Requirements`` in words."""
 
 
 def example(name: str, kind: type[Algorithm]) -> Algorithm:
@@ -79,6 +90,7 @@ def row(name: str, kind: type[Algorithm]) -> str:
         copies(client, size),
         copies(result.server, size),
         f"{event['gradients'] / CLIENTS:g}",
+        ", ".join(words for field, words in NEEDS.items() if getattr(algorithm.requirements, field)),
     ]
     return "| " + " | ".join(cells) + " |\n"
 

@@ -271,7 +271,8 @@ class ServerRule:
 
 @dataclass
 class Part:
-    """One client's part in a round: its number and weight, its share of the work, its blocks, its steps if given."""
+    """One client's part in a round: its number and weight, its share of the work, its blocks, its steps if given,
+    and how many rounds late its upload arrives."""
 
     client: int
     weight: float
@@ -279,6 +280,7 @@ class Part:
     work: float = 1.0
     blocks: Any = None
     steps: int | None = None
+    delay: int = 0
 
 
 @dataclass

@@ -15,7 +15,19 @@ import numpy as np
 from tests.reference import Client, Method, Part, Vector, factor
 from tests.reference_gradma import GradMA, GradMAS, GradMAW
 from tests.reference_momentum import FedADMM, FedCM, Mime, MimeLite
-from tests.reference_others import Attacked, Ditto, EFSign, FedExP, QFedAvg, QuantisedDown, Robust, Scaffnew, SignSGD
+from tests.reference_others import (
+    Attacked,
+    Ditto,
+    EFSign,
+    FedBuff,
+    FedExP,
+    FedLion,
+    QFedAvg,
+    QuantisedDown,
+    Robust,
+    Scaffnew,
+    SignSGD,
+)
 
 
 class FedAvg(Method):
@@ -354,7 +366,7 @@ METHODS = {
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
         *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe, FedCM, Mime, MimeLite, FedADMM),
-        *(FedExP, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
+        *(FedBuff, FedExP, FedLion, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
     )
 }
 
@@ -372,9 +384,15 @@ def build(clients: list[Client], x: Vector, name: str, options: dict) -> Method:
 
 
 def run(
-    method: Method, cohorts: list, weights: str = "uniform", works: Any = None, blocks: Any = None, steps: Any = None
+    method: Method,
+    cohorts: list,
+    weights: str = "uniform",
+    works: Any = None,
+    blocks: Any = None,
+    steps: Any = None,
+    delay: Any = None,
 ) -> Method:
-    """All rounds; works [r][k], blocks [r][k][t] and steps [r][k] follow the order of ``cohorts[r]``."""
+    """All rounds; works [r][k], blocks [r][k][t], steps and delay [r][k] follow the order of ``cohorts[r]``."""
     for r, cohort in enumerate(cohorts):
         sizes = [method.clients[i].size if weights == "samples" else 1 for i in cohort]
         parts = [
@@ -385,6 +403,7 @@ def run(
                 1.0 if works is None else works[r][k],
                 None if blocks is None else blocks[r][k],
                 None if steps is None else int(steps[r][k]),
+                0 if delay is None else int(delay[r][k]),
             )
             for k, i in enumerate(cohort)
         ]

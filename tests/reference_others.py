@@ -94,6 +94,58 @@ class SignSGD(Method):
 
 
 @dataclass
+class FedBuff(Method):
+    """Uploads by the round in which they arrive; see tests/simulation/test_arrivals.py for clients on a clock."""
+
+    power: float = 0.5
+    max_delay: int = 10
+
+    def start(self):
+        self.coming = {}
+        self.next = 0
+
+    def round(self, parts):
+        for p, u in zip(parts, updates(self, parts), strict=True):
+            later = self.coming.get(p.round + p.delay, 0)
+            self.coming[p.round + p.delay] = later + u / math.sqrt(1 + p.delay) ** (2 * self.power) / len(parts)
+        self.next = parts[0].round + 1
+        self.x = self.rule.step(self.x, self.coming.pop(parts[0].round, np.zeros_like(self.x)), parts[0].round)
+
+    def server_state(self):
+        none = np.zeros_like(self.x)
+        return {"coming": np.stack([self.coming.get(self.next + d, none) for d in range(self.max_delay + 1)])}
+
+
+@dataclass
+class FedLion(Method):
+    """Algorithm 1, whose clients send x_i itself."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def start(self):
+        self.m = np.zeros_like(self.x)
+
+    def round(self, parts):
+        x, m = 0, 0
+        for p in parts:
+            own, client = self.m, self.clients[p.client]
+
+            def lion(g, x, t):
+                nonlocal own
+                sign = np.sign(self.beta1 * own + (1 - self.beta1) * g)
+                own = self.beta2 * own + (1 - self.beta2) * g
+                return sign
+
+            x = x + p.weight * client.descend(self.x, p, lion).params
+            m = m + p.weight * own
+        self.x, self.m = x, m
+
+    def server_state(self):
+        return {"momentum": self.m}
+
+
+@dataclass
 class Ditto(Method):
     inner: Any = None
     lam: float = 1.0

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from fedrax.algorithms.episode import Episode, NaiveParallelClip
     from fedrax.algorithms.fedadmm import FedADMM
     from fedrax.algorithms.fedavg import FedAvg, FedProx, FedSGD
+    from fedrax.algorithms.fedbuff import FedBuff
     from fedrax.algorithms.fedcm import FedCM
     from fedrax.algorithms.feddyn import FedDyn
     from fedrax.algorithms.fedexp import FedExP
+    from fedrax.algorithms.fedlion import FedLion
     from fedrax.algorithms.fedmlb import FedMLB
     from fedrax.algorithms.fednova import FedNova
     from fedrax.algorithms.gradma import GradMA, GradMAS, GradMAW
@@ -82,9 +84,11 @@ _HOMES = {
     "fedrax.algorithms.episode": "Episode NaiveParallelClip",
     "fedrax.algorithms.fedadmm": "FedADMM",
     "fedrax.algorithms.fedavg": "FedAvg FedProx FedSGD",
+    "fedrax.algorithms.fedbuff": "FedBuff",
     "fedrax.algorithms.fedcm": "FedCM",
     "fedrax.algorithms.feddyn": "FedDyn",
     "fedrax.algorithms.fedexp": "FedExP",
+    "fedrax.algorithms.fedlion": "FedLion",
     "fedrax.algorithms.fedmlb": "FedMLB",
     "fedrax.algorithms.fednova": "FedNova",
     "fedrax.algorithms.gradma": "GradMA GradMAS GradMAW",
@@ -139,7 +143,7 @@ __all__ = [  # noqa: RUF022 - by topic
     "Episode", "FedADMM", "FedAvg", "FedCM", "FedDyn", "FedMLB", "FedNova", "FedProx", "FedSGD", "FedSaga",
     "GradMA", "GradMAS", "GradMAW", "LoSAC", "MIFA", "MOON", "Mime", "MimeLite", "MimeSVRG", "NaiveParallelClip",
     "PFedMe", "Scaffold",
-    "FedExP", "QFedAvg", "Scaffnew", "SignSGD",
+    "FedBuff", "FedExP", "FedLion", "QFedAvg", "Scaffnew", "SignSGD",
     "Attacked", "Ditto", "EFSign", "QuantisedDown", "RandomK", "Robust",
     "Personalised", "Quantised", "TopK", "Upcycled", "upcycle",
     "ClientDP", "ObjectivePerturbation", "OutputPerturbation", "SampleDP",

@@ -106,6 +106,8 @@ class Case:
     rounds: int = 4
     coin: float | None = None
     """The chance that a round ends after a local step, where the number of steps is not given."""
+    late: int = 0
+    """The most rounds that uploads arrive late."""
     note: str = ""
 
     @property
@@ -135,6 +137,9 @@ class Case:
     def script(self) -> fedrax.Script:
         """Cohorts, and blocks or numbers of local steps where the method needs them."""
         blocks = self.local.get("blocks")
+        if self.late:
+            delay = np.random.default_rng(19).integers(0, self.late + 1, (self.rounds, 5))
+            return fedrax.Script(cohorts=self.cohorts(), delay=delay)
         if self.coin is not None:
             steps = np.random.default_rng(17).geometric(self.coin, (self.rounds, 1))
             return fedrax.Script(cohorts=self.cohorts(), steps=np.broadcast_to(steps, (self.rounds, 5)))
@@ -182,7 +187,9 @@ def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference_
     clients = problem.clients(reference.Local(**case.local))
     method = reference_methods.build(clients, problem.x0, case.method, case.options)
     assert script.cohorts is not None
-    return reference_methods.run(method, list(script.cohorts), case.weights, works, script.blocks, script.steps)
+    return reference_methods.run(
+        method, list(script.cohorts), case.weights, works, script.blocks, script.steps, script.delay
+    )
 
 
 def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:

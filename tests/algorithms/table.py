@@ -60,7 +60,9 @@ _FEDAVG = ("FedAvg", {"local": EPOCHS})
 METHODS |= {
     case.name: case
     for case in (
+        Case("FedBuff", {"local": EPOCHS, "max_delay": 3}, late=2, rounds=6),
         Case("FedExP", {"local": EPOCHS, "epsilon": 1e-4}, weights="samples"),
+        Case("FedLion", {"local": EPOCHS, "beta1": 0.6, "beta2": 0.8}, weights="samples", stragglers=0.6),
         Case("QFedAvg", {"local": EPOCHS, "q": 1.7}, weights="samples"),
         Case("Scaffnew", {"local": COIN, "p": 0.3}, varying=True, coin=0.3),
         Case("SignSGD", {"local": {"lr": 0.05, "steps": 1, "batch_size": 4}, "beta": 0.6}, varying=True),
@@ -274,7 +276,17 @@ OPTIONS = [
 ]
 
 OPTIONS += [
+    _case(
+        "FedBuff",
+        "rich, server rule",
+        RICH,
+        {"power": 1.2, "max_delay": 4, "server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})},
+        late=4,
+        varying=True,
+        rounds=6,
+    ),
     _case("FedExP", "rich", RICH),
+    _case("FedLion", "blocks, schedule", BLOCKS | {"schedule": _HALVED}, varying=True),
     _case("QFedAvg", "below one, rich, server rule", RICH, {"q": 0.4, "server_optimizer": ("SGD", {"lr": 0.7})}),
     _case("Scaffnew", "full, schedule", COIN | {"batch_size": "full", "schedule": _HALVED}, {"p": 0.5}, coin=0.5),
     _case("SignSGD", "decay, schedule", {"lr": 0.1, "steps": 1} | {"weight_decay": 0.3, "schedule": _HALVED}),

@@ -57,6 +57,7 @@ def fedavg() -> np.ndarray:
         ("MimeLite", {"local": LOCAL, "beta": 0.0}),
         ("PFedMe", {"local": LOCAL, "lam": 5.0, "inner_steps": 1, "inner_lr": 0.2, "restart": True}),
         ("QFedAvg", {"local": LOCAL, "q": 0.0}),
+        ("FedBuff", {"local": LOCAL}),
         ("Ditto", {"inner": ("FedAvg", {"local": LOCAL}), "lam": 0.5}),
         ("Robust", {"inner": ("FedAvg", {"local": LOCAL}), "rule": ("TrimmedMean", {"trim": 0.0})}),
         ("Robust", {"inner": ("FedAvg", {"local": LOCAL}), "rule": ("NormBound", {"bound": 1e6})}),
@@ -67,7 +68,7 @@ def fedavg() -> np.ndarray:
         *("FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"),
         *("FedCM", "MimeLite"),
         "PFedMe",  # whose one inner step from w makes lambda (w - theta) the gradient where lambda inner_lr = 1
-        *("QFedAvg", "Ditto", "nothing trimmed", "no bound", "Krum keeps all", "nobody attacks"),
+        *("QFedAvg", "FedBuff", "Ditto", "nothing trimmed", "no bound", "Krum keeps all", "nobody attacks"),
     ],
 )
 def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):

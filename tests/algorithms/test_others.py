@@ -14,6 +14,7 @@ from fedrax import (
     Ditto,
     FedAvg,
     Federation,
+    FedLion,
     FedraxError,
     FedSGD,
     LocalSGD,
@@ -93,6 +94,24 @@ def test_votes_that_are_equal_move_nothing():
     np.testing.assert_array_equal(three.params["w"], [0.25] * 4)
 
 
+@pytest.mark.parametrize(("steps", "bytes_of_steps"), [(1, 2), (7, 2), (8, 4), (127, 4), (128, 8)])
+def test_signs_of_fedlion_go_up_in_the_shortest_whole_numbers(steps: int, bytes_of_steps: int):
+    """Four parameters, and a momentum of four floats beside them; each way down x and m."""
+    method = FedLion(LocalSGD(lr=1e-3, steps=steps, batch_size="full"))
+    event = run(method, rounds=1, cohort_size=1).events[-1]
+    assert (event["bytes_up"], event["bytes_down"]) == (bytes_of_steps + 16, 32)
+
+
+def test_a_step_of_fedlion_moves_every_parameter_by_eta():
+    """With no momentum it is the sign of the gradient, and a parameter without a gradient stays."""
+    x, y = np.array([[1.0, -2.0, 0.0, 3.0]]), np.array([1.0])
+    federation = Federation.from_arrays(x, y, offsets=np.arange(2), shuffle=False)
+    method = FedLion(LocalSGD(lr=0.25, steps=1, batch_size="full"), beta1=0.0, beta2=0.0)
+    result = simulate(method, PROBLEM.task, federation, rounds=1, cohort_size=1, devices=1)
+    np.testing.assert_array_equal(result.params["w"], [0.25, -0.25, 0, 0.25])
+    np.testing.assert_array_equal(result.server.momentum["w"], [-1, 2, 0, -3])
+
+
 def test_a_vote_is_a_bit():
     event = run(SignSGD(LocalSGD(lr=0.1)), rounds=1).events[-1]
     assert (event["bytes_up"], event["bytes_down"]) == (7, 7 * 16)  # four numbers, of which a byte holds eight
@@ -104,6 +123,8 @@ def test_a_vote_is_a_bit():
         (Scaffnew(LocalSGD(steps=3)), "Scaffnew draws the number of local steps"),
         (Scaffnew(LocalSGD(clip=0.1)), "leave local.clip out"),
         (Scaffnew(p=0.0), "Scaffnew.p must be greater than 0"),
+        (FedLion(LocalSGD(momentum=0.9)), "which are counted: set beta1 and beta2"),
+        (FedLion(LocalSGD(weight_decay=0.1)), "which are counted: leave local.weight_decay out"),
         (SignSGD(LocalSGD(momentum=0.9)), "along signs: set beta"),
         (SignSGD(LocalSGD(clip=0.9)), "along signs: leave local.clip out"),
         (Ditto(FedAvg(LOCAL), lam=-1.0), "Ditto.lam must be at least 0"),

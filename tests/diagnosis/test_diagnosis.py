@@ -12,7 +12,8 @@ import pytest
 
 import fedrax
 from fedrax import Federation, FedraxError, LocalSGD, Settings, Task, cli
-from fedrax.diagnosis import diagnose, gradient_dissimilarity
+from fedrax.diagnosis import advice, diagnose, gradient_dissimilarity
+from fedrax.diagnosis.advice import study
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.models import Linear
@@ -115,3 +116,31 @@ def test_the_command_prints_what_the_function_finds(tmp_path, monkeypatch, capsy
     assert cli.main(["diagnose", *flags, *steps, "--picture", "None"]) == 0
     shown = capsys.readouterr().out
     assert f"B = {said['dissimilarity']:.3g} at most" in shown and "picture" not in shown
+    first = said["advice"][0]
+    assert first["method"] in study()["methods"] and 0 <= first["close"] <= first["tasks"]
+    assert f"try first      {first['method']}" in shown and f"on {first['close']} of {first['tasks']} tasks" in shown
+
+
+def test_advice_follows_its_rule_and_the_tasks_alike(monkeypatch: pytest.MonkeyPatch):
+    task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
+    record = {"close": 9, "pairs": 11, "short": 0.4, "worst": 2.0}
+    rule: dict[str, Any] = {
+        "among": "any method",
+        "below": "A",
+        "above": "B",
+        "feature": "drift",
+        "threshold": found.drift - 0.01,
+    }
+    rule["record"] = rule["again"] = record
+    drifts = [found.drift * factor for factor in (0.1, 0.9, 1.0, 1.1, 0.8, 1.2, 30.0)]
+    tasks = [{"drift": d, "short": {"A": 5.0 if i in (0, 6) else 1.0, "B": 0.25}} for i, d in enumerate(drifts)]
+    content = {"methods": {"A": "", "B": "twice the bytes"}, "rules": [rule], "fedavg": record, "pairs": tasks}
+    monkeypatch.setattr(advice, "study", lambda: content)
+    (one,) = advice.advise(found)
+    assert one.method == "B" and one.reason.startswith(f"since drift is {found.drift:.3g}, above ")
+    assert advice.like_yours(found) == (drifts[4], drifts[5], {"B": 0.25, "A": 1.0})
+    rule["threshold"] = found.drift
+    assert advice.advise(found)[0].method == "A"
+    assert len(advice.lines(found)) == 3
+    assert "B (twice the bytes), since drift" in one.line()

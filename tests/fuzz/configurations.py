@@ -21,7 +21,7 @@ from fedrax.simulation.setup import prepare
 
 MODELS = ("logistic", "2nn", "mlp")
 PARTITIONS = ("iid", "shards", "dirichlet_classes", "dirichlet_clients", "mix", "natural")
-PARTICIPATION = ("uniform", "weighted_by_samples", "availability", "fixed_list")
+PARTICIPATION = ("uniform", "weighted_by_samples", "availability", "fixed_list", "asynchronous")
 ODD = [0, -1, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**32, 2**63, 10**30, 10**400]
 ODD += [0.0, -0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan]
 ODD += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ DESCRIPTION = """A task and its partition measured: `fedrax diagnose [FILE.toml]
 
 Along the rounds of a run of FedAvg with the experiment's local steps, at rounds 0, 1, 2, 4, 8 ... and the last: how far
 clients' gradients and updates are apart, how noisy batches are, how curvature goes with the gradient; and the constants
-of the methods' assumptions that fit. Of more than 256 clients as many are drawn. Flags are those of `fedrax run`."""
+of the methods' assumptions that fit; then what to try first, and how often that was right. Of more than 256 clients as
+many are drawn. Flags are those of `fedrax run`."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ def main(args: list[str]) -> int:
     spec, options = parsed.experiment, parsed.options
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.diagnosis import diagnose, show
+    from fedrax.diagnosis import advice, diagnose, show
 
     def progress(done: int, of: int) -> None:
         if not options.json and sys.stderr.isatty():
@@ -52,13 +54,14 @@ def main(args: list[str]) -> int:
         path = options.picture.with_suffix("") if options.picture.suffix in (".png", ".svg") else options.picture
         pictures = save_curves(show.draw(made), path)
     if options.json:
-        print(json.dumps(made.to_dict() | {"pictures": [str(path) for path in pictures]}))
+        first = [dataclasses.asdict(one) for one in advice.advise(made)]
+        print(json.dumps(made.to_dict() | {"advice": first, "pictures": [str(path) for path in pictures]}))
         return 0
     console = wide_console()
     about = f"{made.measured} of {made.clients} clients, {made.points[-1].round} rounds of FedAvg"
     console.print(f"{plain(federation.name)}: {about}", highlight=False, markup=False)
     console.print(show.points_table(made))
-    for line in show.lines(made):
+    for line in [*show.lines(made), *advice.lines(made)]:
         console.print(line, highlight=False, markup=False)
     for path in pictures:
         console.print(f"picture: {path}", highlight=False, markup=False)

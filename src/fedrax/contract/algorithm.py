@@ -170,6 +170,11 @@ class Algorithm(ABC):
         """The rule of the clients' local steps, where there is one: by it devices are balanced and scripts checked."""
         return getattr(self, "local", None)
 
+    @property
+    def longest_delay(self) -> int:
+        """How many rounds after its own an upload may arrive (``data.delay``); 0: the method waits for all of them."""
+        return 0
+
     def params(self, server: Any) -> Tree:
         """The global parameters in a server state."""
         return server.params

@@ -199,6 +199,11 @@ class ClientData:
         return Variables(params, self.carried.statistics) if self.carried.statistics else params
 
     @property
+    def delay(self) -> Array | None:
+        """int32; how many rounds after this one the upload arrives; None where all come at once."""
+        return self.place.delay
+
+    @property
     def given_rows(self) -> Array | None:
         """int32 [T, B], the rows of each batch where a script gives them; of a fresh batch [1, B]."""
         fresh = self.place.fresh

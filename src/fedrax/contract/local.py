@@ -177,6 +177,13 @@ class LocalSGD:
         per_epoch = 1 if self.batch_size == "full" else data.batches(self.batch_size)
         return epochs * per_epoch
 
+    def most_steps(self, data: ClientData) -> int | None:
+        """The most steps that any client of the federation takes in a round; None where a script gives them."""
+        if data.place.steps is not None:
+            return None
+        per_epoch = 1 if self.batch_size == "full" else -(-data.layout.largest // self.batch_size)
+        return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
+
     def samples(self, data: ClientData, steps: Array | int) -> Array:
         """Samples that ``steps`` local steps take gradients of (their mean over draws of uneven blocks)."""
         given = data.given_rows

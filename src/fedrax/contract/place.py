@@ -55,6 +55,8 @@ class Place(NamedTuple):
     """int32 [T]; the block of each local step."""
     batches: Any = None
     """int32 [T, B]; the rows of each local step's batch, counted from the client's first; negative: none."""
+    delay: Any = None
+    """int32; how many rounds after this one its upload arrives."""
     fresh: Any = None
     """int32 [B], or [] where blocks are used: the rows, or the block, of the batch besides those of the steps."""
 

@@ -147,6 +147,11 @@ class Wrapper(Algorithm):
         """As ``inner``."""
         return self.inner.local_steps
 
+    @property
+    def longest_delay(self) -> int:
+        """As ``inner``; none where uploads are looked at one by one, which takes them to be there."""
+        return 0 if self.stacked else self.inner.longest_delay
+
     def releases(self) -> tuple[Release, ...]:
         """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""
         return self.inner.releases()

@@ -31,7 +31,7 @@ def points_table(made: Diagnosis) -> Table:
         "drift",
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in (*heads, "drift"):
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for p in made.points:
         row = (

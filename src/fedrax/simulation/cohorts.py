@@ -15,13 +15,21 @@ import jax
 import numpy as np
 
 from fedrax.contract.client_data import Place
-from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.files import read_csv
+from fedrax.simulation.arrivals import Arrivals, arrivals
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import (
+    Asynchronous,
+    Availability,
+    FixedList,
+    Poisson,
+    Script,
+    Settings,
+    WeightedBySamples,
+)
 
-_COHORT, _STRAGGLER = 1, 2
+_COHORT, _STRAGGLER, _ARRIVALS = 1, 2, 3
 _SMALL_STORE = 64 << 20
 """Bytes of all devices' stores up to which each has a row for every client."""
 
@@ -46,6 +54,10 @@ class Sampler:
             self.trace = read_trace(settings.participation, self.num_clients)
         elif isinstance(settings.participation, FixedList):
             self.trace = [check_list(settings.participation.clients, self.num_clients)]
+        self.arrivals: Arrivals | None = None
+        if self.given is None and isinstance(settings.participation, Asynchronous):
+            rng, numbers = generator(settings.seed, _ARRIVALS, 0), (settings.rounds, settings.cohort_size)
+            self.arrivals = arrivals(settings.participation, *numbers, self.num_clients, rng)
         self.empty = np.flatnonzero(sizes == 0)
         if len(self.empty):
             raise FedraxError(f"client {self.empty[0]} has no samples ({len(self.empty)} such clients)")
@@ -66,6 +78,8 @@ class Sampler:
         """The most clients any round can have."""
         if self.given is not None:
             return max(len(cohort) for cohort in self.given[: self.settings.rounds])
+        if self.arrivals is not None:
+            return max(len(cohort) for cohort in self.arrivals.cohorts)
         if self.trace is not None:
             return min(self.settings.cohort_size, max(len(row) for row in self.trace))
         return self._largest_by_chance if self.by_chance else self.settings.cohort_size
@@ -77,8 +91,23 @@ class Sampler:
 
     @property
     def expected(self) -> float | None:
-        """Clients a round has in the mean, where each joins by chance."""
-        return float(self.settings.cohort_size) if self.by_chance else None
+        """Clients a round has in the mean, where each joins by chance or when another has finished."""
+        return float(self.settings.cohort_size) if self.by_chance or self.arrivals is not None else None
+
+    @property
+    def delays(self) -> dict[str, np.ndarray]:
+        """``delay``, int32 [R, S], where uploads arrive late."""
+        if self.arrivals is None:
+            return {}
+        made = np.zeros((self.settings.rounds, self.largest), np.int32)
+        for row, own in zip(made, self.arrivals.delays, strict=True):
+            row[: len(own)] = own
+        return {"delay": made}
+
+    @property
+    def clock(self) -> np.ndarray | None:
+        """Simulated seconds at which each round ends, [R]; None where nothing says how long clients take."""
+        return None if self.arrivals is None else self.arrivals.clock
 
     def _size_by_chance(self, rng: np.random.Generator) -> int:
         """Of a Poisson cohort; drawn first, so that a round's size is known without its clients."""
@@ -102,7 +131,7 @@ class Sampler:
         """Whether rounds can differ in their number of clients."""
         if self.given is not None:
             return len({len(cohort) for cohort in self.given[: self.settings.rounds]}) > 1
-        if self.by_chance:
+        if self.by_chance or self.arrivals is not None:
             return True
         return self.trace is not None and len({min(len(row), self.settings.cohort_size) for row in self.trace}) > 1
 
@@ -111,6 +140,8 @@ class Sampler:
         if self.given is not None:
             return self.given[round].astype(np.int64)
         rng, size = generator(self.settings.seed, _COHORT, round), self.settings.cohort_size
+        if self.arrivals is not None:
+            return self.arrivals.cohorts[round]
         if self.trace is not None:
             available = self.trace[round % len(self.trace)]
             return np.sort(rng.choice(available, min(size, len(available)), replace=False))
@@ -158,67 +189,6 @@ def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray
     return np.split(clients, starts[1:])
 
 
-GIVEN = ("steps", "blocks", "batches", "fresh")
-"""The fields of a Script, and of a Place, that hold something for each client of each round: [R, S, ...]."""
-
-
-def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
-    """What a script gives of the clients' work, by name; FedraxError where it does not fit the run."""
-    given = {name: getattr(script, name, None) for name in GIVEN}
-    arrays = {name: np.asarray(value) for name, value in given.items() if value is not None}
-    if not arrays:
-        return {}
-    if local is None:
-        raise FedraxError(f"{next(iter(arrays))} are given, but the algorithm has no local steps")
-    if "blocks" in arrays and local.blocks is None:
-        raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
-    rounds, clients = sampler.settings.rounds, sampler.largest
-    for name, array in arrays.items():
-        if name == "blocks" and array.dtype.kind in "iu":
-            continue  # has a sentence of its own
-        enough = array.ndim >= 2 and array.shape[0] >= rounds and array.shape[1] >= clients
-        if not enough or array.dtype.kind not in "iu":
-            shape = f"[{rounds} rounds, {clients} clients, ...]"
-            raise FedraxError(f"the given {name} must be whole numbers of shape {shape} or more, not {array.shape}")
-    steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
-    if steps is None:
-        raise FedraxError("what local steps work on is given, but not how many there are: give Script(steps=...)")
-    if "steps" in arrays and (arrays["steps"].ndim != 2 or arrays["steps"].min() < 0):
-        raise FedraxError("the given steps must be one whole number, 0 or more, for each client of each round")
-    if "blocks" in arrays:
-        _check_blocks(arrays["blocks"], (rounds, clients, steps), local.blocks or 0)
-    if "batches" in arrays:
-        _check_rows(arrays["batches"], 4, "batches", sampler, local)
-        if arrays["batches"].shape[2] < steps:
-            raise FedraxError(f"batches are given for {arrays['batches'].shape[2]} local steps of {steps}")
-    if "fresh" in arrays:
-        if local.blocks is None:
-            _check_rows(arrays["fresh"], 3, "fresh", sampler, local)
-        elif arrays["fresh"].ndim != 2 or arrays["fresh"].min() < 0 or arrays["fresh"].max() >= local.blocks:
-            raise FedraxError(f"the given fresh blocks must be one of 0 to {local.blocks - 1} a client of each round")
-    return {name: array.astype(np.int32) for name, array in arrays.items()}
-
-
-def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], most: int) -> None:
-    if blocks.ndim != 3 or any(a < b for a, b in zip(blocks.shape, need, strict=True)):
-        raise FedraxError(f"the given blocks must be whole numbers [rounds, clients, steps] of shape {need} or more")
-    if blocks.min() < 0 or blocks.max() >= most:
-        raise FedraxError(f"the given blocks must be from 0 to {most - 1}")
-
-
-def _check_rows(rows: np.ndarray, axes: int, name: str, sampler: Sampler, local: LocalSGD) -> None:
-    if local.blocks is not None or local.batch_size == "full":
-        raise FedraxError(f"{name} are given, but the local steps take no batches: set local.batch_size to a number")
-    if rows.ndim != axes:
-        raise FedraxError(f"the given {name} must have {axes} axes, the last over a batch's rows, not {rows.ndim}")
-    for r in range(sampler.settings.rounds):
-        cohort = sampler.cohort(r)
-        inside = rows[r, : len(cohort)] < sampler.sizes[cohort].reshape(-1, *[1] * (axes - 2))
-        if not inside.all():
-            client = cohort[np.argmin(inside.reshape(len(cohort), -1).all(1))]
-            raise FedraxError(f"the given {name} of round {r} name a row that client {client} does not have")
-
-
 class Planner:
     """Spreads each round's clients over devices, by their work, and gives clients with state a row to keep it.
 
@@ -237,7 +207,7 @@ class Planner:
         row_bytes: int = 0,
         given: Mapping[str, np.ndarray] | None = None,
     ):
-        """row_bytes: of what a client keeps. given: see :func:`given_work`."""
+        """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.given.given_work`."""
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
         self.by_samples, self.chunk, self.given = by_samples, chunk, dict(given or {})
         self.straggling = sampler.settings.stragglers > 0

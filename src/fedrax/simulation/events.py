@@ -51,6 +51,8 @@ class RunInfo:
     parameters: int
     """Numbers in the model."""
     directory: Path | None = None
+    clock: np.ndarray | None = None
+    """Simulated seconds at which each round ends, [rounds], where a trace says how long clients take."""
 
 
 class Sink(Protocol):
@@ -182,6 +184,8 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
             event["train_loss"] = float(records["loss"][r])
         event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
         event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
+        if info.clock is not None:
+            event["clock"] = float(info.clock[len(events) + r])
         event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
         new.append(event)
     return new

@@ -55,7 +55,23 @@ class FixedList:
     """The clients, by number."""
 
 
-Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList
+@dataclass(frozen=True)
+class Asynchronous:
+    """Clients work at their own pace, for methods whose uploads may arrive late (FedBuff).
+
+    ``concurrency`` clients are at work at any time: who finishes is replaced at once by one drawn uniformly. A round is
+    a step of the server, on the next ``cohort_size`` uploads to arrive. The trace is a CSV file with columns ``client``
+    and ``seconds``, how long a client takes from its start to its upload's arrival; of several lines of a client the
+    first is its first time, and they repeat. Events have the simulated ``clock``.
+    """
+
+    trace: Path
+    """The CSV file."""
+    concurrency: Count = 20
+    """M, clients at work at any time."""
+
+
+Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList | Asynchronous
 
 
 @known_fields_only
@@ -137,6 +153,8 @@ class Script:
     batches: np.ndarray | None = None
     """[R, S, T, B]: the rows of each local step's batch, counted from the client's first; negative ones do not
     count, for batches of unlike size."""
+    delay: np.ndarray | None = None
+    """[R, S]: how many rounds after its own a client's upload arrives (methods that allow it: FedBuff)."""
     fresh: np.ndarray | None = None
     """[R, S, B]: the rows of the batch besides those of the steps (EPISODE's for G_i); [R, S], its block, where
     ``local.blocks`` are used."""

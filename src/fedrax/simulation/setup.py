@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -20,12 +21,13 @@ from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohorts import Planner, Sampler, given_work
+from fedrax.simulation.cohorts import Planner, Sampler
 from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
 from fedrax.simulation.events import RunInfo
+from fedrax.simulation.given import given_work
 from fedrax.simulation.identity import identify
 from fedrax.simulation.loop import LoopEngine
 from fedrax.simulation.personal import PersonalEvaluator
@@ -102,9 +104,11 @@ def prepare(
     sampler = Sampler(settings, federation.sizes, script)
     algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
     algorithm.requirements.check_task(_name(algorithm), task, bool(statistics))
+    given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
+    _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, chunk = choose_plan(settings, mesh, start, sampler.largest)
-    planner = _planner(algorithm, federation, sampler, script, initial, mesh.devices.size, chunk)
+    planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size, chunk)
     if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
     samples = Batch(*federation.train)
@@ -152,6 +156,21 @@ def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> 
         algorithm.local_steps.check_sizes(federation.sizes)
 
 
+def _check_delays(algorithm: Algorithm, longest: int) -> None:
+    """Refuse uploads that arrive later than the method allows."""
+    if longest <= algorithm.longest_delay:
+        return
+    if not algorithm.longest_delay:
+        raise FedraxError(
+            f"{_name(algorithm)} waits for all uploads of a round, and here some arrive {longest} rounds later: take"
+            " FedBuff, or another participation"
+        )
+    raise FedraxError(
+        f"an upload arrives {longest} rounds late, and {_name(algorithm)} keeps room for {algorithm.longest_delay}:"
+        f" set max_delay to {longest}"
+    )
+
+
 def _name(algorithm: Algorithm) -> str:
     return type(algorithm).__name__
 
@@ -176,6 +195,7 @@ def _info(
         bytes_up=traced.bytes_up,
         parameters=sum(x.size for x in jax.tree.leaves(start)),
         directory=directory,
+        clock=sampler.clock,
     )
 
 
@@ -183,7 +203,7 @@ def _planner(
     algorithm: Algorithm,
     federation: Federation,
     sampler: Sampler,
-    script: Script | None,
+    given: dict[str, np.ndarray],
     initial: Kept,
     devices: int,
     chunk: int,
@@ -197,7 +217,7 @@ def _planner(
         by_samples=sizes.min() != sizes.max() and (local is None or local.steps is None),
         chunk=max(chunk, 1),
         row_bytes=tree.num_bytes(initial),
-        given=given_work(script, sampler, local),
+        given=given,
     )
 
 

@@ -1,0 +1,116 @@
+"""``python -m benchmarks.advice``: which method to try first, learnt from some tasks and tried on others.
+
+Methods are tuned on pairs of data and partition (``advice_study.py``): a grid over the step size and one more number,
+chosen by rows that clients hold out, with two seeds; then scored by test rows with other seeds. Appends to
+``results/advice.jsonl``, does not do again what is there, and writes ``advice.md`` and the rule that ``fedrax
+diagnose`` reads (``src/fedrax/diagnosis/advice.json``). Pairs whose files are not in $FEDRAX_DATA are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.sessions import RESULTS, Session
+
+if TYPE_CHECKING:
+    from benchmarks.advice_study import Method, Pair
+    from fedrax import Federation, Task
+
+RAW = RESULTS / "advice.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="only write the last session's page and rule again")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
+    arguments = parser.parse_args()
+    session = Session.latest(RAW) if arguments.report else measure()
+    from benchmarks.advice_report import write
+
+    print("wrote", *write(session, arguments.out))
+
+
+def measure() -> Session:
+    """What the last session has not of all pairs and methods, or all of it anew where there is none."""
+    from benchmarks.advice_study import METHODS, PAIRS, definition
+
+    session = Session.latest(RAW) if RAW.exists() else Session.start(RAW)
+    done = {run["definition"] for run in session.runs}
+    for pair in PAIRS:
+        if pair.needs_files and "FEDRAX_DATA" not in os.environ:
+            continue
+        digests = {name: hashlib.sha256(definition(pair, name).encode()).hexdigest()[:12] for name in (None, *METHODS)}
+        missing = [name for name, digest in digests.items() if digest not in done]
+        if not missing:
+            continue
+        task, federation = pair.build()
+        for name in missing:
+            facts = {"pair": pair.name, "method": name, "definition": digests[name]}
+            if name is None:
+                session.add(facts | {"diagnosis": diagnosed(pair, task, federation)})
+                continue
+            session.add(facts | trained(pair, METHODS[name], task, federation))
+            run = session.runs[-1]
+            print(f"{pair.name}: {name} {run['best']}, {run['seconds']:.0f} s", flush=True)
+    return session
+
+
+def diagnosed(pair: Pair, task: Task, federation: Federation) -> dict[str, Any]:
+    """What ``fedrax diagnose`` measures with its defaults, with the first seed."""
+    from benchmarks.advice_study import RATE_OF_DIAGNOSIS, TUNING, local
+    from fedrax.diagnosis import diagnose
+
+    found = diagnose(
+        task, federation, local=local(RATE_OF_DIAGNOSIS), rounds=32, cohort_size=pair.cohort, seed=TUNING[0]
+    )
+    return {name: value for name, value in found.to_dict().items() if name != "points"}
+
+
+def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> dict[str, Any]:
+    """The method tuned and scored.
+
+    validation: accuracy on held-out rows of each of the method's points, mean over the tuning seeds, None where one
+    diverged. best: the point chosen by it. test: its accuracy on test rows by seed, 0 where it diverged.
+    """
+    import jax
+
+    from benchmarks.advice_study import ROUNDS, SCORING, TUNING, VALIDATION
+    from fedrax import Batch, sweep
+    from fedrax.data import hold_out
+
+    seeds = (*TUNING, *SCORING)
+    began, points = time.perf_counter(), method.points()
+    results = sweep(
+        [method.at(point) for point in points],
+        task,
+        hold_out(federation, VALIDATION),
+        seeds,
+        rounds=ROUNDS,
+        cohort_size=pair.cohort,
+        eval_every=ROUNDS,
+        mode="together",
+    )
+    validation = []
+    for runs in results:
+        tuning = runs[: len(TUNING)]
+        sound = all(run.stopped != "diverged" for run in tuning)
+        validation.append(sum(run.events[-1]["test_accuracy"] for run in tuning) / len(TUNING) if sound else None)
+    best = max(range(len(points)), key=lambda i: -1.0 if validation[i] is None else validation[i])
+    accuracy = jax.jit(lambda params: task.metrics["accuracy"](params, Batch(*federation.test)).mean())
+    ends = zip(seeds, results[best], strict=True)
+    return {
+        "validation": validation,
+        "best": points[best],
+        "chosen": validation[best],
+        "test": {str(s): 0.0 if run.stopped == "diverged" else float(accuracy(run.params)) for s, run in ends},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+if __name__ == "__main__":
+    main()

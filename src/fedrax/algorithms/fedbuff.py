@@ -1,0 +1,98 @@
+"""FedBuff (Nguyen et al. 2022): federated learning with buffered asynchronous aggregation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.hyperparameters import NonNegative, Whole, hyperparameters
+from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
+from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.tree import Tree
+
+
+class Server(NamedTuple):
+    """Global parameters, what is still to arrive, and the server optimizer's state.
+
+    coming: leaves [max_delay + 1, ...]; row d is the sum that the server's step after d others will take.
+    """
+
+    params: Tree
+    coming: Tree
+    optimizer: Tree
+
+
+class Upload(NamedTuple):
+    """Delta_i, and tau_i, how many steps the server takes between the client's start and its upload's arrival."""
+
+    params: Tree
+    delay: Array
+
+
+@hyperparameters
+class FedBuff(Algorithm):
+    """The server steps on the mean of the K uploads that arrived since its last step, old ones scaled down.
+
+    x <- x + eta_g / K sum_i (1 + tau_i)^-power Delta_i, where Delta_i comes of local steps from the x of tau_i steps
+    before. Algorithms 1 and 2; power 1/2 is section 5's scaling. Delays come of the participation
+    :class:`fedrax.simulation.Asynchronous`, whose K is ``cohort_size``; without them it is FedAvg. A round is what
+    begins between two steps of the server: clients compute at once and their uploads wait, which gives the numbers of
+    clients that take their time.
+    """
+
+    local: LocalSGD = LocalSGD()
+    server_optimizer: ServerOptimizer = SGD()
+    power: NonNegative = 0.5
+    """How fast an upload's weight falls with its delay; 0: not at all."""
+    max_delay: Whole = 10
+    """The longest delay: so many sums of the model's size are kept, and one more. Longer ones are refused."""
+
+    @property
+    def longest_delay(self) -> int:
+        """Uploads may arrive so many rounds later."""
+        return self.max_delay
+
+    @property
+    def requirements(self) -> Requirements:
+        """The buffer's mean is plain."""
+        return Requirements(uniform_weights=True)
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        """Server state before the first round; nobody is at work."""
+        coming = jax.tree.map(lambda p: jnp.zeros((self.max_delay + 1, *p.shape), p.dtype), params)
+        return Server(params, coming, self.server_optimizer.init(params))
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """Local SGD, and when it is done."""
+        result = self.local.run(data, message)
+        delay = jnp.int32(0) if data.delay is None else data.delay
+        info = result.info | {"delay": delay.astype(jnp.float32)}
+        return ClientOutput(upload=Upload(tree.sub(result.params, message), delay), info=info)
+
+    def receive(self, upload: Upload) -> Tree:
+        """(1 + tau)^-power Delta in row tau of all that is to come."""
+
+        def placed(delta: Array) -> Array:
+            kind = summed_dtype(delta.dtype)
+            here = jnp.arange(self.max_delay + 1) == upload.delay
+            scaled = delta.astype(kind) * (1 + upload.delay.astype(kind)) ** -self.power
+            return here.reshape(-1, *[1] * delta.ndim) * scaled
+
+        return jax.tree.map(placed, upload.params)
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        """What has arrived moves x, and the rest comes nearer."""
+        begun = jnp.asarray(cohort.size, float)
+        count = begun if cohort.expected is None else jnp.asarray(cohort.expected, float)  # K; at first more begin
+        coming = tree.add_scaled(server.coming, begun / count, cohort.mean)
+        arrived = jax.tree.map(lambda rows: rows[0], coming)
+        coming = jax.tree.map(lambda rows: jnp.roll(rows, -1, 0).at[-1].set(0), coming)
+        params, state = self.server_optimizer.step(server.params, server.optimizer, arrived, cohort.round)
+        return Server(params, coming, state), {}

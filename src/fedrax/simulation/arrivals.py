@@ -1,0 +1,127 @@
+"""Clients that work at their own pace: who begins between two steps of the server, and when its upload arrives.
+
+An event-driven simulation of FedBuff's server (Nguyen et al. 2022, Algorithm 1), of its times alone. Which upload
+belongs to which step follows from how long clients take, whatever they compute; so a round of the simulator is what
+begins between two steps of the server, and each upload is told how many steps later it arrives.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+
+from fedrax.errors import FedraxError
+from fedrax.files import read_csv
+from fedrax.simulation.settings import Asynchronous
+
+LONGEST = 1000
+"""The most steps of the server after a run's last one until all uploads have arrived that were begun in it."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Of R rounds: the clients that begin in each, and the steps of the server that pass until each one's upload."""
+
+    cohorts: list[np.ndarray]
+    """int64, sorted."""
+    delays: list[np.ndarray]
+    """int32, in the same order; 0: it arrives before the server's next step."""
+    clock: np.ndarray
+    """float64 [R]; seconds from the start at which the server takes the step that ends the round."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A client at work, since the server's step number ``since``."""
+
+    client: int
+    since: int
+
+
+def arrivals(
+    participation: Asynchronous, rounds: int, buffer: int, num_clients: int, rng: np.random.Generator
+) -> Arrivals:
+    """``concurrency`` clients at work at any time; the server steps whenever ``buffer`` uploads have arrived.
+
+    A client that has finished is replaced at once by one drawn uniformly from those that are neither at work nor
+    waiting in the buffer, which starts from the newest model. Those that finish at one time do so in the order in which
+    they began. Another number of rounds leaves all earlier ones as they are.
+    """
+    at_once = participation.concurrency
+    if at_once + buffer - 1 > num_clients:
+        raise FedraxError(
+            f"{at_once} clients at work and a buffer of {buffer} uploads take {at_once + buffer - 1} clients or more:"
+            f" there are {num_clients}"
+        )
+    seconds = [cycle(own.tolist()) for own in read_durations(participation, num_clients)]
+    begun: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
+    clock, engaged, waiting, unknown = np.zeros(rounds), set(), [], 0
+    heap: list[tuple[float, int, _Work]] = []
+
+    def begin(now: float, step: int, order: int) -> int:
+        client = next(c for c in _draws(rng, num_clients) if c not in engaged)
+        engaged.add(client)
+        heapq.heappush(heap, (now + next(seconds[client]), order, _Work(client, step)))
+        return int(step < rounds)
+
+    step = 0
+    for order in range(at_once):
+        unknown += begin(0.0, step, order)
+    order = at_once
+    while step < rounds or unknown:
+        if step > rounds + LONGEST:
+            slow = min(heap, key=lambda entry: entry[2].since)[2].client
+            raise FedraxError(
+                f"{participation.trace}: while client {slow} works, the server takes over {LONGEST} steps"
+            )
+        now, _, work = heapq.heappop(heap)
+        if work.since < rounds:
+            begun[work.since].append((work.client, step - work.since))
+            unknown -= 1
+        waiting.append(work.client)
+        if len(waiting) == buffer:
+            if step < rounds:
+                clock[step] = now
+            step += 1
+            engaged.difference_update(waiting)
+            waiting.clear()
+        unknown += begin(now, step, order)
+        order += 1
+    pairs = [np.array(sorted(round), np.int64).reshape(-1, 2) for round in begun]
+    return Arrivals([p[:, 0] for p in pairs], [p[:, 1].astype(np.int32) for p in pairs], clock)
+
+
+def _draws(rng: np.random.Generator, num_clients: int) -> Iterator[int]:
+    """Clients, drawn uniformly for ever."""
+    while True:
+        yield int(rng.integers(num_clients))
+
+
+def read_durations(participation: Asynchronous, num_clients: int) -> list[np.ndarray]:
+    """The seconds that each client takes, time after time: float64, in the order of the file."""
+    path = participation.trace
+    wanted = f"the trace of durations {path} is not a CSV with columns client, seconds"
+    try:
+        table = read_csv(path)
+    except FedraxError as error:
+        raise FedraxError(f"{wanted}: {error}") from error
+    if not {"client", "seconds"} <= set(table.columns):
+        raise FedraxError(wanted)
+    client, seconds = table["client"], table["seconds"]
+    numbers = client.dtype.is_integer() and seconds.dtype.is_numeric() and not client.null_count()
+    if not numbers or seconds.null_count():
+        raise FedraxError(f"the trace of durations {path} must hold whole numbers of clients and numbers of seconds")
+    owners, values = client.to_numpy(), seconds.to_numpy().astype(float)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise FedraxError(f"the trace of durations {path} must hold seconds above 0")
+    if len(owners) and (owners.min() < 0 or owners.max() >= num_clients):
+        raise FedraxError(f"the trace of durations {path} must name clients 0 to {num_clients - 1}")
+    missing = np.setdiff1d(np.arange(num_clients), owners)
+    if len(missing):
+        raise FedraxError(f"the trace of durations {path} does not say how long client {missing[0]} takes")
+    order = np.argsort(owners, kind="stable")
+    return np.split(values[order], np.cumsum(np.bincount(owners, minlength=num_clients))[:-1])

@@ -1,0 +1,79 @@
+"""The study of what to try first: a rule is found where there is one, and what is shipped is what the runs give."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from benchmarks import advice, advice_report, advice_study
+from benchmarks.advice_report import FEATURES, Rule, Trained, make, record
+from benchmarks.sessions import Session
+from fedrax import FedAvg
+from fedrax.data import Iid
+from fedrax.models import Logistic
+
+
+def pairs(drifts: list[float], accuracies: list[dict[str, float]]) -> list[Trained]:
+    """Pairs with these measured drifts; the making seeds and the scoring seeds give the same accuracies."""
+    rest = dict.fromkeys(FEATURES, 1.0)
+    each = zip(drifts, accuracies, strict=True)
+    seeds = lambda value: dict.fromkeys("01234", value)  # noqa: E731
+    return [
+        Trained(str(i), rest | {"drift": drift}, {}, {method: seeds(value) for method, value in scores.items()})
+        for i, (drift, scores) in enumerate(each)
+    ]
+
+
+def test_a_threshold_is_found_where_there_is_one():
+    drifts = [0.1, 0.5, 3.0, 0.2, 4.0, 5.0, 0.3, 6.0, 0.4, 7.0, 0.6, 8.0]
+    some = pairs(drifts, [{"A": 0.9, "B": 0.8} if drift < 1 else {"A": 0.7, "B": 0.9} for drift in drifts])
+    made = make(some, ["A", "B"])
+    assert made.rule[:3] == ("A", "B", "drift")
+    assert made.rule.threshold == pytest.approx(1.8)  # between 0.6 and 3.0
+    assert made.by_threshold == 0 < made.always_one
+    assert record(made.rule, some) == (0 + 12, 12, 0.0, 0.0)
+    assert record(Rule("A", "A"), some) == (6, 12, pytest.approx(10.0), pytest.approx(20.0))
+
+
+def test_where_nothing_decides_it_is_mostly_always_one_method():
+    """Methods whose order on a pair has nothing to do with what was measured: a threshold is a mistake, and rare."""
+    mistakes = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        drawn = [{"A": 0.9, "B": 0.9 + 0.012 * rng.normal(), "C": 0.86} for _ in range(11)]
+        made = make(pairs(rng.uniform(0.1, 5, 11).tolist(), drawn), ["A", "B", "C"])
+        mistakes += made.rule.feature is not None
+        assert made.rule.feature is not None or made.rule.text() in ("always A", "always B")
+    assert mistakes <= 4
+
+
+def test_what_is_shipped_is_what_the_runs_give():
+    session = Session.latest(advice.RAW)
+    found = advice_report.pairs_of(session)
+    assert len(found) >= 12
+    rules = advice_report.rules_of(found)
+    content = advice_report.shipped(session, found, {name: made.rule for name, made in rules.items()})
+    assert json.loads(advice_report.SHIPPED.read_text()) == json.loads(json.dumps(content))
+    page = (advice_report.RESULTS / "advice.md").read_text()
+    assert page == "\n\n".join(advice_report.sections(session, found, rules)) + "\n"
+
+
+def test_a_method_is_tuned_on_held_out_rows_and_scored_with_other_seeds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(advice_study, "ROUNDS", 3)
+    monkeypatch.setattr(advice_study, "RATES", (1e-4, 0.5, 1e38))
+    pair = advice_study.Pair("digits", Iid(10), Logistic(), {"test_fraction": 0.4}, cohort=2)
+    method = advice_study.Method(lambda rate, _: FedAvg(local=advice_study.local(rate)))
+    found = advice.trained(pair, method, *pair.build())
+    assert found["best"] == {"local.lr": 0.5}
+    assert found["validation"][2] is None  # it diverged
+    assert found["chosen"] == found["validation"][1] > found["validation"][0]
+    assert list(found["test"]) == ["0", "1", "2", "3", "4"]
+    assert all(0.5 < accuracy < 1 for accuracy in found["test"].values())
+
+
+def test_pairs_have_names_of_their_own_and_only_some_need_files():
+    names = [pair.name for pair in advice_study.PAIRS]
+    assert len(set(names)) == len(names)
+    assert sum(not pair.needs_files for pair in advice_study.PAIRS) >= 12
+    assert all(os.sep not in name for name in names)
