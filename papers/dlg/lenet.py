@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,15 +13,31 @@ from jax import Array
 from matplotlib.figure import Figure
 
 import fedrax
+from fedrax import tree
 from fedrax.attacks import Reconstruction, Score, as_gradient, dlg, inverting_gradients, labels_of, score
 from fedrax.data import load
 from fedrax.models import Model
+from fedrax.privacy.accounting import Accountant, about_replacement
 from fedrax.report import curves
+from fedrax.simulation.spending import private_releases
 from papers.dlg.tables import write_table
 from papers.losac.running import spread
 
 SEEDS = (0, 1, 2, 3, 4)
 STEPS = {"DLG": 300, "iDLG": 300, "inverting gradients": 1200}
+ONE_STEP = fedrax.FedAvg(local=fedrax.LocalSGD(lr=1.0, steps=1, batch_size=1))
+ROUNDS: dict[str, fedrax.Algorithm] = {
+    "FedSGD": fedrax.FedSGD(),
+    "ClientDP, noise at the server": fedrax.ClientDP(fedrax.FedSGD()),
+    "ClientDP, z = 0.001": fedrax.ClientDP(fedrax.FedSGD(), noise=0.001, at="client"),
+    "ClientDP, z = 0.01": fedrax.ClientDP(fedrax.FedSGD(), noise=0.01, at="client"),
+    "ClientDP, z = 1": fedrax.ClientDP(fedrax.FedSGD(), at="client"),
+    "SampleDP, z = 1": fedrax.SampleDP(ONE_STEP),
+}
+"""What the client takes part in; those with noise z, times a bound of 1, of its own."""
+DELTA = 1e-5
+SHOWN = ("inverting gradients",)
+"""Of a private round, in the picture; its bound is nothing to a cosine."""
 
 
 def sigmoid_lenet(input_shape: tuple[int, ...], classes: int, channels: int = 12) -> Model:
@@ -53,12 +70,15 @@ def sigmoid_lenet(input_shape: tuple[int, ...], classes: int, channels: int = 12
     return Model(init, apply, name="sigmoid_lenet")
 
 
-def one_gradient(task: fedrax.Task, x: np.ndarray, y: np.ndarray, seed: int) -> tuple[dict, dict]:
-    """(parameters, gradient) of the one client of a FedSGD round, as the recorder sees it travel."""
+def one_gradient(
+    task: fedrax.Task, x: np.ndarray, y: np.ndarray, seed: int, method: fedrax.Algorithm
+) -> tuple[dict, dict]:
+    """(parameters, gradient) of the one client of a round, as the server gets it."""
     federation = fedrax.Federation.from_arrays(x, y, np.zeros(len(y), int), num_classes=10)
-    settings = {"rounds": 1, "cohort_size": 1, "seed": seed, "record": fedrax.Record()}
-    (sent,) = fedrax.simulate(fedrax.FedSGD(), task, federation, **settings).exchanges  # type: ignore[arg-type]
-    return sent.received, sent.sent.upload
+    settings: dict[str, Any] = {"rounds": 1, "cohort_size": 1, "seed": seed, "weights": "uniform"}
+    (sent,) = fedrax.simulate(method, task, federation, record=fedrax.Record(), **settings).exchanges
+    upload = sent.sent.upload
+    return sent.received, tree.scale(-1, upload) if isinstance(method, fedrax.SampleDP) else upload
 
 
 def attacked(
@@ -76,27 +96,41 @@ def attacked(
 
 
 def lenet(arguments: argparse.Namespace) -> int:
-    """A random MNIST image from the gradient of FedSGD with one sample, for each seed."""
+    """A random MNIST image from what a client with one sample sends in one round, for each seed."""
     train = load("mnist", arguments.data_dir).train
     task = fedrax.classification(sigmoid_lenet(train.x.shape[1:], 10), fedrax.scale())
-    scores: dict[str, list[Score]] = {name: [] for name in STEPS}
+    steps = {name: arguments.steps or count for name, count in STEPS.items()}
+    scores: dict[tuple[str, str], list[Score]] = {}
     pictures: list[list[np.ndarray]] = []
     for seed in arguments.seeds or SEEDS:
         row = np.random.default_rng(seed).integers(len(train.y), size=1)
         x, y = train.x[row], train.y[row].astype(int)
-        params, gradient = one_gradient(task, x, y, seed)
-        steps = {name: arguments.steps or count for name, count in STEPS.items()}
-        found = attacked(task, params, gradient, x.shape, seed, steps)
         true = x / 255 if x.dtype == np.uint8 else x
-        for name, one in found.items():
-            scores[name].append(score(one.x, true, one.y, y))
-        pictures.append([true[0], *(one.x[0] for one in found.values())])
-    rows = [[name, *_cells(some)] for name, some in scores.items()]
-    columns = ["attack", "PSNR dB", "lowest", "SSIM", "distance", "labels", "images above 25 dB"]
-    note = "One random MNIST image and one random start a seed; mean ± standard deviation over seeds."
-    write_table(arguments, "lenet", "One image from one gradient (LeNet, MNIST)", note, columns, rows)
-    curves.save_curves(draw(pictures, ["true", *STEPS]), arguments.results / "lenet")
+        pictures.append([true[0]])
+        for of, method in ROUNDS.items():
+            params, gradient = one_gradient(task, x, y, seed, method)
+            found = attacked(task, params, gradient, x.shape, seed, steps)
+            for name, one in found.items():
+                scores.setdefault((of, name), []).append(score(one.x, true, one.y, y))
+            pictures[-1] += [one.x[0] for name, one in found.items() if of == "FedSGD" or name in SHOWN]
+    rows = [[of, _epsilon(ROUNDS[of]), name, *_cells(some)] for (of, name), some in scores.items()]
+    columns = ["round", "epsilon", "attack", "PSNR dB", "lowest", "SSIM", "distance", "labels", "above 25 dB"]
+    note = (
+        "One random MNIST image and one random start a seed; mean ± standard deviation over seeds. The attacker is the "
+        f"server, and epsilon is what the round gives away to it, at delta = {DELTA:g}, of which data the client has."
+    )
+    write_table(arguments, "lenet", "One image from one round (LeNet, MNIST)", note, columns, rows)
+    names = ["true", *STEPS, *(f"{of},\n{name}" for of in list(ROUNDS)[1:] for name in SHOWN)]
+    curves.save_curves(draw(pictures, names), arguments.results / "lenet")
     return 0
+
+
+def _epsilon(method: fedrax.Algorithm) -> str:
+    """To the one that sees a client's message: a server that is to add the noise sees it without."""
+    releases = private_releases(method)
+    if not releases or any(release.seen == "public" for release in releases):
+        return "∞"
+    return f"{Accountant(about_replacement(releases), DELTA).epsilon(1):.3g}"
 
 
 def _cells(scores: list[Score]) -> list[str]:
