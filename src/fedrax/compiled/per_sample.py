@@ -34,7 +34,9 @@ def clipped_sum(gradient: Callable[..., Tree], params: Tree, *samples: Tree, bou
     makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     found = [_outer_product(v, makers) for v in jaxpr.outvars]
     wanted = [
-        atoms for v, product in zip(jaxpr.outvars, found, strict=True) for atoms in (product.factors if product else [v])
+        atoms
+        for v, product in zip(jaxpr.outvars, found, strict=True)
+        for atoms in (product.factors if product else [v])
     ]
     values = iter(evaluated(closed, jax.tree.leaves((params, *samples)), wanted))
     leaves = [_Product(product, next(values), next(values)) if product else _Whole(next(values)) for product in found]

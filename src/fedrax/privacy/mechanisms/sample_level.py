@@ -112,7 +112,8 @@ class SampleDP(Wrapper):
     def _rule(self, data: ClientData, batch_size: int, most: int, take: Callable, used: Callable) -> Callable:
         """The sum of clipped gradients with noise, scaled so that its mean over the batch is a B-th of it.
 
-        most: samples side by side, where the user does not say. take: (batch, positions [m]) -> samples. used: how many positions, from the first on, have a sample to look at.
+        most: samples side by side, where the user does not say. take: (batch, positions [m]) -> samples. used: how
+        many positions, from the first on, have a sample to look at.
         """
         stream = data.stream("noise")
 
