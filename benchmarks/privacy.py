@@ -1,8 +1,9 @@
 """What DP-SGD costs: a private local step against a plain one, in fedrax and in PyTorch with Opacus.
 
-``python -m benchmarks.privacy`` times local steps of batches of 64 on one client and one thread, each in a fresh
-process, appends the runs to ``results/privacy.jsonl`` and writes ``privacy.md``. Opacus has an environment of its own,
-made on first use under ``--cache``.
+``python -m benchmarks.privacy`` takes local steps of batches of 64 on one client and one thread, each in a fresh
+process, counts the processor's time, which others' work on the machine hardly changes, appends the runs to
+``results/privacy.jsonl`` and writes ``privacy.md``. Opacus has an environment of its own, made on first use under
+``--cache``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +27,15 @@ from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS
 
 if TYPE_CHECKING:
-    from fedrax import Algorithm
+    from fedrax import Result
+    from fedrax.simulation import Event, RunInfo
 
 RAW = RESULTS / "privacy.jsonl"
 BATCH = 64
-MODELS = {"W1": ("2NN 784-200-200-10", (784,), 40), "W3": ("LeNet on 32x32x3", (32, 32, 3), 5)}
+MODELS = {"W1": ("2NN 784-200-200-10", (784,), 100), "W3": ("LeNet on 32x32x3", (32, 32, 3), 8)}
 """Text, a sample's shape in fedrax, and the steps of a round."""
-ROUNDS = 12
-OURS = {"fedrax": "plain", "fedrax, SampleDP": "private", "fedrax, SampleDP, Poisson batches": "poisson"}
+ROUNDS = 8
+OURS = {"fedrax": "plain", "fedrax, SampleDP": "private"}
 THEIRS = {"PyTorch": "plain", "Opacus": "hooks", "Opacus, ghost clipping": "ghost"}
 ONE_THREAD = {
     "JAX_NUM_CPU_DEVICES": "1",
@@ -75,33 +78,41 @@ def measure(arguments: argparse.Namespace) -> Session:
     return session
 
 
+class ProcessorTime:
+    """A sink that notes the processor's time at each event; a run with ``eval_every=1`` has one after each round."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def start(self, run: RunInfo) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        self.seconds.append(time.process_time())
+
+    def finish(self, result: Result | None) -> None:
+        pass
+
+
 def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Times fedrax's rounds of one client in this process."""
-    from benchmarks.fedrax_clock import time_rounds
+    """Processor seconds of fedrax's rounds of one client in this process, after the first two."""
     from benchmarks.fedrax_problems import model_of
-    from fedrax import Federation, classification
+    from fedrax import FedAvg, Federation, LocalSGD, SampleDP, classification, simulate
 
-    rng, count = np.random.default_rng(0), batch * steps
-    x = rng.random((count, *MODELS[model][1]), np.float32)
-    federation = Federation.from_arrays(x, rng.integers(10, size=count), np.zeros(count, int), num_classes=10)
-    task = classification(model_of(WORKLOADS[model]))
-    clock, _ = time_rounds(method(how, batch, steps), task, federation, rounds, cohort_size=1, weights="uniform")
-    return clock.summary()
-
-
-def method(how: str, batch: int, steps: int) -> Algorithm:
-    """FedAvg, or its private form; Poisson batches have ``batch`` samples in the mean."""
-    from fedrax import FedAvg, LocalSGD, SampleDP
-
+    rng, count, sink = np.random.default_rng(0), batch * steps, ProcessorTime()
+    x, y = rng.random((count, *MODELS[model][1]), np.float32), rng.integers(10, size=count)
+    federation = Federation.from_arrays(x, y, np.zeros(count, int), num_classes=10, test=(x[:1], y[:1]))
     plain = FedAvg(local=LocalSGD(lr=0.01, steps=steps, batch_size=batch))
-    if how == "plain":
-        return plain
-    return SampleDP(plain, rate=1 / steps if how == "poisson" else None)
+    task, settings = classification(model_of(WORKLOADS[model])), {"rounds": rounds, "cohort_size": 1, "eval_every": 1}
+    simulate(
+        SampleDP(plain) if how == "private" else plain, task, federation, sinks=[sink], weights="uniform", **settings
+    )
+    return {"seconds": np.diff(sink.seconds)[1:].tolist()}
 
 
 def step(run: dict[str, Any]) -> float:
-    """Seconds of a step in the fastest round: others may have been disturbed."""
-    return run["round_min"] / run["steps"]
+    """Processor seconds of a step: of the median round."""
+    return statistics.median(run["seconds"]) / run["steps"]
 
 
 def table(session: Session) -> str:
@@ -126,8 +137,9 @@ def write_report(session: Session, out: Path) -> Path:
     introduction = (
         f"Written by `python -m benchmarks.privacy` on {header['date']} from session `{header['id']}` of "
         f"`privacy.jsonl`. One client, batches of {BATCH}, plain SGD; private steps clip each sample's gradient to 1 "
-        f"and add noise of deviation 1. All on one thread, Opacus {version}. Of each run the fastest of {ROUNDS - 2} "
-        f"rounds, of these the median of {repeats} runs. × plain: against plain steps of the same library.\n\n"
+        f"and add noise of deviation 1. All on one thread, Opacus {version}. Processor time: of each run the median of "
+        f"{ROUNDS - 2} rounds, of these the median of {repeats} runs. × plain: against plain steps of the same "
+        "library.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     return write_page(out / "privacy.md", ["# The cost of DP-SGD", introduction, table(session)])

@@ -37,16 +37,16 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "EPISODE": fedrax.Episode(local=FULL, gamma=1.0),
     "FedSaga": fedrax.FedSaga(local=BLOCK),
     "LoSAC": fedrax.LoSAC(local=BLOCK),
-    "MIFA": fedrax.MIFA(local=FULL),
+    "SignSGD": fedrax.SignSGD(local=dataclasses.replace(FULL, steps=1)),
+    "ClientDP of FedAvg, noise at the client": fedrax.ClientDP(fedrax.FedAvg(local=FULL), at="client"),
+    "ClientDP of FedAvg, noise at the server": fedrax.ClientDP(fedrax.FedAvg(local=FULL)),
+    "SampleDP of FedAvg": fedrax.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),
+    "Quantised (8 bits) of FedAvg": fedrax.Quantised(inner=fedrax.FedAvg(local=FULL), bits=8),
+    "GradMA-W": fedrax.GradMAW(local=FULL),
     "FedADMM": fedrax.FedADMM(local=FULL),
     "pFedMe": fedrax.PFedMe(local=FULL),
-    "GradMA-W": fedrax.GradMAW(local=FULL),
-    "SignSGD": fedrax.SignSGD(local=dataclasses.replace(FULL, steps=1)),
+    "MIFA": fedrax.MIFA(local=FULL),
     "TopK (10 %) of FedAvg": fedrax.TopK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
-    "Quantised (8 bits) of FedAvg": fedrax.Quantised(inner=fedrax.FedAvg(local=FULL), bits=8),
-    "ClientDP of FedAvg, noise at the server": fedrax.ClientDP(fedrax.FedAvg(local=FULL)),
-    "ClientDP of FedAvg, noise at the client": fedrax.ClientDP(fedrax.FedAvg(local=FULL), at="client"),
-    "SampleDP of FedAvg": fedrax.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),
 }
 """Full batches, T = 3, step size 0.1; each with one block of memory where it has blocks."""
 

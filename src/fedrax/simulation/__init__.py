@@ -9,7 +9,16 @@ from fedrax.simulation.process import Interrupted
 from fedrax.simulation.recording import Exchange, Record, Sent
 from fedrax.simulation.result import Result, Snapshot, to_target
 from fedrax.simulation.run import simulate
-from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, Uniform, WeightedBySamples
+from fedrax.simulation.settings import (
+    Availability,
+    FixedList,
+    Poisson,
+    Script,
+    Settings,
+    Turns,
+    Uniform,
+    WeightedBySamples,
+)
 from fedrax.simulation.sweep import sweep
 from fedrax.simulation.tuning import Tuned, tune
 
@@ -30,6 +39,7 @@ __all__ = [
     "Sink",
     "Snapshot",
     "Tuned",
+    "Turns",
     "Uniform",
     "WeightedBySamples",
     "join_processes",

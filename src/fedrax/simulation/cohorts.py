@@ -19,9 +19,9 @@ from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.files import read_csv
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import Availability, FixedList, Poisson, Script, Settings, Turns, WeightedBySamples
 
-_COHORT, _STRAGGLER = 1, 2
+_COHORT, _STRAGGLER, _TURNS = 1, 2, 3
 _SMALL_STORE = 64 << 20
 """Bytes of all devices' stores up to which each has a row for every client."""
 
@@ -46,6 +46,9 @@ class Sampler:
             self.trace = read_trace(settings.participation, self.num_clients)
         elif isinstance(settings.participation, FixedList):
             self.trace = [check_list(settings.participation.clients, self.num_clients)]
+        elif isinstance(settings.participation, Turns):
+            order = generator(settings.seed, _TURNS, 0).permutation(self.num_clients)
+            self.trace = np.split(order, range(settings.cohort_size, self.num_clients, settings.cohort_size))
         self.empty = np.flatnonzero(sizes == 0)
         if len(self.empty):
             raise FedraxError(f"client {self.empty[0]} has no samples ({len(self.empty)} such clients)")

@@ -48,6 +48,14 @@ class Availability:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """All clients in turn: once shuffled, then S in each round, from the first ones again after the last.
+
+    A client's rounds are as far apart as they can be. The last cohort of a turn is smaller where S does not divide N.
+    """
+
+
+@dataclass(frozen=True)
 class FixedList:
     """Draw the cohort uniformly from a list of clients; all of them take part where it is no longer than the cohort."""
 
@@ -55,7 +63,7 @@ class FixedList:
     """The clients, by number."""
 
 
-Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList
+Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList | Turns
 
 
 @dataclass(frozen=True)
