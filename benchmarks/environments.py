@@ -34,6 +34,7 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
             "pillow==13.0.0",
         ),
     ),
+    "opacus": (TORCH, ("opacus==1.6.0", NUMPY)),
     "flower": (TORCH, ("flwr[simulation]==1.41.0", "ray==2.55.1", NUMPY)),
 }
 

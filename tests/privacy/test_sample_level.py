@@ -53,8 +53,8 @@ def private(steps: int = 1, **fields: Any) -> SampleDP:
 class OneKeyForAllSteps(SampleDP):
     """Broken: every step takes the same noise."""
 
-    def _rule(self, data, batch_size, take, used):
-        exact = SampleDP(self.inner, self.clip, 0.0, microbatch=self.microbatch)._rule(data, batch_size, take, used)
+    def _rule(self, data, *how):
+        exact = SampleDP(self.inner, self.clip, 0.0, microbatch=self.microbatch)._rule(data, *how)
 
         def rule(losses, params, batch, weights, key):
             loss, gradient = exact(losses, params, batch, weights, key)

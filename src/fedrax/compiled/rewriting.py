@@ -7,7 +7,7 @@ parts, calls with a derivative of their own) are rewritten inside; all else is b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,8 +39,20 @@ def rewritten(function: Callable, rules: Rules) -> Callable:
     return wrapped
 
 
-def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
-    """The outputs of ``closed``, evaluated equation by equation."""
+def laid_out(function: Callable, *args: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """(the jaxpr of ``function``, with the functions that it calls in their place; the structure of its output)."""
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    flat = jax.make_jaxpr(lambda *leaves: _replay(closed, leaves, {}))(*jax.tree.leaves(args))
+    return flat, jax.tree.structure(shape)
+
+
+def evaluated(closed: core.ClosedJaxpr, args: Any, wanted: Sequence) -> list:
+    """The values of any variables of ``closed`` for these arguments."""
+    return _replay(closed, args, {}, wanted)
+
+
+def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules, wanted: Sequence | None = None) -> list:
+    """The outputs of ``closed``, or other variables of it, evaluated equation by equation."""
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
@@ -52,7 +64,7 @@ def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
         with source_info_util.set_name_stack(names):
             outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return [read(v) for v in (jaxpr.outvars if wanted is None else wanted)]
 
 
 def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:

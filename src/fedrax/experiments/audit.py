@@ -21,8 +21,8 @@ from fedrax.contract.task import Batch, Task, starting_parameters
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement
-from fedrax.privacy.guessing import check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
-from fedrax.privacy.watching import watch
+from fedrax.privacy.guessing import CONFIDENCE, check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
+from fedrax.privacy.watching import Drawn, watch
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.spending import cohorts_of, ledger_of, private_releases
@@ -75,13 +75,18 @@ def watch_a_client(
     unit: Unit = "client",
     rounds: int = 1,
     runs: int = 2000,
+    drawn: Drawn = "always",
+    rate: float = 1.0,
+    confidence: float = CONFIDENCE,
 ) -> Audit:
     """Tell a client's data from the same with other labels (of all samples, or of one) by what ``rounds`` let out.
 
     As the only client, and by many ``runs`` of each world. The server sees all that the client sends; where noise is
-    added to a sum the public sees the model after each round.
+    added to a sum the public sees the model after each round. drawn: "poisson", the client takes part in a round with
+    the chance ``rate``, and in the other world it is not there; "fixed", another client is there where it is not drawn.
+    The claim is then about rounds of such cohorts, in the first case about presence.
 
-    Raises FedraxError for a method that is not private, or labels that are no classes.
+    Raises FedraxError for a method that is not private, labels that are no classes, or draws that the server sees.
     """
     releases = _releases(algorithm)
     check_runs(runs)
@@ -93,14 +98,30 @@ def watch_a_client(
     start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     seen = "public" if all(release.seen == "public" for release in releases) else "server"
-    worlds = Batch(x, y), Batch(x, _other_labels(federation, y, changed))
+    other_labels = _other_labels(federation, y, changed)
+    worlds = Batch(x, y), Batch(x, y if drawn == "poisson" else other_labels)
+    rates = (rate, 0.0) if drawn == "poisson" else (rate, rate)
+    sampling: dict[str, Any] = {"drawn": drawn, "bystander": Batch(x, _other_labels(federation, other_labels, changed))}
     own, other = (
-        watch(algorithm, task, start, world, runs, rounds=rounds, seen=seen, seed=settings.seed + number)
-        for number, world in enumerate(worlds)
+        watch(
+            algorithm,
+            task,
+            start,
+            world,
+            runs,
+            rounds=rounds,
+            seen=seen,
+            seed=settings.seed + k,
+            rate=rates[k],
+            **sampling,
+        )
+        for k, world in enumerate(worlds)
     )
-    told = tell_apart(own, other, settings.delta)
-    accountant = Accountant(about_replacement(releases), settings.delta)
-    proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta))
+    told = tell_apart(own, other, settings.delta, confidence)
+    cohorts = Cohorts() if drawn == "always" else Cohorts(drawn, rate)
+    about = releases if drawn == "poisson" else about_replacement(releases)
+    accountant = Accountant(about, settings.delta, cohorts)
+    proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta)) if drawn == "always" else told.epsilon
     paper = accountant.epsilon_paper(rounds, len(y)) if unit == "sample" else None
     return Audit("watches a client", unit, rounds, told.runs, proven, accountant.epsilon(rounds), paper, settings.delta)
 

@@ -96,8 +96,9 @@ class Accountant:
         same = len({(r.unit, r.neighbours) for r in releases}) == 1
         self.neighbours: str = releases[0].neighbours if same else "replacement"
         self._public = all(r.seen == "public" for r in releases) and self.unit == "client"
+        alone = all(r.apart == 1 for r in releases)
         proven = cohorts.drawn == "fixed" or (cohorts.drawn == "poisson" and self.neighbours == "presence")
-        self.by_rounds = self._public and cohorts.rate < 1 and proven
+        self.by_rounds = self._public and alone and cohorts.rate < 1 and proven
         self._plain, self._sampled = self._terms()
         self._one_pld: Any = None
 

@@ -30,6 +30,9 @@ class Release:
     seen: Literal["server", "public"] = "server"
     """Who sees the noisy answer: the "server" (noise added at the client, so the server and its knowledge of who took
     part are the adversary) or the "public" (noise added to the sum of a cohort that stays secret)."""
+    apart: int = 1
+    """How many rounds a client's participations must lie apart for the number to hold; above 1 the noise of rounds is
+    not independent, and nothing is amplified."""
     paper_noise: float | None = None
     """The noise multiplier that the method's paper claims where it differs from the sound one, for a client of one
     sample; n_i times it for one of n_i."""

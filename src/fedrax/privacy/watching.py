@@ -14,10 +14,14 @@ from jax import Array
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, summed_dtype
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.task import Batch, Task
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
+Drawn = Literal["always", "poisson", "fixed"]
+"""How the watched client comes into a round: it is always there; by a coin of its own, and else nobody is; or drawn,
+and else a bystander with data of its own is."""
 _SIDE_BY_SIDE = 64
-_CLIENT, _SERVER = 0, 1
+_CLIENT, _SERVER, _DRAW = 0, 1, 2
 
 
 def watch(
@@ -30,28 +34,41 @@ def watch(
     rounds: int = 1,
     seen: Literal["server", "public"] = "server",
     seed: int = 0,
+    drawn: Drawn = "always",
+    rate: float = 1.0,
+    bystander: Batch | None = None,
 ) -> np.ndarray:
     """What is seen of a federation whose only client has the samples ``client``, float [runs, numbers].
 
     seen: by the "server", all that the client sends in each phase of ``rounds`` rounds; by the "public", the
     parameters after each round. Each run begins with ``params`` and has random keys of its own; the same ``seed`` gives
-    the same ones, so two worlds to be told apart take two seeds.
-    """
+    the same ones, so two worlds to be told apart take two seeds. drawn, rate: how the client comes into a round, and
+    with which chance; 0 is a world without it. bystander: samples of the same shape of the client in its place.
 
+    Raises FedraxError where draws are to hide a client from the server.
+    """
+    if drawn != "always" and seen == "server":
+        raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")
     keys = jax.random.split(jax.random.key(seed), runs)
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
-    return np.asarray(_program(task, rounds, seen, min(_SIDE_BY_SIDE, runs))(algorithm, params, samples, keys))
+    other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
+    program = _program(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn)
+    return np.asarray(program(algorithm, params, (samples, other), jnp.float32(rate), keys))
 
 
 @lru_cache(maxsize=8)
-def _program(task: Task, rounds: int, seen: str, side_by_side: int) -> Callable[..., Array]:
-    """The compiled function (algorithm, params, samples, keys) -> what is seen with each key: of both worlds."""
+def _program(task: Task, rounds: int, seen: str, side_by_side: int, drawn: Drawn) -> Callable[..., Array]:
+    """The compiled function (algorithm, params, samples, rate, keys) -> what is seen with each key: of all worlds."""
 
-    def run(algorithm: Algorithm, params: Tree, samples: Batch, key: Array) -> Array:
+    def run(algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], rate: Array, key: Array) -> Array:
         found: list[Tree] = []
-        server, state = algorithm.init(params, 1), algorithm.init_client(params)
+        server, states = algorithm.init(params, 1), (algorithm.init_client(params),) * 2
         for r in range(rounds):
             of_round = jax.random.fold_in(key, r)
+            there = jax.random.uniform(jax.random.fold_in(of_round, _DRAW)) < rate
+            choose = partial(jax.tree.map, lambda a, b: a if drawn == "always" else jnp.where(there, a, b))  # noqa: B023
+            samples = choose(*clients) if drawn == "fixed" else clients[0]
+            state = choose(*states) if drawn == "fixed" else states[0]
             for p, phase in enumerate(algorithm.phases):
                 own = jax.random.fold_in(of_round, _CLIENT)
                 facts = {"round": r, "num_clients": 1, "cohort_size": 1, "phase": p}
@@ -59,17 +76,21 @@ def _program(task: Task, rounds: int, seen: str, side_by_side: int) -> Callable[
                 output = phase.client(phase.broadcast(server), state, data)
                 received = jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), phase.receive(output.upload))
                 cohort = _cohort(received, output, r, jax.random.fold_in(jax.random.fold_in(of_round, _SERVER), p))
+                if drawn == "poisson":
+                    nothing = jax.tree.map(jnp.zeros_like, received)
+                    cohort = cohort._replace(mean=choose(received, nothing), size=there.astype(jnp.float32))
                 if phase.stacked:
                     cohort = cohort._replace(uploads=jax.tree.map(lambda u: u[None], received))
                 state, (server, _) = output.state, phase.server(server, cohort)
                 if seen == "server":
                     found.append((output.upload, output.each, output.total))
+            states = choose(state, states[0]), choose(states[1], state)
             if seen == "public":
                 found.append(algorithm.params(server))
         return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(found)])
 
-    def all_runs(algorithm: Algorithm, params: Tree, samples: Batch, keys: Array) -> Array:
-        return jax.lax.map(partial(run, algorithm, params, samples), keys, batch_size=side_by_side)
+    def all_runs(algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], rate: Array, keys: Array) -> Array:
+        return jax.lax.map(partial(run, algorithm, params, clients, rate), keys, batch_size=side_by_side)
 
     return jax.jit(all_runs)
 

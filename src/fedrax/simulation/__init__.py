@@ -16,6 +16,7 @@ from fedrax.simulation.settings import (
     Poisson,
     Script,
     Settings,
+    Turns,
     Uniform,
     WeightedBySamples,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Sink",
     "Snapshot",
     "Tuned",
+    "Turns",
     "Uniform",
     "WeightedBySamples",
     "join_processes",

@@ -26,10 +26,11 @@ from fedrax.simulation.settings import (
     Poisson,
     Script,
     Settings,
+    Turns,
     WeightedBySamples,
 )
 
-_COHORT, _STRAGGLER, _ARRIVALS = 1, 2, 3
+_COHORT, _STRAGGLER, _ARRIVALS, _TURNS = 1, 2, 3, 4
 _SMALL_STORE = 64 << 20
 """Bytes of all devices' stores up to which each has a row for every client."""
 
@@ -54,6 +55,9 @@ class Sampler:
             self.trace = read_trace(settings.participation, self.num_clients)
         elif isinstance(settings.participation, FixedList):
             self.trace = [check_list(settings.participation.clients, self.num_clients)]
+        elif isinstance(settings.participation, Turns):
+            order = generator(settings.seed, _TURNS, 0).permutation(self.num_clients)
+            self.trace = np.split(order, range(settings.cohort_size, self.num_clients, settings.cohort_size))
         self.arrivals: Arrivals | None = None
         if self.given is None and isinstance(settings.participation, Asynchronous):
             rng, numbers = generator(settings.seed, _ARRIVALS, 0), (settings.rounds, settings.cohort_size)

@@ -48,6 +48,14 @@ class Availability:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """All clients in turn: once shuffled, then S in each round, from the first ones again after the last.
+
+    A client's rounds are as far apart as they can be. The last cohort of a turn is smaller where S does not divide N.
+    """
+
+
+@dataclass(frozen=True)
 class FixedList:
     """Draw the cohort uniformly from a list of clients; all of them take part where it is no longer than the cohort."""
 
@@ -71,7 +79,7 @@ class Asynchronous:
     """M, clients at work at any time."""
 
 
-Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList | Asynchronous
+Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList | Turns | Asynchronous
 
 
 @known_fields_only

@@ -14,7 +14,7 @@ from fedrax.privacy.releases import Release
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.events import Event
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.settings import FixedList, Settings, Uniform
+from fedrax.simulation.settings import FixedList, Settings, Turns, Uniform
 
 
 def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
@@ -27,7 +27,7 @@ def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
 def cohorts_of(sampler: Sampler) -> Cohorts:
     """How the run's cohorts are drawn, as an accountant sees it."""
     participation, size = sampler.settings.participation, sampler.settings.cohort_size
-    if sampler.given is not None:
+    if sampler.given is not None or isinstance(participation, Turns):
         return Cohorts()
     if sampler.by_chance:
         return Cohorts("poisson", size / sampler.num_clients)
@@ -48,7 +48,23 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) ->
                 f" {settings.epsilon_budget:g} holds; wrap it in a private method, or leave epsilon_budget out"
             )
         return None
+    check_apart(max(release.apart for release in releases), settings.rounds, sampler)
     return Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
+
+
+def check_apart(apart: int, rounds: int, sampler: Sampler) -> None:
+    """FedraxError where a client takes part twice in less than ``apart`` rounds."""
+    last = np.full(sampler.num_clients, -apart)
+    for r in range(rounds if apart > 1 else 0):
+        cohort = sampler.cohort(r)
+        early = cohort[r - last[cohort] < apart]
+        if len(early):
+            raise FedraxError(
+                f"noise in {apart} bands is for clients that take part {apart} rounds apart or more, and client"
+                f" {early[0]} does in rounds {last[early[0]] + 1} and {r + 1}: draw cohorts in turns, or set fewer"
+                " bands"
+            )
+        last[cohort] = r
 
 
 def ledger_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Ledger | None:

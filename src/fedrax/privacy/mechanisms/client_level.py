@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, unchanged
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, summed_dtype, unchanged
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, hyperparameters
+from fedrax.contract.hyperparameters import Count, NonNegative, hyperparameters
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
@@ -55,6 +57,9 @@ class ClientDP(Wrapper):
     """z, the noise multiplier: standard deviation over C."""
     at: Literal["server", "client"] = "server"
     """Who adds the noise: a server that is trusted with the sum, or each client."""
+    bands: Count = 1
+    """b: above 1 the server's noise is that of a banded matrix mechanism, in which a round's takes back part of that of
+    the b - 1 rounds before it (DP-FTRL; Kairouz et al. 2021), for clients that take part b rounds apart or more."""
 
     def check(self) -> None:
         """Refuse what no noise covers."""
@@ -63,6 +68,8 @@ class ClientDP(Wrapper):
             raise FedraxError(
                 f"{name} looks at uploads one by one, which noise on their sum does not hide: at = 'client'"
             )
+        if self.bands > 1 and (self.at == "client" or isinstance(self.clip, Adaptive) or len(self.inner.phases) > 1):
+            raise FedraxError("noise in bands is the server's, for rounds of one phase and a bound that does not move")
         if isinstance(self.clip, Adaptive):
             if len(self.inner.phases) > 1:
                 raise FedraxError(f"an adaptive bound is for rounds of one phase, and {name} has several: clip flat")
@@ -86,19 +93,23 @@ class ClientDP(Wrapper):
         """One Gaussian answer a round: phases and the adaptive bound's count share the multiplier z.
 
         Noise on the sum has sensitivity C to a client's presence; one client's own message can be any within C, which
-        others of its data move by up to 2 C.
+        others of its data move by up to 2 C. With bands a round of a client moves b answers, by c_0 C to c_{b-1} C, and
+        no answer is moved by two of them as long as they are b rounds apart.
         """
         if self.at == "server":
-            return (Release(noise=float(self.noise), seen="public"),)
+            noise = float(self.noise) / float(np.linalg.norm(band_coefficients(self.bands)))
+            return (Release(noise=noise, seen="public", apart=self.bands),)
         return (Release(noise=float(self.noise) / 2, neighbours="replacement"),)
 
     @property
     def _keeps(self) -> bool:
-        """A bound that moves is kept on the server."""
-        return isinstance(self.clip, Adaptive)
+        """A bound that moves is kept on the server, and so is the noise of other rounds."""
+        return isinstance(self.clip, Adaptive) or self.bands > 1
 
     def init_own(self, params: Tree, num_clients: int) -> Tree:
-        """The bound, where it moves."""
+        """The bound, where it moves; with bands the noise of the last b - 1 rounds, the latest first."""
+        if self.bands > 1:
+            return jax.tree.map(lambda a: jnp.zeros((self.bands - 1, *a.shape), summed_dtype(a.dtype)), params)
         return jnp.asarray(self.clip.bound, jnp.result_type(*jax.tree.leaves(params))) if self._keeps else ()
 
     def _phase(self, phase: Phase, last: bool) -> Phase:
@@ -117,13 +128,13 @@ class ClientDP(Wrapper):
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
         """As ``inner``, with the bound where it moves."""
-        return Message(broadcast(state), own) if self._keeps else broadcast(state)
+        return Message(broadcast(state), own) if isinstance(self.clip, Adaptive) else broadcast(state)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """What is sent, within the bound, with noise where clients add it."""
-        message, bound = message if self._keeps else (message, self.clip.bound)
+        message, bound = message if isinstance(self.clip, Adaptive) else (message, self.clip.bound)
         output = client(message, state, data)
         sent = floats_sent(output, "ClientDP", self.inner, summed_only=self.at == "server")
         most, deviation = self._in_phase(bound)
@@ -142,8 +153,10 @@ class ClientDP(Wrapper):
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
         """``inner``'s step on what the noise has covered; then the bound moves, where it does."""
-        bound = own if self._keeps else self.clip.bound
-        if self.at == "server":
+        bound = own if isinstance(self.clip, Adaptive) else self.clip.bound
+        if self.at == "server" and self.bands > 1:
+            cohort, own = self._covered_in_bands(cohort, bound, own)
+        elif self.at == "server":
             cohort = self._covered(cohort, bound)
         if not isinstance(self.clip, Adaptive):
             state, info = server(state, cohort)
@@ -166,3 +179,29 @@ class ClientDP(Wrapper):
             mean = with_noise(key, mean, deviation)
         nobody = jnp.full_like(cohort.clients, cohort.num_clients)
         return cohort._replace(mean=mean, clients=nobody, weights=jnp.zeros_like(cohort.weights), size=expected)
+
+    def _covered_in_bands(self, cohort: Cohort, bound: Any, past: Tree) -> tuple[Cohort, Tree]:
+        """The same, with n_t = z_t - sum_j c_j n_{t-j} in the place of z_t on the sum; and the past with n_t in it."""
+        like = jax.tree.map(lambda a: a[0], past)
+        if jax.tree.map(jnp.shape, cohort.mean) != jax.tree.map(jnp.shape, like):
+            raise FedraxError(
+                f"noise in bands is for methods whose clients send one vector of the parameters' shape, and those of"
+                f" {type(self.inner).__name__} send more"
+            )
+        past_share = lambda a: jnp.tensordot(jnp.asarray(band_coefficients(self.bands)[1:], a.dtype), a, 1)  # noqa: E731
+        fresh = with_noise(cohort.stream("noise"), jax.tree.map(jnp.zeros_like, like), self._in_phase(bound)[1])
+        noise = tree.sub(fresh, jax.tree.map(past_share, past))
+        exact = dataclasses.replace(self, noise=0.0)._covered(cohort, bound)
+        covered = tree.add_scaled(exact.mean, 1 / exact.size, noise)
+        past = jax.tree.map(lambda new, old: jnp.concatenate([new[None], old[:-1]]), noise, past)
+        return exact._replace(mean=covered), past
+
+
+def band_coefficients(bands: int) -> np.ndarray:
+    """c_0 = 1, c_1, ... c_{b-1} of the factorisation, float [b]: (2j choose j) / 4^j.
+
+    The first b diagonals of the square root C of the matrix of prefix sums (Fichtenberger et al. 2023; Kalinin and
+    Lampert 2024). Noise C^-1 z on the rounds then hides C times what is summed, whose columns have length |c|.
+    """
+    j = np.arange(1, bands)
+    return np.concatenate([[1.0], np.cumprod((2 * j - 1) / (2 * j))])

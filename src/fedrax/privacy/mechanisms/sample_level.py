@@ -11,6 +11,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.compiled.per_sample import clipped_sum
 from fedrax.compiled.products import with_operands
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData
@@ -20,9 +21,12 @@ from fedrax.contract.local import LocalSGD
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
-from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
+from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
+
+_ROOM = 2**27
+"""Bytes for gradients of single samples."""
 
 
 @hyperparameters
@@ -44,8 +48,8 @@ class SampleDP(Wrapper):
     rate: Annotated[float, Bound(gt=0, le=1)] | None = None
     """The chance with which each sample is in a step's batch, independently of all others (Poisson); by default batches
     are those of ``local``, whose privacy is not amplified. A batch then has ``rate`` n_i samples in the mean."""
-    microbatch: Count = 16
-    """Samples side by side."""
+    microbatch: Count | None = None
+    """Samples side by side; by default as many as have room for a gradient of their own in 128 MiB."""
 
     def check(self) -> None:
         """Refuse local work that cannot be counted, or is not divided into batches."""
@@ -97,39 +101,41 @@ class SampleDP(Wrapper):
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
         """The gradient rule of batches that are rows; work is proportional to those that are drawn."""
-        return self._rule(data, batch_size, lambda rows, at: data.gather(rows[at]), lambda drawn: jnp.sum(drawn))
+        part = -(-batch_size // 4)  # of the samples that are drawn in the mean: few places stay empty
+        return self._rule(data, batch_size, part, lambda rows, at: data.gather(rows[at]), lambda drawn: jnp.sum(drawn))
 
     def _of_batch(self, data: ClientData, batch_size: int) -> Callable:
         """The gradient rule of batches that are samples."""
         take = lambda samples, at: jax.tree.map(lambda a: a[at], samples)  # noqa: E731
-        return self._rule(data, batch_size, take, lambda real: len(real))
+        return self._rule(data, batch_size, batch_size, take, lambda real: len(real))
 
-    def _rule(self, data: ClientData, batch_size: int, take: Callable, used: Callable) -> Callable:
+    def _rule(self, data: ClientData, batch_size: int, most: int, take: Callable, used: Callable) -> Callable:
         """The sum of clipped gradients with noise, scaled so that its mean over the batch is a B-th of it.
 
-        take: (batch, positions [m]) -> samples. used: how many positions, from the first on, have a sample to look at.
+        most: samples side by side, where the user does not say. take: (batch, positions [m]) -> samples. used: how
+        many positions, from the first on, have a sample to look at.
         """
         stream = data.stream("noise")
 
         def rule(losses: Callable, params: Tree, batch: Any, weights: Array | None, key: Array) -> tuple[Array, Tree]:
             rows = len(jax.tree.leaves(batch)[0])
             real = jnp.ones(rows, bool) if weights is None else weights
-            width = min(self.microbatch, rows)
+            width = min(self.microbatch or _side_by_side(params, most), rows)
             of_one = with_operands(jax.grad(_one_loss(losses)), data.precision)
-            of_some = jax.vmap(of_one, (None, 0, 0))
 
-            def add(i: Any, total: Tree) -> Tree:
-                at = i * width + jnp.arange(width)
+            def of_some(first: Any) -> Tree:
+                at = first + jnp.arange(width)
                 inside = (at < rows) & real[jnp.minimum(at, rows - 1)]
                 at = jnp.minimum(at, rows - 1)
                 keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(at)
-                gradients = of_some(params, take(batch, at), keys)
-                clipped, _ = jax.vmap(shortened, (0, None))(gradients, self.clip)
-                over = lambda g: inside.reshape(-1, *[1] * (g.ndim - 1))  # noqa: E731
-                return jax.tree.map(lambda t, g: t + jnp.where(over(g), g, 0).sum(0), total, clipped)
+                return clipped_sum(of_one, params, take(batch, at), keys, bound=self.clip, counts=inside)
 
-            chunks = (used(real) + width - 1) // width
-            summed = jax.lax.fori_loop(0, chunks, add, tree.zeros_like(params))
+            if width == rows and isinstance(used(real), int):
+                summed = of_some(0)
+            else:
+                chunks = (used(real) + width - 1) // width
+                add = lambda i, total: tree.add(total, of_some(i * width))  # noqa: E731
+                summed = jax.lax.fori_loop(0, chunks, add, tree.zeros_like(params))
             words = jax.random.key_data(key)
             mine = jax.random.fold_in(jax.random.fold_in(stream, words[0]), words[1])
             noisy = with_noise(mine, summed, self.noise * self.clip)
@@ -151,6 +157,11 @@ def _drawn(data: ClientData, rate: Any) -> Callable:
         return rows, drawn[rows]
 
     return batch
+
+
+def _side_by_side(params: Tree, most: int) -> int:
+    """How many gradients have room, up to ``most``."""
+    return max(1, min(most, _ROOM // max(1, tree.num_bytes(params))))
 
 
 def _one_loss(losses: Callable) -> Callable:

@@ -1,0 +1,1 @@
+"""Deep leakage from gradients, and what each method of the library leaks."""

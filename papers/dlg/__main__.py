@@ -1,0 +1,31 @@
+"""``python -m papers.dlg lenet|methods``: data from messages, as published and for every method; write results/."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fedrax.compiled.cores import use_all_cores
+from papers.dlg.lenet import lenet
+from papers.dlg.methods import methods
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m papers.dlg", description=__doc__)
+    commands = {"lenet": lenet, "methods": methods}
+    parser.add_argument("what", choices=list(commands))
+    parser.add_argument("--out", type=Path, default=Path("runs/dlg"), help="where what is done is kept")
+    parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where tables go")
+    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the command's own")
+    parser.add_argument("--steps", type=int, help="other numbers of steps, to try the command out")
+    arguments = parser.parse_args()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    use_all_cores()
+    return commands[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Noise in bands (DP-FTRL): its covariance over rounds, its sensitivity, and the clients that it is for."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedAvg, FedraxError, LocalSGD, Settings
+from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.mechanisms.client_level import ClientDP, band_coefficients
+from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
+from fedrax.privacy.releases import Release
+from fedrax.simulation import Turns
+from fedrax.simulation.cohorts import Sampler
+from tests.privacy.observed import zero_task
+from tests.simulation.problems import run
+
+C, Z, BANDS, ROUNDS, NUMBERS = 0.8, 1.5, 3, 6, 2000
+TASK = zero_task(NUMBERS)
+PRIVATE = ClientDP(FedAvg(local=LocalSGD(lr=0.1, steps=1, batch_size=2)), clip=Flat(C), noise=Z, bands=BANDS)
+
+
+def federation(clients: int) -> fedrax.Federation:
+    """Of two samples each."""
+    rows = 2 * clients
+    return fedrax.Federation.from_arrays(np.ones((rows, 1), np.float32), np.zeros(rows), np.repeat(range(clients), 2))
+
+
+def factor(rounds: int, bands: int) -> np.ndarray:
+    """C, of whose inverse the noise is a part."""
+    coefficients = [1.0, 1 / 2, 3 / 8, 5 / 16, 35 / 128][:bands]
+    return sum(c * np.eye(rounds, k=-j) for j, c in enumerate(coefficients))
+
+
+def test_all_diagonals_are_the_square_root_of_prefix_sums():
+    root = factor(5, 5)
+    np.testing.assert_allclose(root @ root, np.tri(5), atol=1e-12)
+    np.testing.assert_allclose(band_coefficients(5), root[:, 0])
+
+
+@pytest.mark.parametrize("clients", [6, 5])
+def test_the_covariance_of_noise_over_rounds(clients: int):
+    """Of the sum, whatever the cohort's size: with 5 clients every third cohort is of one."""
+    settings = {"rounds": ROUNDS, "cohort_size": 2, "participation": Turns(), "trajectory": True}
+    result = run(PRIVATE, federation(clients), task=TASK, **settings)
+    path = np.stack([np.asarray(params["w"]) for params in result.trajectory])
+    sizes = np.array([2, 2, clients - 4] * 2)
+    noise = np.diff(path, axis=0, prepend=0.0) * sizes[:, None]
+    inverse = np.linalg.inv(factor(ROUNDS, BANDS))
+    expected = (Z * C) ** 2 * inverse @ inverse.T
+    variance = np.diag(expected)
+    uncertain = np.sqrt((np.outer(variance, variance) + expected**2) / NUMBERS)
+    assert np.all(np.abs(noise @ noise.T / NUMBERS - expected) < 4.5 * uncertain)
+    assert expected[0, 1] < -4.5 * uncertain[0, 1]  # which independent noise would not pass
+
+
+def test_what_a_client_moves_is_what_is_accounted():
+    """sup |C u|, over rounds that lie apart and updates of length 1 (here of one sign, the worst for C >= 0)."""
+    rounds, (release,) = 9, PRIVATE.releases()
+    assert (release.seen, release.apart) == ("public", BANDS)
+    for times in (1, 2, 3):
+        chosen = [np.isin(np.arange(rounds), some) for some in combinations(range(rounds), times)]
+        apart = [mask for mask in chosen if times == 1 or np.diff(np.flatnonzero(mask)).min() >= BANDS]
+        worst = max(np.linalg.norm(factor(rounds, BANDS) @ mask) for mask in apart)
+        counted = Accountant([release], 1e-5).epsilon(times)
+        assert counted == pytest.approx(Accountant([Release(Z / worst)], 1e-5).epsilon(1), rel=1e-6)
+
+
+def test_nothing_is_amplified():
+    accountant = Accountant(PRIVATE.releases(), 1e-5, Cohorts("poisson", 0.1))
+    assert not accountant.by_rounds
+    assert accountant.epsilon(1) == Accountant(PRIVATE.releases(), 1e-5).epsilon(1)
+
+
+def test_sums_over_rounds_are_noised_less_than_by_independent_noise():
+    """At the same epsilon, of a client that takes part once."""
+    rounds = 64
+    inverse = np.linalg.inv(sum(c * np.eye(rounds, k=-j) for j, c in enumerate(band_coefficients(rounds))))
+    sums = np.tri(rounds) @ inverse * np.linalg.norm(band_coefficients(rounds))
+    assert np.square(sums).sum(1).max() < 0.2 * rounds
+
+
+def test_who_takes_part_in_turns():
+    sampler = Sampler(Settings(rounds=9, cohort_size=4, participation=Turns()), np.full(10, 2))
+    cohorts = [sampler.cohort(r) for r in range(9)]
+    assert sorted(np.concatenate(cohorts[:3])) == list(range(10))
+    assert [len(cohort) for cohort in cohorts[:3]] == [4, 4, 2]
+    for r in range(6):
+        np.testing.assert_array_equal(cohorts[r], cohorts[r + 3])
+
+
+def test_refusals():
+    with pytest.raises(FedraxError, match=r"take part 3 rounds apart or more, and client \d does in rounds"):
+        run(PRIVATE, federation(6), task=TASK, rounds=6, cohort_size=2)
+    with pytest.raises(FedraxError, match="take part 3 rounds apart"):
+        run(PRIVATE, federation(4), task=TASK, rounds=6, cohort_size=2, participation=Turns())
+    for other in ({"at": "client"}, {"clip": Adaptive(count_noise=9.0)}):
+        with pytest.raises(FedraxError, match="noise in bands is the server's"):
+            run(ClientDP(FedAvg(), bands=2, **other), federation(6), task=TASK, rounds=2, cohort_size=2)
+    scaffold = ClientDP(fedrax.Scaffold(local=LocalSGD(lr=0.1, steps=1, batch_size=2)), bands=2)
+    with pytest.raises(FedraxError, match="one vector of the parameters' shape, and those of Scaffold send more"):
+        run(scaffold, federation(6), task=TASK, rounds=2, cohort_size=2, participation=Turns())
