@@ -77,7 +77,8 @@ class Outcome:
         }
         if self.choices:
             how = {"validation": spec.search.validation, "seeds": list(spec.search_seeds), "trials": spec.search.trials}
-            found["search"] = {**how, "methods": grids.values(self.choices)}
+            said = grids.lines(self.choices, *how.values())
+            found["search"] = {**how, "methods": grids.values(self.choices), "lines": said}
         return found
 
     def save(self) -> list[Path]:

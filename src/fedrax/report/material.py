@@ -14,6 +14,7 @@ from typing import Any
 
 from fedrax.errors import FedraxError
 from fedrax.files import reading
+from fedrax.report import grids
 from fedrax.report.runs import Method, Run, default_target, find_runs, group, main_metric
 from fedrax.simulation.clients_file import Clients, read_clients
 from fedrax.simulation.tuning import Choice, Trial
@@ -30,6 +31,8 @@ class Search:
     validation: float
     seeds: tuple[int, ...]
     choices: Mapping[str, Choice]
+    lines: Sequence[str]
+    """What the command said of it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,10 @@ def _search(kept: Any) -> Search:
             raise ValueError(f"the grid of {label!r} has no settings, or different ones from point to point")
         lower = found.get("lower_is_better", found["metric"] == "loss")
         choices[label] = Choice(str(found["metric"]), bool(lower), trials)
-    return Search(_number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"]), choices)
+    share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
+    if not all(isinstance(line, str) for line in kept.get("lines", [])):
+        raise ValueError("what is said of the search is no text")
+    return Search(share, seeds, choices, list(kept.get("lines", [])) or grids.lines(choices, share, seeds))
 
 
 def _trial(kept: Any) -> Trial:

@@ -176,10 +176,10 @@ def _search(search: Search) -> str:
     cards = []
     for path in dict.fromkeys(path for choice in search.choices.values() for path in choice.trials[0].point):
         cards.append(f'<div class="card">{_tried(path, search)}</div>')
-    said = grids.lines(search.choices, search.validation, search.seeds)
-    first, chosen = said[0], [line.strip() for line in said[1:] if not line.startswith("warning")]
+    first, said = search.lines[0], search.lines[1:]
+    chosen = [line.strip() for line in said if not line.startswith("warning")]
     items = "".join(f"<li>{shown(line)}</li>" for line in chosen)
-    warned = "".join(f'<p class="note warning">{shown(line)}</p>' for line in grids.warnings(search.choices))
+    warned = "".join(f'<p class="note warning">{shown(line)}</p>' for line in said if line.startswith("warning"))
     words = f'<p class="note">{shown(first[:1].upper() + first[1:])}</p><ul class="note">{items}</ul>{warned}'
     return f'<div class="pair">{"".join(cards)}</div>{words}'
 
