@@ -1,6 +1,7 @@
 # Every target makes what it needs: a virtual environment in .venv and the packages in it.
 #   make demo   the first comparison, offline, on the bundled digits
-#   make test   the whole test suite
+#   make test   the test suite, but for tests that cross what others check one by one
+#   make test-all  the whole test suite
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
 #   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make test-ray  the tests that need Ray, in .venv-ray
@@ -15,12 +16,15 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-torch test-huggingface test-ray oldest reliability lint docs figures clean
+.PHONY: demo test test-all test-torch test-huggingface test-ray oldest reliability lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
 
 test: .venv/.dev
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not exhaustive'
+
+test-all: .venv/.dev
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-torch: .venv-torch/.made

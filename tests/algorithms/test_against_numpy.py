@@ -40,7 +40,9 @@ def assert_float64(case: Case, **settings: Any) -> None:
         assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
 
 
-@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case in OPTIONS else ()) for case in MORE]
+)
 def test_every_option_in_float64(case: Case):
     assert_float64(case)
 
@@ -61,6 +63,7 @@ def test_every_method_in_float64(case: Case):
     assert_float64(case, **AS_USERS_RUN)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
 def test_every_method_in_float32(case: Case):

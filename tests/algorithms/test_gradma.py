@@ -129,7 +129,7 @@ def test_the_server_stops_where_no_direction_suits_everybody(beta1: float):
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("scope", ["vector", "leaf"])
 @pytest.mark.parametrize("method", ["GradMAW", "GradMA"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_full_batches(method: str, scope: str, dtype: str):
     """A cone between columns at an angle s to opposite is s wide. Their products show s^2: float64 resolves s down
     to 1e-7, where a step along the answer is s eta long; float32 down to 3e-3.

@@ -38,7 +38,7 @@ def distance(method: str, kind: str, local: dict, seed: int) -> float:
 
 
 @pytest.mark.parametrize("method", ["GradMAW", "GradMA"])
-@pytest.mark.parametrize(("batch_size", "steps"), [(3, 2), (1, 3)])
+@pytest.mark.parametrize(("batch_size", "steps"), [(3, 2), pytest.param(1, 3, marks=pytest.mark.exhaustive)])
 def test_steps_that_turn_back(method: str, batch_size: int, steps: int):
     """Steps so long that batches disagree: both the repeated gradient and the way back from x are active."""
     local = {"lr": 0.3, "steps": steps, "batch_size": batch_size}

@@ -147,7 +147,7 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
 
 
 @EVERY
-@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
+@pytest.mark.parametrize("plan", ["vmap", "loop", pytest.param("debug", marks=pytest.mark.exhaustive)])
 def test_plans_agree(kind: type[Algorithm], plan: str):
     rounds = 1 if plan == "debug" else ROUNDS  # operation by operation a round takes long
     one = run(example(kind), rounds=rounds) if plan == "debug" else reference(kind)

@@ -23,6 +23,7 @@ from fedrax import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST_READ = ("README", "getting-started")
 NOT_RUN = ("make", "pip install")
 """Shell lines that make environments; the continuous integration runs them."""
 NOT_CODE = ("text", "{")
@@ -75,7 +76,13 @@ def run_shell(block: Block) -> None:
         assert status == 0, line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=() if page.stem in FIRST_READ else pytest.mark.exhaustive)
+        for page in PAGES
+    ],
+)
 def test_blocks_of_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -53,6 +53,7 @@ def test_is_short():
     assert len(METHOD.splitlines()) < 60
 
 
+@pytest.mark.exhaustive
 def test_every_contract_test_passes(checkout: Path):
     tests = "tests/contract/test_every_algorithm.py"
     report = run(checkout, "-m", "pytest", tests, "-k", "fedacg", "-q", "-p", "no:cacheprovider")

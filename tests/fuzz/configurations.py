@@ -80,11 +80,11 @@ def tables(draw: st.DrawFn) -> tuple[dict, list[tuple]]:
             case 0:
                 inner.pop(last, None)
             case 1:
-                inner[draw(st.sampled_from(KEYS))] = draw(st.sampled_from(ODD))
+                inner[draw(st.sampled_from(KEYS))] = copy.deepcopy(draw(st.sampled_from(ODD)))
             case 2:
                 inner[last] = draw(st.integers() | st.floats() | st.text(max_size=9))
             case _:
-                inner[last] = draw(st.sampled_from(ODD))
+                inner[last] = copy.deepcopy(draw(st.sampled_from(ODD)))  # lest the next change is in what all share
         changed.append((*outer, last))
     return table, changed
 

@@ -100,6 +100,7 @@ def kill_again_and_again(start: Start, method: str, directory: Path) -> int:
     return torn
 
 
+@pytest.mark.exhaustive
 def test_killed_twenty_times(start: Start, tmp_path: Path):
     for method in ("scaffold", "losac"):  # in turn: they fill the cache of compiled programs
         finish(start(method, tmp_path / f"{method}-whole"))

@@ -16,7 +16,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.round import Keys, Program, Rounds, client_data
+from fedrax.simulation.round import Keys, Program, Rounds, client_data, turn_of
 from fedrax.tree import Tree
 
 AT_ONCE = 32
@@ -93,7 +93,7 @@ class Clients:
         keys = Keys(jax.random.split(jax.random.fold_in(self.key, round), n), self.key)
 
         def body(i: Array, total: Tree) -> Tree:
-            return measure(total, i, client_data(self.program, samples, everyone, keys, i))
+            return measure(total, i, client_data(self.program, samples, turn_of(everyone, keys, i)))
 
         return jax.lax.fori_loop(0, n, body, start)
 

@@ -192,6 +192,9 @@ class Reader:
         if made is MISSING:
             wanted = f"must be {field.words}" if field.words else "cannot be set in a file"
             raise self.error(path, f"{wanted}, not {value!r}.")
+        problem = field.problem(made)
+        if problem:
+            raise self.error("", f"{path} {problem}, not {value!r}.")
         return made
 
     def _plain(self, field: Field, value: Any) -> Any:

@@ -24,6 +24,7 @@ from fedrax.simulation.round import (
     no_sums,
     run_client,
     run_round,
+    turn_of,
 )
 from fedrax.tree import Tree
 
@@ -39,9 +40,9 @@ class Counting(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """The one client."""
-        places, zero = self.here.places, jnp.int32(0)
-        keys = client_keys(self.round_key, places.client)
-        inputs = (checked_message(self.algorithm, message), self.kept, statistics, self.samples, self.here, keys, zero)
+        places = self.here.places
+        turn = turn_of(self.here, client_keys(self.round_key, places.client), 0)
+        inputs = (checked_message(self.algorithm, message), self.kept, statistics, self.samples, turn)
         done = run_client(self.program, p, self.algorithm, *inputs)
         self.received.append(message)
         self.sent.append((done.output.upload, done.output.each, done.output.total))
@@ -76,7 +77,7 @@ def trace_round(
     """
 
     def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[Tree, Tree, Tree]:
-        here = Rounds(jnp.int32(0), jnp.ones(()), jnp.int32(1), jax.tree.map(jnp.asarray, place))
+        here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples)
         server = checked_init(algorithm, params, algorithm.init(params, program.num_clients))
         after = run_round(executor, server, statistics)[0]

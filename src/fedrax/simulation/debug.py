@@ -27,6 +27,7 @@ from fedrax.simulation.round import (
     no_sums,
     run_client,
     run_round,
+    turn_of,
 )
 from fedrax.tree import Tree
 
@@ -93,9 +94,7 @@ class StepByStep(Executor):
                 self.kept[k],
                 statistics,
                 self.samples,
-                self.here,
-                self.keys,
-                k,
+                turn_of(self.here, self.keys, k),
             )
             sent, who = done.output, f"{self.where}, client {int(client)}"
             named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}
@@ -117,9 +116,11 @@ class StepByStep(Executor):
     def _nobody(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """Of a cohort without clients: zeros, in the shapes that one would bring."""
         kept = jax.tree.map(lambda a: jnp.asarray(a[0]), self.store)
-        fixed = (self.program, p, self.algorithm, message, kept, statistics, self.samples, self.here, self.keys)
+        turn = turn_of(self.here, self.keys, 0)
         with jax.disable_jit(False):
-            done = jax.eval_shape(lambda: run_client(*fixed, jnp.int32(0)))
+            done = jax.eval_shape(
+                lambda: run_client(self.program, p, self.algorithm, message, kept, statistics, self.samples, turn)
+            )
         none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), done.single)
         sums = no_sums(self.program, self.algorithm, p, kept, done)
         return Gathered(sums, none, self.numbers, self.here.places.weight[:0])

@@ -25,7 +25,7 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.engine import AXIS, Engine
 from fedrax.simulation.evaluate import is_lower_better, over_clients, sample_values
-from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys
+from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.states import rows_of
 from fedrax.tree import Tree
@@ -181,6 +181,6 @@ class PersonalEvaluator:
         here = Rounds(zero, one[0], jnp.int32(1), place)
         carried = Carried(statistics)
         keys = client_keys(jax.random.key(self.settings.seed), place.client)
-        data = client_data(self.program, train, here, keys, zero, carried)
+        data = client_data(self.program, train, turn_of(here, keys, 0), carried)
         tuned = local.run(data.fresh(), params).params
         return Variables(tuned, carried.statistics) if statistics else tuned

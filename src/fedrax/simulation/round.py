@@ -17,6 +17,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.compiled.products import Format
+from fedrax.compiled.tracing import traced_once
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
@@ -85,6 +86,16 @@ class Keys(NamedTuple):
     """Each client's, by place."""
     shared: Array
     """The one that all of them know."""
+
+
+class Turn(NamedTuple):
+    """One client's part of a round, apart from its samples and what it keeps."""
+
+    place: Place
+    round: Array
+    cohort_size: Array
+    key: Array
+    shared_key: Array
 
 
 class Finished(NamedTuple):
@@ -169,10 +180,11 @@ def _as_before(mean: Array, before: Array) -> Array:
     return (mean if inexact else jnp.round(mean)).astype(before.dtype)
 
 
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
 def serve(
     program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
-    """The server's step at the end of phase ``p``."""
+    """The server's step at the end of phase ``p``. Inlined; jit remembers the trace, which callers repeat."""
     each, uploads = gathered.single
     cohort = Cohort(
         mean=gathered.sums.upload,
@@ -199,20 +211,26 @@ def client_keys(round_key: Array, clients: Array) -> Keys:
     return Keys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
 
 
+def turn_of(here: Rounds, keys: Keys, k: Any) -> Turn:
+    """The turn of the client in place ``k``."""
+    place = jax.tree.map(lambda a: a[k], here.places)
+    return Turn(place, jnp.asarray(here.round), jnp.asarray(here.cohort_size), keys.own[k], keys.shared)
+
+
 def client_data(
-    program: Program, samples: Tree, here: Rounds, keys: Keys, k: Any, carried: Carried | None = None, phase: int = 0
+    program: Program, samples: Tree, turn: Turn, carried: Carried | None = None, phase: int = 0
 ) -> ClientData:
-    """The client in place ``k`` as algorithms see it."""
+    """The client whose turn it is as algorithms see it."""
     return ClientData(
         program.task,
         program.layout,
         samples,
-        jax.tree.map(lambda a: a[k], here.places),
-        keys.own[k],
-        shared_key=keys.shared,
-        round=here.round,
+        turn.place,
+        turn.key,
+        shared_key=turn.shared_key,
+        round=turn.round,
         num_clients=program.num_clients,
-        cohort_size=here.cohort_size,
+        cohort_size=turn.cohort_size,
         phase=phase,
         carried=carried,
         unroll=program.unroll,
@@ -220,7 +238,7 @@ def client_data(
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@traced_once(fixed=2)
 def run_client(
     program: Program,
     p: int,
@@ -229,17 +247,12 @@ def run_client(
     kept: Kept,
     statistics: Tree,
     samples: Tree,
-    here: Rounds,
-    keys: Keys,
-    k: Array,
+    turn: Turn,
 ) -> Finished:
-    """Phase ``p`` of the client in place k, and its upload's reception by the server.
-
-    Inlined; jit remembers the trace, which its callers ask for repeatedly.
-    """
+    """Phase ``p`` of the client whose turn it is, and its upload's reception by the server."""
     at_home = algorithm.statistics_at_home
     carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
-    data = client_data(program, samples, here, keys, k, carried, p)
+    data = client_data(program, samples, turn, carried, p)
     phase = algorithm.phases[p]
     output = checked_output(algorithm, phase.client(message, kept.state, data))
     received = checked_received(algorithm, phase.receive(output.upload))

@@ -1,0 +1,79 @@
+"""A client's part of a round is traced once for everything that holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import fedrax
+from fedrax.compiled.tracing import traced_once
+from tests.simulation.problems import LOCAL, TASK, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """How often Python ran the function that a task computes with."""
+
+    shapes: list
+
+    def __call__(self, loss: Any) -> Any:
+        def counted(params: Any, batch: Any, key: Any) -> Any:
+            self.shapes.append(jax.tree.map(jnp.shape, batch))
+            return loss(params, batch, key)
+
+        return counted
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_trace_a_run(plan: str, dtype: str):
+    seen = Seen([])
+    task = dataclasses.replace(TASK, loss=seen(TASK.loss), name=f"traced {plan} {dtype}")
+    for seed in (0, 1):
+        run(fedrax.FedAvg(local=LOCAL), task=task, plan=plan, dtype=dtype, rounds=2, seed=seed)
+    assert len(seen.shapes) == 1
+
+
+def test_found_again_in_a_mesh_and_under_vmap():
+    calls = []
+
+    @traced_once(fixed=1)
+    def scaled(by: float, x: dict) -> dict:
+        calls.append(by)
+        return {"y": by * x["x"], "n": x["n"]}
+
+    def both(x: jax.Array) -> jax.Array:
+        inside = lambda a: jax.lax.psum(scaled(2.0, {"x": a[0], "n": 3})["y"], "d")  # noqa: E731
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+        return jax.shard_map(inside, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)(x)
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    assert np.array_equal(scaled(2.0, {"x": x[0], "n": 3})["y"], 2 * x[0])
+    assert np.array_equal(jax.jit(both)(x), 2 * x.sum(0))
+    assert np.array_equal(jax.vmap(lambda a: scaled(2.0, {"x": a, "n": 3})["y"])(x), 2 * x)
+    assert np.allclose(jax.grad(lambda a: scaled(2.0, {"x": a, "n": 3})["y"].sum())(x[0]), 2.0)
+    assert calls == [2.0]
+    scaled(3.0, {"x": x[0], "n": 3})  # another constant
+    scaled(2.0, {"x": x, "n": 3})  # another shape
+    with jax.enable_x64(True):
+        assert scaled(2.0, {"x": np.ones(3), "n": 3})["y"].dtype == np.float64
+    assert len(calls) == 4
+
+
+def test_the_debugger_runs_it_every_time():
+    calls = []
+
+    @traced_once(fixed=0)
+    def plain(x: Any) -> Any:
+        calls.append(float(x))
+        return x
+
+    with jax.disable_jit():
+        plain(1.0), plain(2.0)
+    assert calls == [1.0, 2.0]
