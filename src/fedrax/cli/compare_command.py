@@ -28,7 +28,10 @@ DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax
 
 A file holds a [[compare]] table for each method, or several files hold one method each; without a file, --algorithms
 names them. --grid algorithm.local.lr=0.01,0.03,0.1 tries settings of each method on validation data, held out of the
-clients' training rows, and compares every method at its own best; --algorithm.local.lr 0.1 sets one for all of them.
+clients' training rows, and compares every method at its own best; with --trials 30 Optuna chooses the settings to try,
+also of ranges (algorithm.local.lr=0.001..1:log). --algorithm.local.lr 0.1 sets one for all methods. With --on
+dask://HOST:PORT the runs are made on a cluster.
+
 Prints a table (mean ± standard deviation over seeds; rounds, megabytes and seconds to the target accuracy; the best
 of each column marked *), draws curves (PNG and SVG), and keeps table.md and comparison.json beside the runs. Finished
 runs are not run again, interrupted ones go on: type the same command again. The exit status is 1 where a method

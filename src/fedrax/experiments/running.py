@@ -249,7 +249,7 @@ def await_arrival(file: Path, title: str) -> None:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200].removesuffix(": ")
 
 
 def run_in_worker(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
