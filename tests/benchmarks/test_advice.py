@@ -18,7 +18,10 @@ def pairs(drifts: list[float], accuracies: list[dict[str, float]]) -> list[Train
     """Pairs with these measured drifts; the making seeds and the scoring seeds give the same accuracies."""
     rest = dict.fromkeys(FEATURES, 1.0)
     each = zip(drifts, accuracies, strict=True)
-    seeds = lambda value: dict.fromkeys("01234", value)  # noqa: E731
+
+    def seeds(value: float) -> dict[str, float]:
+        return dict.fromkeys("01234", value)
+
     return [
         Trained(str(i), rest | {"drift": drift}, {}, {method: seeds(value) for method, value in scores.items()})
         for i, (drift, scores) in enumerate(each)

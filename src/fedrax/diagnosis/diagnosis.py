@@ -18,7 +18,7 @@ from fedrax.data import Federation
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.errors import FedraxError
-from fedrax.simulation import Settings, simulate
+from fedrax.simulation import Asynchronous, Settings, Uniform, simulate
 
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
 """Clients measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
@@ -130,6 +130,8 @@ def diagnose(
     FedraxError for models with running statistics, whose clients have no gradients without their batches.
     """
     settings = dataclasses.replace(settings or Settings(rounds=32), eval_every=10**6, target=None, **changes)
+    if isinstance(settings.participation, Asynchronous):  # FedAvg waits for everybody
+        settings = dataclasses.replace(settings, participation=Uniform())
     local = local or LocalSGD()
     seen = _measured(federation, settings.seed)
     clients = Clients(task, seen, settings.seed)
