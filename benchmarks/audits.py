@@ -53,7 +53,7 @@ def configurations() -> Iterator[Configuration]:
     local = LocalSGD(lr=2.0, steps=2, batch_size=4)
     average, scaffold = FedAvg(local=local), Scaffold(local=local)
     clips = {"flat": Flat(0.5), "per leaf": PerLeaf(0.5), "adaptive": Adaptive(bound=0.5, count_noise=4.0)}
-    central = [("FedAvg", average, clip) for clip in clips]
+    central: list[tuple[str, Any, str]] = [("FedAvg", average, clip) for clip in clips]
     central.append(("SCAFFOLD", scaffold, "flat"))
     for name, inner, clip in central:
         for drawn, rates in (("fixed", (1.0, *RATES)), ("poisson", RATES)):

@@ -37,7 +37,7 @@ MODELS = {"W1": ("2NN 784-200-200-10", (784,), 100), "W3": ("LeNet on 32x32x3", 
 ROUNDS = 8
 OURS = {"fedrax": "plain", "fedrax, SampleDP": "private"}
 THEIRS = {"PyTorch": "plain", "Opacus": "hooks", "Opacus, ghost clipping": "ghost"}
-ONE_THREAD = {
+ONE_THREAD: dict[str, Any] = {
     "JAX_NUM_CPU_DEVICES": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "OMP_NUM_THREADS": "1",
@@ -103,7 +103,8 @@ def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> d
     x, y = rng.random((count, *MODELS[model][1]), np.float32), rng.integers(10, size=count)
     federation = Federation.from_arrays(x, y, np.zeros(count, int), num_classes=10, test=(x[:1], y[:1]))
     plain = FedAvg(local=LocalSGD(lr=0.01, steps=steps, batch_size=batch))
-    task, settings = classification(model_of(WORKLOADS[model])), {"rounds": rounds, "cohort_size": 1, "eval_every": 1}
+    task = classification(model_of(WORKLOADS[model]))
+    settings: dict[str, Any] = {"rounds": rounds, "cohort_size": 1, "eval_every": 1}
     simulate(
         SampleDP(plain) if how == "private" else plain, task, federation, sinks=[sink], weights="uniform", **settings
     )

@@ -42,9 +42,7 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "ClientDP of FedAvg, noise at the server": fedrax.ClientDP(fedrax.FedAvg(local=FULL)),
     "SampleDP of FedAvg": fedrax.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),
     "Quantised (8 bits) of FedAvg": fedrax.Quantised(inner=fedrax.FedAvg(local=FULL), bits=8),
-    "GradMA-W": fedrax.GradMAW(local=FULL),
     "FedADMM": fedrax.FedADMM(local=FULL),
-    "pFedMe": fedrax.PFedMe(local=FULL),
     "MIFA": fedrax.MIFA(local=FULL),
     "TopK (10 %) of FedAvg": fedrax.TopK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
 }

@@ -178,3 +178,20 @@ def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
         watch_a_client(method, TASK, federation, settings, client=2)
     with pytest.raises(FedraxError, match="FedAvg adds no noise: there is no claim to audit"):
         watch_a_client(fedrax.FedAvg(), TASK, federation, settings)
+
+
+def test_the_draw_of_a_client_is_audited():
+    """What is proven of one that is always there is above what is claimed of one that is drawn in one round of 20."""
+    federation = fedrax.Federation.from_arrays(X, np.array([0]), np.zeros(1, int), num_classes=2)
+    method, settings = ClientDP(fedrax.FedAvg(local=LOCAL), noise=0.7), fedrax.Settings(cohort_size=1, delta=0.01)
+    watched = lambda drawn, rate: watch_a_client(  # noqa: E731
+        method, TASK, federation, settings, drawn=drawn, rate=rate, runs=800
+    )
+    seldom, always = (watched("poisson", rate) for rate in (0.05, 1.0))
+    assert seldom.proven <= seldom.claimed < 0.2 and not always.refuted
+    assert always.proven > 1 > seldom.claimed
+    seldom, always = (watched("fixed", rate) for rate in (0.05, 1.0))
+    assert seldom.proven <= seldom.claimed < always.claimed and not always.refuted
+    assert always.proven > 2 > seldom.proven
+    with pytest.raises(FedraxError, match="the draw of cohorts hides nobody from it"):
+        watch_a_client(dataclasses.replace(method, at="client"), TASK, federation, settings, drawn="fixed")

@@ -145,6 +145,6 @@ def _keeps_samples_first(equation: core.JaxprEqn) -> bool:
     if name == "transpose":
         return params["permutation"][0] == 0
     if name in ("reshape", "squeeze"):
-        shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        shapes = [v.aval.shape for v in (equation.invars[0], equation.outvars[0])]  # type: ignore[attr-defined]
         return all(len(shape) > 0 for shape in shapes) and shapes[0][0] == shapes[1][0] and not params.get("sharding")
     return False

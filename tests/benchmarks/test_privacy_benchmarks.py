@@ -1,0 +1,49 @@
+"""The benchmarks of private mechanisms: what is audited, when an audit fails, and both pages."""
+
+from __future__ import annotations
+
+from benchmarks import audits, privacy
+from benchmarks.sessions import Session
+from tests.benchmarks.test_storage_benchmark import MACHINE
+
+HEADER = {"id": "a", "date": "2026-01-01", "machine": MACHINE, "runs": 80}
+
+
+def test_the_grid_has_every_mechanism_and_draw():
+    every = list(audits.configurations())
+    assert len(every) >= 200 and len({one[:5] for one in every}) == len(every)
+    assert {one.drawn for one in every} == {"always", "fixed", "poisson"}
+    assert {type(one.private).__name__ for one in every} == {"ClientDP", "SampleDP", "OutputPerturbation"}
+
+
+def test_a_claim_below_its_bound_fails_the_audit_and_so_does_a_blind_one(tmp_path):
+    fine = {
+        "method": "FedAvg",
+        "mechanism": "ClientDP",
+        "drawn": "always",
+        "proven": 1.1,
+        "together": 0.9,
+        "claimed": 1.0,
+    }
+    sound, broken = fine | {"broken": False}, fine | {"broken": True, "proven": 3.0, "together": 2.0}
+    session = Session(tmp_path / "a.jsonl", HEADER, [sound, broken, {"seconds": 60.0}])
+    assert audits.failures(session) == []  # above the claim by itself, but not together with all others
+    assert "| ClientDP | always | 1 | 1.10 to 1.10 | 1 | 0 |" in audits.table(session)
+    assert "1 of 1 are" in audits.write_report(session, tmp_path).read_text()
+    session.runs[0] = sound | {"together": 1.05}
+    assert audits.failures(session) == ["ClientDP of FedAvg is refuted"]
+    session.runs[:2] = [sound, broken | {"together": 0.5}]
+    assert audits.failures(session) == ["no mechanism with too little noise was caught"]
+
+
+def test_steps_are_compared_with_plain_ones_and_with_opacus(tmp_path):
+    cost = {"fedrax": 1.0, "fedrax, SampleDP": 2.5, "PyTorch": 2.0, "Opacus": 10.0, "Opacus, ghost clipping": 5.0}
+    facts = {"steps": 10, "repeat": 1, "foreign_cpu": 0.0, "peak_pss_mb": 9.0, "version": "1.6.0"}
+    runs = [
+        {"model": model, "name": name, "seconds": [0.01 * c] * 3} | facts
+        for model in privacy.MODELS
+        for name, c in cost.items()
+    ]
+    session = Session(tmp_path / "a.jsonl", HEADER, runs)
+    assert "| fedrax, SampleDP | 2.5 | 2.50 | 0.25 | 9 | 0.00 |" in privacy.table(session)
+    assert "Opacus 1.6.0" in privacy.write_report(session, tmp_path).read_text()
