@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -27,6 +28,8 @@ def fuzz(cases: SearchStrategy, check: Callable[[Any], bool], count: int, start:
     def one(case: Any) -> None:
         with time_limit():
             counts["accepted" if check(case) else "refused"] += 1
+        if sum(counts.values()) % 100 == 0:
+            jax.clear_caches()  # what JAX remembers of hundreds of programs is no leak
 
     quiet = settings(
         max_examples=count,
