@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,3 +151,21 @@ def test_in_python(file: Path, tmp_path: Path) -> None:
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
         assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
     assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
+
+
+def test_a_search_on_data_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Before anything is run, although the trials, several in one program, left no checkpoint."""
+    data = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
+    (tmp_path / "d.csv").write_text("\n".join(data))
+    (tmp_path / "s.toml").write_text(
+        'data = { name = "csv", path = "d.csv" }\nmodel = "logistic"\nseeds = [0]\n'
+        'partition = { name = "iid", clients = 3 }\nrun = { rounds = 2, cohort_size = 2 }\n'
+        'algorithm = { name = "fedavg" }\ngrid = { algorithm.local.lr = [0.01, 0.1, 0.3] }\n'
+    )
+    assert fedrax("compare", tmp_path / "s.toml", "--out", "c").status == 0
+    for kept in ("comparison.json", *(p.name for p in (tmp_path / "c").iterdir() if p.is_dir() and p.name != "search")):
+        found = tmp_path / "c" / kept
+        shutil.rmtree(found) if found.is_dir() else found.unlink()  # as if it had been broken off before the end
+    (tmp_path / "d.csv").write_text("\n".join([*data[:-1], "9,9,1"]))
+    outcome = fedrax("compare", tmp_path / "s.toml", "--out", "c")
+    assert outcome.status != 0 and "holds the runs of a search, and its data differ" in outcome.err

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedrax.contract.task import Task
+from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison, Job, state_of
 from fedrax.experiments.grid import Point
 from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, unfinished
 from fedrax.experiments.sampling import Study, unlike
+from fedrax.files import read_json, write_text
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
 from fedrax.simulation.directory import FAILURE
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
+from fedrax.simulation.identity import difference, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.sweep import pays
 from fedrax.simulation.tuning import Choice, Trial, alike, metric_of, trial_of
@@ -71,6 +75,20 @@ def _keep(job: Job, out: Path, result: Result) -> None:
     ExperimentFile(job.spec, directory).start(None)
 
 
+def _check_rows(out: Path, federation: Federation) -> None:
+    """Refuse trials of other samples than there are now: the runs of several together keep no checkpoint to tell."""
+    path, now = out / "search" / ".rows.json", of_data(federation)
+    if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None and path.exists():
+        differs = difference(read_json(path), now)
+        if differs:
+            raise FedraxError(
+                f"{path.parent} holds the runs of a search, and {differs}: choose another --out for a comparison of"
+                " what there is now."
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(now))
+
+
 def search(
     comparison: Comparison,
     out: Path,
@@ -98,6 +116,7 @@ def search(
     whole = [label for label in comparison.grids if not comparison.is_sampled(label)]
     sampled = [label for label in comparison.grids if comparison.is_sampled(label)]
     studies = {label: Study(comparison, label, lower) for label in sampled}  # before anything runs: it needs Optuna
+    _check_rows(out, problem()[1])
     run([job for label in whole for job in comparison.trials(label)])
     choices = {
         label: Choice(metric, lower, tuple(judged(label, [point for point, _ in comparison.candidates[label]])))

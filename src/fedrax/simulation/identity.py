@@ -40,16 +40,21 @@ def identify(
     start: Tree,
 ) -> dict[str, str]:
     """A digest by what it is of. Equal ones mean equal numbers, on equal devices."""
-    sets = (*federation.train, *federation.test)
     given = () if script is None else jax.tree.leaves(vars(script))
     return {
-        "versions": _versions(),
+        **of_data(federation),
         "method": _digest([repr(algorithm)]),
         "settings": _digest([repr(dataclasses.replace(settings, **_FREE)), *given]),
-        "data": _digest([*sets, federation.offsets, *jax.tree.leaves(federation.test_offsets)]),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _digest([_text(program), *program.consts]),
     }
+
+
+def of_data(federation: Federation) -> dict[str, str]:
+    """The part that all runs on these samples share."""
+    sets = (*federation.train, *federation.test)
+    digest = _digest([*sets, federation.offsets, *jax.tree.leaves(federation.test_offsets)])
+    return {"versions": _versions(), "data": digest}
 
 
 def difference(kept: Any, now: dict[str, str]) -> str | None:
