@@ -32,6 +32,7 @@ def forked(work: Callable[[], int]) -> int:
         status = 70
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and background shells have them ignored
             status = work()
         finally:
             sys.stderr.flush()
