@@ -113,6 +113,8 @@ def _length(array: Array, axis: int) -> Array:
     The other factor may be as large as this one is small.
     """
     others = tuple(i for i in range(array.ndim) if i != axis)
+    # As XLA does not know it: it would square both sides of a quotient with a constant before it divides them.
+    array = lax.optimization_barrier(array)
     largest = jnp.abs(array).max(others, keepdims=True)
     size = jnp.where(largest > 0, largest, 1)
     return jnp.sqrt(jnp.sum(jnp.square(array / size), others)) * size.reshape(-1)

@@ -154,6 +154,10 @@ class Workers:
     @property
     def executor(self) -> Executor:
         """The one in use."""
+        return self.connect()
+
+    def connect(self) -> Executor:
+        """Make the executor where there is none: it fails before anything is written."""
         if self._executor is None:
             assert self._make is not None
             self._executor = self._make()

@@ -116,6 +116,8 @@ def search(
     whole = [label for label in comparison.grids if not comparison.is_sampled(label)]
     sampled = [label for label in comparison.grids if comparison.is_sampled(label)]
     studies = {label: Study(comparison, label, lower) for label in sampled}  # before anything runs: it needs Optuna
+    if workers is not None:
+        workers.connect()
     _check_rows(out, problem()[1])
     run([job for label in whole for job in comparison.trials(label)])
     choices = {
