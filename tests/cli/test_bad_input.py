@@ -104,6 +104,7 @@ CASES = {
     "infinite": Case("run --algorithm fedprox --algorithm.mu inf", "algorithm.mu must be a finite number"),
     "momentum of one": Case("run --algorithm.server-optimizer.momentum 1", "must be less than 1"),
     "no rounds": Case("run --run.rounds 0", "run.rounds must be at least 1"),
+    "a seed beyond all floats": Case(f"run --run.seed 1{'0' * 400}", "run.seed must be less than"),
     "negative seed": Case("run --run.seed -3", "run.seed must be at least 0"),
     "stragglers": Case("run --run.stragglers 1.5", "run.stragglers must be at most 1"),
     "no batch": Case("run --algorithm.local.batch-size 0", "batch_size must be at least 1"),
