@@ -135,6 +135,8 @@ class Kind:
         if self.type is int and all(bound.lt is None for bound in self.bounds) and not -_WIDE <= value < _WIDE:
             return "must fit into 32 bits"
         bounds = self.bounds if self.type in (int, float) else ()
+        if not bounds:
+            return None
         number = value if isinstance(value, int) else float(value)  # a whole number may be beyond all floats
         return next(filter(None, (bound.violation(number) for bound in bounds)), None)
 
