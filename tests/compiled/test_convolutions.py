@@ -189,7 +189,7 @@ def test_inside_and_outside_of_transformations(dtype: Any):
     assert_same(by_sample, w, x)
     own_weights = lambda w, x: jax.vmap(jax.grad(small_loss))(jnp.stack([w, 2 * w]), jnp.stack([x, x + 1]))  # noqa: E731
     assert_same(own_weights, w, x)
-    assert_same(lambda w, x: lax.scan(lambda w, _: (w - 0.1 * jax.grad(small_loss)(w, x), ()), w, length=3)[0], w, x)
+    assert_same(lambda w, x: lax.scan(lambda w, _: (w - 0.01 * jax.grad(small_loss)(w, x), ()), w, length=3)[0], w, x)
     assert_same(lambda w, x: lax.cond(x[0, 0, 0, 0] > 9, lambda: w, lambda: jax.grad(small_loss)(w, x)), w, x)
     assert_same(jax.grad(jax.checkpoint(small_loss)), w, x)
     twice = lambda w, x: jax.grad(lambda w: (jax.grad(small_loss)(w, x) ** 2).sum())(w)  # noqa: E731
