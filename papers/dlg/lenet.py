@@ -20,8 +20,7 @@ from fedrax.models import Model
 from fedrax.privacy.accounting import Accountant, about_replacement
 from fedrax.report import curves
 from fedrax.simulation.spending import private_releases
-from papers.dlg.tables import write_table
-from papers.losac.running import spread
+from papers.losac.running import spread, write_table
 
 SEEDS = (0, 1, 2, 3, 4)
 STEPS = {"DLG": 300, "iDLG": 300, "inverting gradients": 1200}
@@ -119,7 +118,7 @@ def lenet(arguments: argparse.Namespace) -> int:
         "One random MNIST image and one random start a seed; mean ± standard deviation over seeds. The attacker is the "
         f"server, and epsilon is what the round gives away to it, at delta = {DELTA:g}, of which data the client has."
     )
-    write_table(arguments, "lenet", "One image from one round (LeNet, MNIST)", note, columns, rows)
+    write_table(arguments, "lenet", "One image from one round (LeNet, MNIST)", note, columns, rows, "papers.dlg")
     names = ["true", *STEPS, *(f"{of},\n{name}" for of in list(ROUNDS)[1:] for name in SHOWN)]
     curves.save_curves(draw(pictures, names), arguments.results / "lenet")
     return 0

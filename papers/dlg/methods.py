@@ -17,7 +17,7 @@ from fedrax.attacks import as_client_program, as_gradient, dlg, gradients_seen, 
 from fedrax.attacks.messages import decoded
 from fedrax.data import load
 from fedrax.models import MLP
-from papers.dlg.tables import write_table
+from papers.losac.running import write_table
 
 SEEDS = (0, 1, 2)
 CLIENTS, SAMPLES, ROUNDS, STEPS, RESTARTS = 4, 2, 2, 800, 2
@@ -75,7 +75,9 @@ def methods(arguments: argparse.Namespace) -> int:
         f"The median of {len(arguments.seeds or SEEDS)} draws of images; "
         "above 25 dB an image is plainly recognised."
     )
-    write_table(arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows)
+    write_table(
+        arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows, "papers.dlg"
+    )
     return 0
 
 

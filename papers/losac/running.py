@@ -50,10 +50,18 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def write_table(
-    arguments: argparse.Namespace, name: str, title: str, note: str, columns: list[str], rows: list[list[str]]
+    arguments: argparse.Namespace,
+    name: str,
+    title: str,
+    note: str,
+    columns: list[str],
+    rows: list[list[str]],
+    package: str = "papers.losac",
 ) -> None:
-    """A Markdown table in results/ and on the terminal."""
-    command = f"python -m papers.losac {name}" + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
+    """A Markdown table in results/ and on the terminal; ``python -m package name`` with the flags given made it."""
+    command = f"python -m {package} {name}"
+    for flag in ("rounds", "steps"):
+        command += f" --{flag} {value}" if (value := getattr(arguments, flag, None)) else ""
     command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""
     machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
     lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]

@@ -152,6 +152,18 @@ _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x7
 """How gzip, zstandard and zlib begin: what polars would unpack by itself."""
 
 
+def read_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:
+    """These columns of a CSV file; FedraxError if it is none or lacks one. ``what``: the file, in words."""
+    wanted = f"{what} {path} is not a CSV with columns {', '.join(columns)}"
+    try:
+        table = read_csv(path)
+    except FedraxError as error:
+        raise FedraxError(f"{wanted}: {error}") from error
+    if not set(columns) <= set(table.columns):
+        raise FedraxError(wanted)
+    return table.select(columns)
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML file; FedraxError if it is not one."""
     try:

@@ -396,6 +396,5 @@ def _deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> P
     """Give each client as many random rows of each class as ``counts`` [N, C] says; all rows are used."""
     clients, num_classes = counts.shape
     rows = rng.permutation(len(labels))
-    rows = rows[np.argsort(labels[rows], kind="stable")]
     owner = np.repeat(np.tile(np.arange(clients), num_classes), counts.T.ravel())
-    return _grouped(rows, owner, clients)
+    return _grouped(rows[np.argsort(labels[rows], kind="stable")], owner, clients)

@@ -57,10 +57,25 @@ def lines(made: Diagnosis) -> list[str]:
         f" {made.apart:.2g} times the mean gradient away from it",
         f"bound          |grad f_i| <= {made.kappa:.3g} + {made.rho:.3g} |grad f| (EPISODE's kappa and rho)",
         f"smoothness     |Hess f| is about {made.l0:.3g} + {made.l1:.3g} |grad f| (L0 and L1): {_smooth(made)}",
-        f"drift          clients' updates are {made.drift:.2g} times the mean update away from it: {_drift(made)}",
+        f"drift          clients' updates are {made.drift:.2g} times the mean update away from it: "
+        + _verdict(
+            made.drift,
+            "local steps agree, and corrections of drift have little to correct",
+            "corrections of drift have something to correct (SCAFFOLD, LoSAC, MimeSVRG, FedDyn, EPISODE)",
+        ),
         f"cohorts        the mean of {made.cohort} of {made.clients} clients is {made.cohort_noise:.2g} times the mean"
-        f" gradient away from that of all: {_cohorts(made)}",
-        f"noise          a local batch's gradient is {made.noise:.2g} times the mean gradient off: {_noise(made)}",
+        f" gradient away from that of all: "
+        + _verdict(
+            made.cohort_noise,
+            "who takes part matters little",
+            "larger cohorts and memories of absent clients reduce it (MIFA, GradMA, LoSAC, SCAFFOLD)",
+        ),
+        f"noise          a local batch's gradient is {made.noise:.2g} times the mean gradient off: "
+        + _verdict(
+            made.noise,
+            "batches are as good as whole data",
+            "larger batches, more steps of a smaller size, or averaging over more clients reduce it",
+        ),
     ]
 
 
@@ -73,22 +88,8 @@ def _smooth(made: Diagnosis) -> str:
     return "curvature does not grow with the gradient: a fixed step size serves, and nothing asks for clipping"
 
 
-def _drift(made: Diagnosis) -> str:
-    if made.drift < LITTLE:
-        return "local steps agree, and corrections of drift have little to correct"
-    return "corrections of drift have something to correct (SCAFFOLD, LoSAC, MimeSVRG, FedDyn, EPISODE)"
-
-
-def _cohorts(made: Diagnosis) -> str:
-    if made.cohort_noise < LITTLE:
-        return "who takes part matters little"
-    return "larger cohorts and memories of absent clients reduce it (MIFA, GradMA, LoSAC, SCAFFOLD)"
-
-
-def _noise(made: Diagnosis) -> str:
-    if made.noise < LITTLE:
-        return "batches are as good as whole data"
-    return "larger batches, more steps of a smaller size, or averaging over more clients reduce it"
+def _verdict(ratio: float, little: str, much: str) -> str:
+    return little if ratio < LITTLE else much
 
 
 def draw(made: Diagnosis) -> Figure:

@@ -15,7 +15,7 @@ from itertools import cycle
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.files import read_csv
+from fedrax.files import read_columns
 from fedrax.simulation.settings import Asynchronous
 
 LONGEST = 1000
@@ -104,14 +104,7 @@ def _draws(rng: np.random.Generator, num_clients: int) -> Iterator[int]:
 def read_durations(participation: Asynchronous, num_clients: int) -> list[np.ndarray]:
     """The seconds that each client takes, time after time: float64, in the order of the file."""
     path = participation.trace
-    wanted = f"the trace of durations {path} is not a CSV with columns client, seconds"
-    try:
-        table = read_csv(path)
-    except FedraxError as error:
-        raise FedraxError(f"{wanted}: {error}") from error
-    if not {"client", "seconds"} <= set(table.columns):
-        raise FedraxError(wanted)
-    client, seconds = table["client"], table["seconds"]
+    client, seconds = read_columns(path, "the trace of durations", ["client", "seconds"])
     numbers = client.dtype.is_integer() and seconds.dtype.is_numeric() and not client.null_count()
     if not numbers or seconds.null_count():
         raise FedraxError(f"the trace of durations {path} must hold whole numbers of clients and numbers of seconds")

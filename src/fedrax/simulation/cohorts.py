@@ -16,7 +16,7 @@ import numpy as np
 
 from fedrax.contract.client_data import Place
 from fedrax.errors import FedraxError
-from fedrax.files import read_csv
+from fedrax.files import read_columns
 from fedrax.simulation.arrivals import Arrivals, arrivals
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import (
@@ -173,14 +173,7 @@ def check_list(clients: tuple[int, ...], num_clients: int) -> np.ndarray:
 def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:
     """The available clients of each round of a trace file."""
     path = participation.trace
-    wanted = f"the availability trace {path} is not a CSV with columns round, client"
-    try:
-        table = read_csv(path)
-    except FedraxError as error:
-        raise FedraxError(f"{wanted}: {error}") from error
-    if not {"round", "client"} <= set(table.columns):
-        raise FedraxError(wanted)
-    table = table.select("round", "client")
+    table = read_columns(path, "the availability trace", ["round", "client"])
     if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
         raise FedraxError(f"the availability trace {path} must hold whole numbers only")
     rounds, clients = np.unique(table.to_numpy(), axis=0).T
