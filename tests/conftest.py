@@ -1,5 +1,6 @@
 """Two CPU devices for every test, set before anything touches JAX, and room for what they compile quickly."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.compiler import compile_quickly
 
 jax.config.update("jax_num_cpu_devices", 2)
 compile_quickly()
+gc.set_threshold(50_000, 20, 50)  # by default an eighth of the suite's time goes into looking through what JAX keeps
 
 MAPS = Path("/proc/self/maps")
 MANY = 20_000

@@ -14,6 +14,7 @@ import pytest
 import fedrax
 from tests import reference
 from tests.algorithms.problems import NUM_CLIENTS, Problem, make_algorithm, make_problem
+from tests.thinning import thinned
 
 SIZES = (9,) * NUM_CLIENTS
 LR, STEPS = 0.1, 4
@@ -132,7 +133,7 @@ def test_scaffnew_ends_at_the_optimum_with_a_part_of_the_clients():
 
 
 @pytest.mark.parametrize("reading", ["printed", "consistent"])
-@pytest.mark.parametrize("cohort", [NUM_CLIENTS, 4])
+@pytest.mark.parametrize("cohort", thinned([4, NUM_CLIENTS]))
 def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: int):
     """Three blocks of random order; the printed form takes about M N / S times larger steps."""
     local = {"lr": 0.02 if reading == "consistent" else 0.01, "steps": 5, "blocks": 3}
@@ -249,10 +250,12 @@ def distances(method: str, options: dict, rounds: int) -> np.ndarray:
 NOISY = {"lr": 0.01, "steps": 8, "batch_size": 1}
 
 
+@pytest.mark.exhaustive
 def test_episode_finds_the_minimum_of_the_synthetic_pair():
     assert (distances("Episode", {"local": NOISY, "gamma": 0.05}, 30).max(1) < 0.03).all()
 
 
+@pytest.mark.exhaustive
 def test_celgc_misses_the_minimum_of_the_synthetic_pair():
     far = distances("FedAvg", {"local": NOISY | {"clip": 0.05}}, 30).mean(1)
     np.testing.assert_allclose(far, [0.01, 0.08, 1.0, 1.9], rtol=0.25)

@@ -35,6 +35,7 @@ from fedrax.experiments.methods import algorithms
 from fedrax.models import Logistic
 from fedrax.simulation import Event, Result, RunInfo, read_events
 from fedrax.simulation.cohorts import Sampler
+from tests.thinning import thinned
 
 SIZES = (3, 7, 4, 12, 6, 5)
 ROUNDS, COHORT = 3, 2
@@ -147,7 +148,7 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
 
 
 @EVERY
-@pytest.mark.parametrize("plan", ["vmap", "loop", pytest.param("debug", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
 def test_plans_agree(kind: type[Algorithm], plan: str):
     rounds = 1 if plan == "debug" else ROUNDS  # operation by operation a round takes long
     one = run(example(kind), rounds=rounds) if plan == "debug" else reference(kind)

@@ -16,6 +16,7 @@ from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_alg
 from fedrax.data import load
 from fedrax.models import Logistic
 from tests.simulation.problems import TASK, make_federation, run
+from tests.thinning import thinned
 
 FEDERATION = make_federation(test_rows=0)
 
@@ -115,7 +116,7 @@ def test_a_base_without_what_it_leaves_open_is_refused():
         check_algorithm(Idle)
 
 
-@pytest.mark.parametrize("kind", [FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK])
+@pytest.mark.parametrize("kind", thinned([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK]))
 def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)
 

@@ -18,6 +18,7 @@ from fedrax.contract.wrapper import Wrapper
 from fedrax.experiments.methods import algorithms
 from fedrax.simulation.setup import prepare
 from tests.contract.test_every_algorithm import FEDERATION, SIZES, TASK, assert_close, example, run
+from tests.thinning import thinned
 
 LOCAL = fedrax.LocalSGD(lr=0.02, steps=2, batch_size=3, momentum=0.5, weight_decay=0.1)
 
@@ -61,6 +62,7 @@ CHOICES, PAIRS = dict(other_choices()), dict(wrapped_twice())
 NAMES = [name for name, kind in algorithms().items() if issubclass(kind, Wrapper)]
 RUN = {step: {f"{outer}({NAMES[(i + step) % len(NAMES)]}" for i, outer in enumerate(NAMES)} for step in (1, 0, 4)}
 """Pairs that are run: every wrapper once outside and once inside, and twice more where there is time."""
+FIRST = {name for name in PAIRS if name.rpartition("(")[0] in RUN[1]}
 REFUSED = {
     *(f"{outer}({inner}" for outer in ("efsign", "topk") for inner in ("efsign", "quantised", "randomk", "topk")),
     *(f"personalised({inner}" for inner in ("efsign", "quantised", "randomk", "topk")),
@@ -74,7 +76,7 @@ LOSSY = ("efsign", "quantised", "randomk", "topk")
 """Rounding in another order makes another choice here and there: their plans agree in what they send alone."""
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", thinned(PAIRS, FIRST))
 def test_a_pair_of_wrappers_fits_or_is_refused_in_a_sentence(name: str):
     """Whether it fits shows when the round is traced, before anything is compiled."""
     start = lambda: prepare(PAIRS[name], TASK, FEDERATION, fedrax.Settings(rounds=2, cohort_size=2))  # noqa: E731
@@ -88,12 +90,9 @@ def test_a_pair_of_wrappers_fits_or_is_refused_in_a_sentence(name: str):
 TO_RUN = {name: case for name, case in CHOICES.items() if is_sound(case)} | {
     name: case for name, case in PAIRS.items() if name.rpartition("(")[0] in set().union(*RUN.values()) - REFUSED
 }
-MORE = {name for name in TO_RUN if name in PAIRS and name.rpartition("(")[0] not in RUN[1]}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in TO_RUN]
-)
+@pytest.mark.parametrize("name", thinned(TO_RUN, set(CHOICES) | FIRST))
 def test_clients_in_turn_and_side_by_side_agree(name: str):
     base, other = run(TO_RUN[name], rounds=2), run(TO_RUN[name], rounds=2, plan="vmap", chunk=2)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((base.params, other.params)))

@@ -51,6 +51,7 @@ def test_figure6_shows_every_method_beside_what_is_printed(tmp_path: Path, monke
     assert (tmp_path / "figure6.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("few")
 def test_the_search_counts_what_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = command(losac.main, "figure6-search", tmp_path, monkeypatch)
@@ -60,6 +61,7 @@ def test_the_search_counts_what_is_as_printed(tmp_path: Path, monkeypatch: pytes
         assert row[7] == f"{falls + rises} of 2"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("few")
 def test_the_server_has_losac_s_gradient_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {

@@ -21,6 +21,7 @@ from tests import reference
 from tests.algorithms.problems import make_problem
 from tests.privacy.observed import OTHER_PLANS, assert_gaussian, sent_by, wild_data, zero_task
 from tests.simulation.problems import CLASSES, FEATURES, LOCAL, run
+from tests.thinning import thinned
 
 C, Z, B, LR = 0.8, 1.5, 4, 0.5
 WIDE = zero_task(1000)
@@ -75,7 +76,7 @@ def test_one_key_for_all_steps_is_caught():
         assert_gaussian(noise, LR * Z * C * 2 / B)
 
 
-@pytest.mark.parametrize("rate", [None, 0.4])
+@pytest.mark.parametrize("rate", thinned([None, 0.4]))
 def test_plans_and_devices_agree(rate: float | None):
     algorithm = private(steps=2, rate=rate, microbatch=3)
     base = run(algorithm, rounds=2)

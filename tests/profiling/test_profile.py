@@ -21,6 +21,7 @@ from fedrax.profiling.program import Description, ProgramText
 from fedrax.simulation import plans
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.wrappers.upcycle import Upcycled
+from tests.thinning import thinned
 
 CLASSES, CLIENTS, ROWS = 10, 4, 24
 COHORT, STEPS, BATCH = 3, 4, 6
@@ -82,10 +83,12 @@ def lstm(steps: int, inputs: int, hidden: int) -> int:
 
 @pytest.mark.parametrize(
     ("model", "shape", "flops"),
-    [
-        (TwoNN(), (20,), dense(20, 200, first=True) + dense(200, 200) + output(200)),
-        (LSTM(hidden=16), (5, 8), lstm(5, 8, 16) + output(16)),
-    ],
+    thinned(
+        [
+            (TwoNN(), (20,), dense(20, 200, first=True) + dense(200, 200) + output(200)),
+            (LSTM(hidden=16), (5, 8), lstm(5, 8, 16) + output(16)),
+        ]
+    ),
     ids=["2NN", "LSTM"],
 )
 def test_matrix_products_are_those_counted_by_hand(model: Any, shape: tuple[int, ...], flops: int):
@@ -103,6 +106,7 @@ def test_products_are_counted_with_clients_side_by_side_and_on_one_device():
     assert made.devices == 1 and "wait for other devices" not in {part.name for part in made.parts}
 
 
+@pytest.mark.exhaustive
 def test_compilation_is_measured_anew_each_time():
     first = run(devices=1).compile_seconds
     before = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore

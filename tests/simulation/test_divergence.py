@@ -14,6 +14,7 @@ from fedrax.contract.algorithm import Cohort
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError, checkpoint, read_events
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
+from tests.thinning import thinned
 
 SICK = 5
 PLANS = ["scan", "vmap", "loop", "debug"]
@@ -38,7 +39,9 @@ class Overflowing(fedrax.FedAvg):
         return server._replace(params={"w": server.params["w"] / jnp.where(cohort.round == 2, 0.0, 1.0)}), info
 
 
-@pytest.mark.parametrize(("method", "plan"), [*product(["FedAvg", "Scaffold", "MimeSVRG"], PLANS), ("GradMA", "scan")])
+@pytest.mark.parametrize(
+    ("method", "plan"), thinned([*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")], len(PLANS))
+)
 def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
     algorithm = getattr(fedrax, method)(local=LOCAL)
     script = fedrax.Script(cohorts=COHORTS)

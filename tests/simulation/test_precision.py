@@ -14,6 +14,7 @@ from fedrax.compiled.products import Format, with_operands
 from fedrax.contract.task import Batch
 from fedrax.models import LSTM, LeNet, TwoNN
 from tests.simulation.problems import make_federation
+from tests.thinning import thinned
 
 SHORT = pytest.mark.parametrize("format", ["tensorfloat32", "bfloat16"])
 RNG = np.random.default_rng(0)
@@ -108,7 +109,7 @@ def test_accelerators_get_the_formats_themselves(format: Format, operands: str, 
         assert product.params["precision"] == (jax.lax.Precision.HIGH,) * 2
 
 
-@SHORT
+@pytest.mark.parametrize("format", thinned(["bfloat16", "tensorfloat32"]))
 def test_runs_on_every_plan(format: Format):
     task = classification(TwoNN().build((4,), 3))
     algorithm = FedAvg(local=LocalSGD(lr=0.1, batch_size=4))

@@ -13,6 +13,7 @@ import pytest
 
 import fedrax
 from fedrax.simulation import checkpoint
+from tests.thinning import thinned
 
 CHILD = """
 import json, os, sys
@@ -104,7 +105,7 @@ except fedrax.FedraxError as error:
 """
 
 
-@pytest.mark.parametrize("what", ["sleeps", "is killed"])
+@pytest.mark.parametrize("what", thinned(["is killed", "sleeps"]))
 def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
     """It is waited for, in silence; or the run ends in a sentence, with its checkpoint kept."""
     path = os.pathsep.join(p for p in sys.path if p)

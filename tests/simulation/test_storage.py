@@ -29,6 +29,7 @@ from tests.simulation.problems import (
     make_federation,
     run,
 )
+from tests.thinning import thinned
 
 METHODS = {
     "fedavg": fedrax.FedAvg(local=LOCAL),
@@ -50,7 +51,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return request.param
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS, 2))
 def test_every_method_on_two_devices(name: str, room: int):
     away = run(METHODS[name], **AWAY, **OPTIONS)
     assert_identical(away, run(METHODS[name], **OPTIONS))
@@ -58,7 +59,7 @@ def test_every_method_on_two_devices(name: str, room: int):
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices"), [("scan", 1), ("vmap", 1), ("vmap", 2), ("loop", 1), ("loop", 2), ("debug", 1)]
+    ("plan", "devices"), thinned([("vmap", 2), ("loop", 2), ("scan", 1), ("vmap", 1), ("loop", 1), ("debug", 1)], 2)
 )
 def test_every_plan(plan: str, devices: int):
     options = OPTIONS | {"plan": plan, "devices": devices, "chunk": 2, "rounds": 4}

@@ -14,6 +14,7 @@ from fedrax.contract.table import Table, set_state, state_in
 from fedrax.models import MLP
 from fedrax.simulation.engine import Engine
 from tests.simulation.problems import CLASSES, FEATURES, assert_close, make_federation, run
+from tests.thinning import thinned
 
 CLIENTS, M = 4, 3
 
@@ -89,7 +90,7 @@ class Shifting(fedrax.FedAvg):
 OTHERS = ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"states": "spilled"})
 
 
-@pytest.mark.parametrize("options", OTHERS, ids=str)
+@pytest.mark.parametrize("options", thinned(OTHERS), ids=str)
 def test_tables_are_values_in_every_plan(options):
     """A table that moves into another's place is copied, and only this client's; rows out of range are the nearest."""
     algorithm = Shifting(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=2))

@@ -29,6 +29,7 @@ from fedrax import (
 from fedrax.contract.task import Batch
 from fedrax.models import MLP, from_linen
 from tests.simulation.problems import FEDERATION, assert_identical, run
+from tests.thinning import thinned
 
 ROUNDS, COHORTS, STEPS, ROWS = 3, [[1, 3], [3, 5], [1, 3]], 2, 3
 LOCAL = LocalSGD(lr=0.1, steps=STEPS, batch_size=ROWS)
@@ -152,7 +153,7 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
     np.testing.assert_allclose(result.events[-1]["train_personal_loss"], np.mean(losses), rtol=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
+@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
 def test_plans_agree(plan: str):
     method = Personalised(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
     one, other = (run(method, task=NORM, **OPTIONS, plan=p) for p in ("scan", plan))

@@ -34,6 +34,7 @@ def uniform_index(words: Array, counter: Array | int, n: Array | int, stream: in
     return (bits(words, counter, stream) % jnp.uint32(n)).astype(jnp.int32)
 
 
+@jax.jit  # so that its hundreds of operations are traced once, and not in every program
 def shuffled_index(words: Array, epoch: Array | int, index: Array, n: Array | int) -> Array:
     """Where a shuffle of {0, ..., n - 1} puts the elements ``index``: int32 of ``index``'s shape.
 
