@@ -11,8 +11,8 @@ import pytest
 
 from fedrax import Ditto, FedAvg, FedBuff, FedraxError, LocalSGD, Robust, Settings, simulate, sweep
 from fedrax.contract.schedules import InverseDecay
-from fedrax.simulation import Asynchronous
-from fedrax.simulation.arrivals import arrivals
+from fedrax.simulation import Asynchronous, Availability
+from fedrax.simulation.arrivals import arrivals, read_durations
 from fedrax.simulation.cohorts import _ARRIVALS, generator
 from tests import reference
 from tests.algorithms.problems import make_problem
@@ -90,7 +90,9 @@ def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: i
 
 
 def schedule(trace: Path, rounds: int, buffer: int = 2, at_work: int = 3, seed: int = 0) -> Any:
-    return arrivals(Asynchronous(trace, at_work), rounds, buffer, 7, generator(seed, _ARRIVALS, 0))
+    participation = Asynchronous(trace, at_work)
+    durations = read_durations(participation, 7)
+    return arrivals(participation, durations, rounds, buffer, generator(seed, _ARRIVALS, 0))
 
 
 def test_more_rounds_change_no_earlier_one(trace: Path):
@@ -114,6 +116,27 @@ def test_a_resumed_run_takes_in_what_was_on_its_way(trace: Path, tmp_path: Path)
     resumed, whole = run(6, directory=tmp_path, resume=True), run(6)
     np.testing.assert_array_equal(resumed.params["w"], whole.params["w"])
     assert [e["clock"] for e in resumed.events] == [e["clock"] for e in whole.events]
+
+
+@pytest.mark.parametrize("kind", [Availability, Asynchronous])
+def test_a_trace_is_known_by_what_it_says(kind: type, trace: Path, tmp_path: Path):
+    """A run goes on with its trace from another place, and not with another trace in its place."""
+    if kind is Availability:
+        trace.write_text("round,client\n" + "".join(f"{r},{client}\n" for r in range(3) for client in range(7)))
+        method, make = FedAvg(LOCAL), Availability
+    else:
+        method, make = FedBuff(LOCAL, max_delay=24), lambda path: Asynchronous(path, 3)
+    settings: dict[str, Any] = {"cohort_size": 2, "params": PROBLEM.params, "directory": tmp_path / "run"}
+    run = lambda rounds, path, **more: simulate(  # noqa: E731
+        method, PROBLEM.task, PROBLEM.federation, rounds=rounds, participation=make(path), **settings, **more
+    )
+    run(2, trace)
+    moved = trace.rename(tmp_path / "moved.csv")
+    assert run(3, moved, resume=True).events[-1]["round"] == 3
+    lines = moved.read_text().splitlines()
+    moved.write_text("\n".join([*lines, lines[-1]] if kind is Asynchronous else lines[:-1]) + "\n")
+    with pytest.raises(FedraxError, match="trace of who takes part"):
+        run(4, moved, resume=True)
 
 
 def test_a_sweep_has_the_same_clock(trace: Path):

@@ -43,21 +43,21 @@ class _Work:
 
 
 def arrivals(
-    participation: Asynchronous, rounds: int, buffer: int, num_clients: int, rng: np.random.Generator
+    participation: Asynchronous, durations: list[np.ndarray], rounds: int, buffer: int, rng: np.random.Generator
 ) -> Arrivals:
     """``concurrency`` clients at work at any time; the server steps whenever ``buffer`` uploads have arrived.
 
     A client that has finished is replaced at once by one drawn uniformly from those that are neither at work nor
     waiting in the buffer, which starts from the newest model. Those that finish at one time do so in the order in which
-    they began. Another number of rounds leaves all earlier ones as they are.
+    they began. Another number of rounds leaves all earlier ones as they are. durations: see :func:`read_durations`.
     """
-    at_once = participation.concurrency
+    at_once, num_clients = participation.concurrency, len(durations)
     if at_once + buffer - 1 > num_clients:
         raise FedraxError(
             f"{at_once} clients at work and a buffer of {buffer} uploads take {at_once + buffer - 1} clients or more:"
             f" there are {num_clients}"
         )
-    seconds = [cycle(own.tolist()) for own in read_durations(participation, num_clients)]
+    seconds = [cycle(own.tolist()) for own in durations]
     begun: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
     clock, engaged, waiting, unknown = np.zeros(rounds), set(), [], 0
     heap: list[tuple[float, int, _Work]] = []

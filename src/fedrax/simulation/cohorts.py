@@ -17,7 +17,7 @@ import numpy as np
 from fedrax.contract.client_data import Place
 from fedrax.errors import FedraxError
 from fedrax.files import read_columns
-from fedrax.simulation.arrivals import Arrivals, arrivals
+from fedrax.simulation.arrivals import Arrivals, arrivals, read_durations
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import (
     Asynchronous,
@@ -47,12 +47,14 @@ class Sampler:
         self.settings, self.sizes, self.num_clients = settings, sizes, len(sizes)
         self.given = None if script is None or script.cohorts is None else [np.asarray(c) for c in script.cohorts]
         self.trace: list[np.ndarray] | None = None
+        self.from_file: list[np.ndarray] = []
+        """What the settings name a file for."""
         if self.given is not None:
             self._check_given(self.given)
         elif settings.cohort_size > self.num_clients:
             raise FedraxError(f"cannot sample {settings.cohort_size} clients a round: there are {self.num_clients}")
         elif isinstance(settings.participation, Availability):
-            self.trace = read_trace(settings.participation, self.num_clients)
+            self.trace = self.from_file = read_trace(settings.participation, self.num_clients)
         elif isinstance(settings.participation, FixedList):
             self.trace = [check_list(settings.participation.clients, self.num_clients)]
         elif isinstance(settings.participation, Turns):
@@ -60,8 +62,9 @@ class Sampler:
             self.trace = np.split(order, range(settings.cohort_size, self.num_clients, settings.cohort_size))
         self.arrivals: Arrivals | None = None
         if self.given is None and isinstance(settings.participation, Asynchronous):
-            rng, numbers = generator(settings.seed, _ARRIVALS, 0), (settings.rounds, settings.cohort_size)
-            self.arrivals = arrivals(settings.participation, *numbers, self.num_clients, rng)
+            self.from_file = read_durations(settings.participation, self.num_clients)
+            numbers, rng = (settings.rounds, settings.cohort_size), generator(settings.seed, _ARRIVALS, 0)
+            self.arrivals = arrivals(settings.participation, self.from_file, *numbers, rng)
         self.empty = np.flatnonzero(sizes == 0)
         if len(self.empty):
             raise FedraxError(f"client {self.empty[0]} has no samples ({len(self.empty)} such clients)")

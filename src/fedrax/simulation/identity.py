@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -36,15 +36,22 @@ def identify(
     settings: Settings,
     federation: Federation,
     script: Script | None,
+    from_file: Sequence[np.ndarray],
     program: ClosedJaxpr,
     start: Tree,
 ) -> dict[str, str]:
-    """A digest by what it is of. Equal ones mean equal numbers, on equal devices."""
+    """A digest by what it is of. Equal ones mean equal numbers, on equal devices.
+
+    from_file: what the file holds that the settings name for who takes part; where it lies decides nothing.
+    """
     given = () if script is None else jax.tree.leaves(vars(script))
+    if from_file:
+        settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
     return {
         **of_data(federation),
         "method": _digest([repr(algorithm)]),
         "settings": _digest([repr(dataclasses.replace(settings, **_FREE)), *given]),
+        **({"trace of who takes part": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _digest([_text(program), *program.consts]),
     }

@@ -143,7 +143,9 @@ def prepare(
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=info,
         traced=traced,
-        identity=identify(algorithm, settings, federation, script, traced.program, start) if directory else None,
+        identity=identify(algorithm, settings, federation, script, sampler.from_file, traced.program, start)
+        if directory
+        else None,
     )
 
 
