@@ -1,4 +1,4 @@
-"""Convolutions, max pooling and sums in the forms that XLA's CPU backend runs fast inside compiled loops.
+"""Convolutions in the forms that XLA's CPU backend runs fast inside compiled loops.
 
 XLA:CPU hands a convolution to its matrix-product library only where images lie as [batch, space, channels] and
 kernels as [space, channels in, channels out]. It brings convolutions of other forms, such as the gradients of
@@ -15,7 +15,7 @@ height, width and the like, and k for these axes of a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
 from fedrax.compiled.rewriting import rewritten
 
 Pads = tuple[tuple[int, int], ...]
@@ -31,6 +32,10 @@ _MOST_TAPS = 128
 """Entries of a window up to which it is worth laying them out one after another."""
 _MOST_GROUPS = 64
 """Groups of channels up to which each gets a product of its own."""
+_MOST_SAMPLES = 128
+"""Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
+_FEW, _VERY_FEW = 16, 4
+"""Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
 
 def fast_on_cpu(function: Callable) -> Callable:
@@ -74,7 +79,9 @@ def convolution(inputs: list[Array], params: dict) -> Array | None:
     elif (y := _over_all_pixels(x, kernel, numbers, window, params)) is not None:
         pass
     else:
-        x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*entries, into, out)
+        kernel = kernel.transpose(*entries, into, out)
+        turned = (batch, channel, *pixels) == (x.ndim - 1, *range(x.ndim - 1))  # of a kernel's gradient
+        x = _last_to_first(x) if turned else x.transpose(batch, *pixels, channel)
         if params["batch_group_count"] > 1:
             groups = params["batch_group_count"]
             x = _groups_of_batch_to_channels(x, groups)
@@ -109,6 +116,16 @@ def _over_all_pixels(x: Array, kernel: Array, numbers: Any, window: Window, para
     columns, upstream = seen.reshape(pixels, -1), kernel.reshape(pixels, -1)
     y = lax.dot_general(columns, upstream, (((0,), (0,)), ((), ())), params["precision"])
     return y.reshape(len(y), *(1 for _ in window.strides), -1)
+
+
+def _last_to_first(x: Array) -> Array:
+    """[N, space, C] -> [C, space, N]."""
+    if x.dtype != jnp.float32 or len(x) > _MOST_SAMPLES:
+        return jnp.swapaxes(x, 0, -1)
+    # a product with the identity: a transposition goes number by number, and computes for each what x is computed of
+    flat, identity = x.reshape(len(x), -1), jnp.eye(len(x), dtype=x.dtype)
+    turned = lax.dot_general(flat, identity, (((0,), (0,)), ((), ())), lax.Precision.HIGHEST)
+    return jnp.moveaxis(turned.reshape(*x.shape[1:], len(x)), -2, 0)
 
 
 def _out_shape(x: Array, kernel: Array, params: dict) -> tuple[int, ...]:
@@ -174,10 +191,76 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         return y.reshape(len(x), *out, -1)
     if x.dtype != jnp.float32 or len(entries) > 3:
         return _by_columns(x, kernel, window, out, precision)
+    if window.gaps != unit and window.strides == window.dilation == unit:
+        return _between_pixels(x, kernel, window, out, precision)
+    count = _neighbours(kernel, window, out)
+    if count > 1:
+        step, none = window.strides[-1], (0,) * (len(entries) - 1)
+        kernel = _beside([kernel] * count, [(*none, i * step) for i in range(count)])
+        window = window._replace(strides=(*window.strides[:-1], count * step))
     numbers = lax.ConvDimensionNumbers(*_canonical(len(entries)))
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
+    ).reshape(len(x), *out, -1)
+
+
+def _neighbours(kernel: Array, window: Window, out: tuple[int, ...]) -> int:
+    """How many neighbours along the last axis of space are best computed as channels of one place.
+
+    They share what they read, and products of few channels take as long as those of some more. Zeros in the kernel are
+    what it costs.
+    """
+    entries, step = kernel.shape[:-2], window.strides[-1]
+    channels, results = kernel.shape[-2:]
+    if len(entries) != 2 or channels > _FEW or window.gaps[-1] > 1 or window.dilation[-1] > 1:
+        return 1
+    enough = 24 if channels > _VERY_FEW else 48
+    if results >= enough:
+        return 1
+    fitting = [n for n in (2, 4) if out[-1] % n == 0 and (n - 1) * step <= entries[-1]]
+    return min((n for n in fitting if n * results >= enough), default=max(fitting, default=1))
+
+
+def _beside(kernels: Sequence[Array], before: Sequence[Sequence[int]]) -> Array:
+    """n of [k, C, D] -> [k', C, n D]: each in a larger kernel, this many entries ``before`` its own on each axis."""
+    ends = [
+        [at + n for at, n in zip(low, kernel.shape, strict=False)] for kernel, low in zip(kernels, before, strict=True)
+    ]
+    sizes = list(map(max, zip(*ends, strict=True)))
+    placed = [
+        jnp.pad(kernel, [*((at, size - end) for at, size, end in zip(low, sizes, last, strict=True)), (0, 0), (0, 0)])
+        for kernel, low, last in zip(kernels, before, ends, strict=True)
+    ]
+    return jnp.stack(placed, -2).reshape(*placed[0].shape[:-1], -1)
+
+
+def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
+    """The kernel over images with zeros between their pixels, as in the gradient of one with strides.
+
+    Of places that lie ``gaps`` apart each sees the same entries of the kernel. So they are channels of one place of a
+    kernel over the images without zeros.
+    """
+    gaps, axes = window.gaps, len(out)
+    # for each axis and phase the first entry of the kernel that meets a pixel, and which pixel that is
+    meets = [
+        [((low - phase) % gap, (phase - low + (low - phase) % gap) // gap) for phase in range(gap)]
+        for (low, _), gap in zip(window.pads, gaps, strict=True)
+    ]
+    least = [min(pixel for _, pixel in phases) for phases in meets]
+    together = list(product(*meets))
+    kernel = _beside(
+        [kernel[tuple(slice(meet[0], None, gap) for meet, gap in zip(phase, gaps, strict=True))] for phase in together],
+        [[meet[1] - low for meet, low in zip(phase, least, strict=True)] for phase in together],
     )
+    blocks = [-(-n // gap) for n, gap in zip(out, gaps, strict=True)]
+    needed = [low + n + size - 1 for low, n, size in zip(least, blocks, kernel.shape, strict=False)]
+    pads = tuple((-low, end - n) for low, end, n in zip(least, needed, x.shape[1:-1], strict=True))
+    unit = (1,) * axes
+    x, window = _without_needless(x, Window(unit, pads, unit, unit))
+    y = _dense(x, kernel, window, precision).reshape(len(x), *blocks, *gaps, -1)
+    y = y.transpose(0, *(axis for i in range(axes) for axis in (1 + i, 1 + i + axes)), y.ndim - 1)
+    y = y.reshape(len(x), *(n * gap for n, gap in zip(blocks, gaps, strict=True)), -1)
+    return lax.slice(y, (0,) * y.ndim, (len(x), *out, y.shape[-1]))
 
 
 def _canonical(space: int) -> tuple[tuple[int, ...], ...]:
@@ -255,82 +338,6 @@ def _depthwise_gradient(images: Array, upstream: Array, window: Window, places: 
 
     zero = jnp.zeros((math.prod(places), channels, several), images.dtype)
     return lax.scan(add, zero, (images, upstream))[0].reshape(*places, -1)
-
-
-# --- Max pooling --------------------------------------------------------------------------------------
-
-
-def max_pool_gradient(inputs: list[Array], params: dict) -> Array | None:
-    """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
-    source, operand = inputs
-    sizes, strides, pads = params["window_dimensions"], params["window_strides"], params["padding"]
-    known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
-    if not known or math.prod(sizes) > _MOST_TAPS or operand.size == 0 or source.size == 0:
-        return None
-    padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), [(low, high, 0) for low, high in pads])
-    pixels = list(product(*map(range, sizes)))
-    first = _first_maximum(padded, pixels, strides, source.shape)
-    parts = {pixel: jnp.where(first == number, source, 0) for number, pixel in enumerate(pixels)}
-    total = _sum_of_windows(parts, sizes, strides, source.shape)
-    # windows need not reach the last pixels, and may go beyond them by less than a stride
-    room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
-    total = lax.pad(total, jnp.zeros((), total.dtype), room)
-    low = [pad for pad, _ in pads]
-    return lax.slice(total, low, [at + n for at, n in zip(low, operand.shape, strict=True)])
-
-
-def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The number of the pixel at which each window of x has its first maximum, int32 [shape]."""
-    best, first = None, jnp.zeros(shape, jnp.int32)
-    for number, pixel in enumerate(pixels):
-        stop = [i + (n - 1) * s + 1 for i, n, s in zip(pixel, shape, strides, strict=True)]
-        seen = lax.slice(x, pixel, stop, strides)
-        if best is not None:
-            first = jnp.where(seen > best, jnp.int32(number), first)
-        best = seen if best is None else jnp.maximum(best, seen)
-    return lax.optimization_barrier(first)  # not computed anew for every pixel
-
-
-def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The sum over windows [shape], ``strides`` apart, of what each gives to its pixels.
-
-    ``parts`` holds what is given, [shape], by pixel of the window. Pixels a whole number of strides apart are
-    summed together; the sums are interleaved at last.
-    """
-    reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
-    full = tuple(n + r - 1 for n, r in zip(shape, reach, strict=True))
-    zero = jnp.zeros((), next(iter(parts.values())).dtype)
-    sums = []
-    for rest in product(*map(range, strides)):
-        total = jnp.zeros(full, zero.dtype)
-        for steps in product(*map(range, reach)):
-            pixel = tuple(q * s + r for q, s, r in zip(steps, strides, rest, strict=True))
-            if pixel in parts:
-                around = [(q, r - 1 - q, 0) for q, r in zip(steps, reach, strict=True)]
-                total = total + lax.pad(parts[pixel], zero, around)
-        sums.append(total)
-    axes = len(strides)
-    interleaved = [axis for i in range(axes) for axis in (axes + i, i)]
-    sums = jnp.stack(sums).reshape(*strides, *full).transpose(interleaved)
-    return sums.reshape([n * s for n, s in zip(full, strides, strict=True)])
-
-
-# --- Sums ---------------------------------------------------------------------------------------------
-
-
-def sum_in_steps(inputs: list[Array], params: dict) -> Array | None:
-    """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
-
-    XLA:CPU adds vectors where the last axis stays, and single numbers where it goes.
-    """
-    (x,), axes = inputs, params["axes"]
-    if x.dtype not in (jnp.float32, jnp.float64):
-        return None
-    last = {axis for axis in axes if all(other in axes for other in range(axis, x.ndim))}
-    first = tuple(axis for axis in axes if axis not in last)
-    if not last or not first:
-        return None
-    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
 
 
 _RULES = {

@@ -1,0 +1,82 @@
+"""Max pooling's gradient, and sums, in the forms that XLA's CPU backend runs fast."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+_MOST_TAPS = 128
+"""Entries of a window up to which it is worth laying them out one after another."""
+
+
+def max_pool_gradient(inputs: list[Array], params: dict) -> Array | None:
+    """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
+    source, operand = inputs
+    sizes, strides, pads = params["window_dimensions"], params["window_strides"], params["padding"]
+    known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
+    if not known or math.prod(sizes) > _MOST_TAPS or operand.size == 0 or source.size == 0:
+        return None
+    padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), [(low, high, 0) for low, high in pads])
+    pixels = list(product(*map(range, sizes)))
+    first = _first_maximum(padded, pixels, strides, source.shape)
+    parts = {pixel: jnp.where(first == number, source, 0) for number, pixel in enumerate(pixels)}
+    total = _sum_of_windows(parts, sizes, strides, source.shape)
+    # windows need not reach the last pixels, and may go beyond them by less than a stride
+    room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
+    total = lax.pad(total, jnp.zeros((), total.dtype), room)
+    low = [pad for pad, _ in pads]
+    return lax.slice(total, low, [at + n for at, n in zip(low, operand.shape, strict=True)])
+
+
+def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The number of the pixel at which each window of x has its first maximum, int32 [shape]."""
+    best, first = None, jnp.zeros(shape, jnp.int32)
+    for number, pixel in enumerate(pixels):
+        stop = [i + (n - 1) * s + 1 for i, n, s in zip(pixel, shape, strides, strict=True)]
+        seen = lax.slice(x, pixel, stop, strides)
+        if best is not None:
+            first = jnp.where(seen > best, jnp.int32(number), first)
+        best = seen if best is None else jnp.maximum(best, seen)
+    return lax.optimization_barrier(first)  # not computed anew for every pixel
+
+
+def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The sum over windows [shape], ``strides`` apart, of what each gives to its pixels.
+
+    ``parts`` holds what is given, [shape], by pixel of the window. Pixels a whole number of strides apart are
+    summed together; the sums are interleaved at last.
+    """
+    reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
+    full = tuple(n + r - 1 for n, r in zip(shape, reach, strict=True))
+    zero = jnp.zeros((), next(iter(parts.values())).dtype)
+    sums = []
+    for rest in product(*map(range, strides)):
+        total = jnp.zeros(full, zero.dtype)
+        for steps in product(*map(range, reach)):
+            pixel = tuple(q * s + r for q, s, r in zip(steps, strides, rest, strict=True))
+            if pixel in parts:
+                around = [(q, r - 1 - q, 0) for q, r in zip(steps, reach, strict=True)]
+                total = total + lax.pad(parts[pixel], zero, around)
+        sums.append(total)
+    axes = len(strides)
+    interleaved = [axis for i in range(axes) for axis in (axes + i, i)]
+    sums = jnp.stack(sums).reshape(*strides, *full).transpose(interleaved)
+    return sums.reshape([n * s for n, s in zip(full, strides, strict=True)])
+
+
+def sum_in_steps(inputs: list[Array], params: dict) -> Array | None:
+    """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
+
+    XLA:CPU adds vectors where the last axis stays, and single numbers where it goes.
+    """
+    (x,), axes = inputs, params["axes"]
+    if x.dtype not in (jnp.float32, jnp.float64):
+        return None
+    last = {axis for axis in axes if all(other in axes for other in range(axis, x.ndim))}
+    first = tuple(axis for axis in axes if axis not in last)
+    if not last or not first:
+        return None
+    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
