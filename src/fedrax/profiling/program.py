@@ -25,7 +25,7 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Which operand holds what is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-_STRUCTURE |= {"conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
+_STRUCTURE |= {"eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
 """What names of operations hold besides scopes: how JAX executes them, and what `fast_on_cpu` makes others of."""
 
 
@@ -182,7 +182,8 @@ class ProgramText:
         op = self.operations[name]
         inside = [op, *self._fused(op)]
         product = next((o for o in inside if self._flops(o)), None)
-        title = (product or op).op_name or next((o.op_name for o in inside if o.op_name), "")
+        named = product or next(filter(_is_depthwise, inside), op)
+        title = named.op_name or next((o.op_name for o in inside if o.op_name), "")
         scopes = title.rpartition(f"{GRADIENT}/")[2].split("/")
         direction = "backward" if "transpose(" in title else "forward"
         if self.scope(name)[1] != GRADIENT:
@@ -253,11 +254,16 @@ def _shape(op: Instruction) -> str:
     return "×".join(map(str, max((shape for _, shape in op.shapes), key=math.prod, default=()))) or "1"
 
 
+def _is_depthwise(op: Instruction) -> bool:
+    """Whether it multiplies for a convolution of each channel alone."""
+    return "conv_general_dilated/" in op.op_name and op.opcode == "multiply"
+
+
 def _what(inside: list[Instruction], product: Instruction | None, convolution: bool) -> str:
     opcodes = {op.opcode for op in inside}
     if product is not None:
         return "convolution" if convolution else "product"
-    if any("conv_general_dilated/" in op.op_name and op.opcode == "multiply" for op in inside):
+    if any(map(_is_depthwise, inside)):
         return "depthwise convolution"
     if any("select_and_scatter_add/" in op.op_name for op in inside) or "reduce-window" in opcodes:
         return "pooling"
