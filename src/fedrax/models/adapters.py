@@ -41,6 +41,7 @@ def from_linen(module: Any, sample_input: Array, *, features: Part | None = None
 
     call = type(module).__call__
 
+    @jax.jit  # for its shapes, and for the start: traced once
     def variables_of(key: Array) -> dict[str, Any]:
         return module.init({"params": key}, sample_input, **modes(call, train=False))
 
@@ -62,7 +63,8 @@ def from_linen(module: Any, sample_input: Array, *, features: Part | None = None
         return outputs, {**statistics, **moved}
 
     try:
-        jax.eval_shape(lambda v: module.apply(v, sample_input, **modes(call, train=False)), shapes)
+        if collections:
+            jax.eval_shape(lambda v: module.apply(v, sample_input, **modes(call, train=False)), shapes)
     except errors.ModifyScopeVariableError:
         raise FedraxError(
             f"{type(module).__name__} moves its statistics in evaluation too: give its __call__ an argument train, and "
