@@ -22,6 +22,7 @@ from tests.reference_others import (
     FedBuff,
     FedExP,
     FedLion,
+    PFedMe,
     QFedAvg,
     QuantisedDown,
     Robust,
@@ -295,41 +296,6 @@ class FedNova(Method):
             direction = direction + p.weight * (result.params - self.x) / weighs
             tau += p.weight * weighs
         self.x = self.rule.step(self.x, tau * direction, parts[0].round)
-
-
-@dataclass
-class PFedMe(Method):
-    lam: float = 15.0
-    inner_steps: int = 5
-    inner_lr: float = 0.05
-    restart: bool = False
-
-    def start(self):
-        self.theta = [self.x for _ in self.clients]
-
-    def round(self, parts):
-        delta = 0
-        for p in parts:
-            w, theta = self.own_steps(p)
-            self.theta[p.client] = theta
-            delta = delta + p.weight * (w - self.x)
-        self.x = self.rule.step(self.x, delta, parts[0].round)
-
-    def own_steps(self, p: Part) -> tuple[Vector, Vector]:
-        """w and theta_i after the local steps from x."""
-        client, w, theta = self.clients[p.client], self.x, self.x
-        scale = factor(client.local.schedule, p.round)
-        clip = None if client.local.clip is None else client.local.clip * scale
-        for t in range(client.num_steps(p.work)):
-            theta = w if self.restart else theta
-            for _ in range(self.inner_steps):
-                g = client.step_gradient(theta, t, p.blocks) + client.local.weight_decay * theta
-                theta = theta - self.inner_lr * (g + self.lam * (theta - w))
-            w = client.move(w, self.lam * (w - theta), client.local.lr * scale, clip)
-        return w, theta
-
-    def client_state(self, i):
-        return {"personal": self.theta[i]}
 
 
 @dataclass
