@@ -19,6 +19,8 @@ from fedrax.errors import FedraxError
 CONFIDENCE = 0.95
 _MOST_MU = 30.0
 """A mu beyond which no more is said."""
+_SHARES = np.concatenate([[0.001, 0.003, 0.01], np.linspace(0.02, 0.98, 49), [0.99, 0.997, 0.999]])
+"""Of what was seen, on one side of the thresholds that are tried."""
 _DOUBT = 3.5
 """Deviations from which on two spreads, or a distribution and the normal one, count as different."""
 
@@ -109,7 +111,7 @@ def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray)
     """Directions found by the first runs, with thresholds among the second."""
     for direction in directions:
         seen = np.concatenate([pick_a @ direction, pick_b @ direction])
-        for threshold in np.quantile(seen, np.linspace(0.02, 0.98, 49)):
+        for threshold in np.quantile(seen, _SHARES):
             yield direction, float(threshold)
 
 
