@@ -1,9 +1,10 @@
-"""What DP-SGD costs: a private local step against a plain one, in fedrax and in PyTorch with Opacus.
+"""What privacy costs: a private local step against a plain one, in fedrax and in PyTorch with Opacus, and a round with
+client-level privacy against one without.
 
 ``python -m benchmarks.privacy`` takes local steps of batches of 64 on one client and one thread, each in a fresh
-process, counts the processor's time, which others' work on the machine hardly changes, appends the runs to
-``results/privacy.jsonl`` and writes ``privacy.md``. Opacus has an environment of its own, made on first use under
-``--cache``.
+process, and rounds of W1 on all cores, plain and private in turn in one process. It counts the processor's time, which
+others' work on the machine hardly changes, appends the runs to ``results/privacy.jsonl`` and writes ``privacy.md``.
+Opacus has an environment of its own, made on first use under ``--cache``.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ if TYPE_CHECKING:
 
 RAW = RESULTS / "privacy.jsonl"
 BATCH = 64
+SAMPLES = 60
+"""Of a client of W1."""
 MODELS = {"W1": ("2NN 784-200-200-10", (784,), 100), "W3": ("LeNet on 32x32x3", (32, 32, 3), 8)}
 """Text, a sample's shape in fedrax, and the steps of a round."""
 ROUNDS = 8
 OURS = {"fedrax": "plain", "fedrax, SampleDP": "private"}
 THEIRS = {"PyTorch": "plain", "Opacus": "hooks", "Opacus, ghost clipping": "ghost"}
+AT = {"FedAvg": None, "ClientDP, noise at the server": "server", "ClientDP, noise at the clients": "client"}
+"""Ways of a round of W1: where the noise is added."""
+BLOCK, BLOCKS, TURNS = 20, 3, 5
+"""Rounds that are timed together, how many such in a run after one for warmth, and runs of each way in turn."""
 ONE_THREAD: dict[str, Any] = {
     "JAX_NUM_CPU_DEVICES": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
@@ -50,10 +57,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only write the last session's page again")
     arguments = parser.parse_args()
     if arguments.point:
-        print(RESULT_PREFIX + json.dumps(measure_here(**json.loads(arguments.point))))
+        point = json.loads(arguments.point)
+        print(RESULT_PREFIX + json.dumps(measure_here(**point) if point else measure_rounds()))
         return
     session = Session.latest(RAW) if arguments.report else measure(arguments)
-    print(table(session))
+    print(table(session), rounds_table(session), sep="\n\n")
     print("wrote", write_report(session, arguments.out))
 
 
@@ -62,6 +70,10 @@ def measure(arguments: argparse.Namespace) -> Session:
     python = ensure_environment("opacus", arguments.cache) / "python"
     session = Session.start(RAW)
     for repeat in range(1, arguments.repeats + 1):
+        rounds = measure_point("benchmarks.privacy", {}, arguments.max_wait)
+        if "failed" in rounds:
+            raise SystemExit(f"error: rounds of W1 failed: {rounds['failed']}")
+        session.add({"repeat": repeat} | rounds)
         for model, (_, _, steps) in MODELS.items():
             for name, how in (OURS | THEIRS).items():
                 point = {"model": model, "how": how, "batch": BATCH, "steps": steps, "rounds": ROUNDS}
@@ -78,20 +90,46 @@ def measure(arguments: argparse.Namespace) -> Session:
     return session
 
 
-class ProcessorTime:
-    """A sink that notes the processor's time at each event; a run with ``eval_every=1`` has one after each round."""
+class Clocks:
+    """A sink that notes the processor's time and the hour at each event with metrics, which ends a block of rounds."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.processor: list[float] = []
+        self.wall: list[float] = []
 
     def start(self, run: RunInfo) -> None:
         pass
 
     def event(self, event: Event) -> None:
-        self.seconds.append(time.process_time())
+        self.processor.append(time.process_time())
+        self.wall.append(time.perf_counter())
 
     def finish(self, result: Result | None) -> None:
         pass
+
+
+def measure_rounds() -> dict[str, Any]:
+    """Seconds a round of W1's sizes, on random samples, with and without client-level privacy: of each block."""
+    from benchmarks.fedrax_problems import model_of
+    from fedrax import ClientDP, FedAvg, Federation, LocalSGD, classification, simulate, use_all_cores
+
+    use_all_cores()
+    w, rng = WORKLOADS["W1"], np.random.default_rng(0)
+    x, y = rng.random((w.clients * SAMPLES, 784), np.float32), rng.integers(10, size=w.clients * SAMPLES)
+    offsets = np.arange(w.clients + 1) * SAMPLES
+    federation = Federation.from_arrays(x, y, offsets=offsets, num_classes=10, test=(x[:1], y[:1]), shuffle=False)
+    plain = FedAvg(local=LocalSGD(lr=w.learning_rate, epochs=w.epochs, batch_size=w.batch, order="stored"))
+    task = classification(model_of(w))
+    settings: dict[str, Any] = {"rounds": BLOCK * (BLOCKS + 1), "cohort_size": w.cohort, "eval_every": BLOCK}
+    found: dict[str, Any] = {name: {"processor": [], "wall": []} for name in AT}
+    for turn in range(TURNS + 1):  # in the first one all are compiled
+        for name, at in AT.items():
+            clocks = Clocks()
+            algorithm = plain if at is None else ClientDP(plain, at=at)  # type: ignore[arg-type]
+            simulate(algorithm, task, federation, sinks=[clocks], weights="uniform", progress=False, **settings)
+            for clock, noted in vars(clocks).items() if turn else ():
+                found[name][clock] += (np.diff(noted[BLOCK - 1 :: BLOCK]) / BLOCK).tolist()
+    return {"rounds": found}
 
 
 def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -99,7 +137,7 @@ def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> d
     from benchmarks.fedrax_problems import model_of
     from fedrax import FedAvg, Federation, LocalSGD, SampleDP, classification, simulate
 
-    rng, count, sink = np.random.default_rng(0), batch * steps, ProcessorTime()
+    rng, count, sink = np.random.default_rng(0), batch * steps, Clocks()
     x, y = rng.random((count, *MODELS[model][1]), np.float32), rng.integers(10, size=count)
     federation = Federation.from_arrays(x, y, np.zeros(count, int), num_classes=10, test=(x[:1], y[:1]))
     plain = FedAvg(local=LocalSGD(lr=0.01, steps=steps, batch_size=batch))
@@ -108,7 +146,7 @@ def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> d
     simulate(
         SampleDP(plain) if how == "private" else plain, task, federation, sinks=[sink], weights="uniform", **settings
     )
-    return {"seconds": np.diff(sink.seconds)[1:].tolist()}
+    return {"seconds": np.diff(sink.processor)[1:].tolist()}
 
 
 def step(run: dict[str, Any]) -> float:
@@ -120,7 +158,7 @@ def table(session: Session) -> str:
     """A row for each model and way: the median over repeats."""
     rows = []
     for model, (text, _, _) in MODELS.items():
-        runs = [run for run in session.runs if run["model"] == model]
+        runs = [run for run in session.runs if run.get("model") == model]
         cost = {name: statistics.median(step(r) for r in runs if r["name"] == name) for name in OURS | THEIRS}
         for names in (OURS, THEIRS):
             for name in names:
@@ -130,6 +168,21 @@ def table(session: Session) -> str:
                 rows.append((text, name, number(1e3 * cost[name]), *against, f"{memory:.0f}", f"{foreign:.2f}"))
     head = ("model", "steps of", "ms a step", "× plain", "× Opacus", "peak MB", "foreign CPU")
     return markdown_table(head, rows)
+
+
+def rounds_table(session: Session) -> str:
+    """A row for each way of a round: medians over all blocks of all repeats."""
+    runs = [run["rounds"] for run in session.runs if "rounds" in run and "model" not in run]
+
+    def median(name: str, clock: str) -> float:
+        return statistics.median(seconds for run in runs for seconds in run[name][clock])
+
+    rows = []
+    for name in AT:
+        cost = {clock: median(name, clock) for clock in ("processor", "wall")}
+        against = [f"{cost[clock] / median('FedAvg', clock):.2f}" for clock in cost]
+        rows.append((name, *(number(1e3 * seconds) for seconds in cost.values()), *against))
+    return markdown_table(("W1", "processor ms a round", "wall ms", "processor × plain", "wall × plain"), rows)
 
 
 def write_report(session: Session, out: Path) -> Path:
@@ -143,7 +196,13 @@ def write_report(session: Session, out: Path) -> Path:
         "library.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
-    return write_page(out / "privacy.md", ["# The cost of DP-SGD", introduction, table(session)])
+    rounds = (
+        f"Rounds of W1 ({WORKLOADS['W1'].cohort} clients, random samples), on all cores, with client-level privacy and "
+        f"without: runs in turn in one process, medians over blocks of {BLOCK} rounds, the ledger's work among it. "
+        "Noise at the clients is drawn for each of them, noise at the server once."
+    )
+    page = ["# The cost of privacy", introduction, table(session), rounds, rounds_table(session)]
+    return write_page(out / "privacy.md", page)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import audits, privacy
+from benchmarks.broken_mechanisms import BROKEN
 from benchmarks.sessions import Session
 from tests.benchmarks.test_storage_benchmark import MACHINE
 
@@ -25,15 +26,25 @@ def test_a_claim_below_its_bound_fails_the_audit_and_so_does_a_blind_one(tmp_pat
         "together": 0.9,
         "claimed": 1.0,
     }
-    sound, broken = fine | {"broken": False}, fine | {"broken": True, "proven": 3.0, "together": 2.0}
-    session = Session(tmp_path / "a.jsonl", HEADER, [sound, broken, {"seconds": 60.0}])
+    broken = fine | {"fault": "a leaf left out", "noise": 1.0, "proven": 3.0, "together": 2.0}
+    session = Session(tmp_path / "a.jsonl", HEADER, [fine, broken, {"seconds": 60.0}])
     assert audits.failures(session) == []  # above the claim by itself, but not together with all others
-    assert "| ClientDP | always | 1 | 1.10 to 1.10 | 1 | 0 |" in audits.table(session)
+    table = audits.table(session)
+    assert "| ClientDP | always | 1 | 1.10 to 1.10 | 1 | 0 |" in table
+    assert "| ClientDP, a leaf left out | always | 1 | 3.00 to 3.00 | 1 | 1 |" in table
     assert "1 of 1 are" in audits.write_report(session, tmp_path).read_text()
-    session.runs[0] = sound | {"together": 1.05}
+    session.runs[0] = fine | {"together": 1.05}
     assert audits.failures(session) == ["ClientDP of FedAvg is refuted"]
-    session.runs[:2] = [sound, broken | {"together": 0.5}]
-    assert audits.failures(session) == ["no mechanism with too little noise was caught"]
+    session.runs[:2] = [fine, broken | {"together": 0.5}]
+    assert audits.failures(session) == ["ClientDP with a leaf left out, noise 1.0, is not caught"]
+
+
+def test_every_fault_is_at_the_server_and_at_the_client():
+    every = list(audits.broken())
+    assert {(fault, vars(runs_as)["at"]) for fault, _, runs_as in every} == {
+        (f, a) for f in BROKEN for a in ("server", "client")
+    }
+    assert all(one.private.releases() == runs_as.releases() for _, one, runs_as in every)
 
 
 def test_steps_are_compared_with_plain_ones_and_with_opacus(tmp_path):
@@ -44,6 +55,9 @@ def test_steps_are_compared_with_plain_ones_and_with_opacus(tmp_path):
         for model in privacy.MODELS
         for name, c in cost.items()
     ]
-    session = Session(tmp_path / "a.jsonl", HEADER, runs)
+    seconds = {"FedAvg": 0.01, "ClientDP, noise at the server": 0.011, "ClientDP, noise at the clients": 0.02}
+    rounds = {name: {"processor": [2 * s, s, s], "wall": [s / 2] * 3} for name, s in seconds.items()}
+    session = Session(tmp_path / "a.jsonl", HEADER, [{"repeat": 1, "rounds": rounds}, *runs])
+    assert "| ClientDP, noise at the server | 11 | 5.5 | 1.10 | 1.10 |" in privacy.rounds_table(session)
     assert "| fedrax, SampleDP | 2.5 | 2.50 | 0.25 | 9 | 0.00 |" in privacy.table(session)
     assert "Opacus 1.6.0" in privacy.write_report(session, tmp_path).read_text()

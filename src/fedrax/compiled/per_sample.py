@@ -21,6 +21,9 @@ from fedrax.compiled.convolutions import fast_on_cpu
 from fedrax.compiled.rewriting import evaluated, laid_out
 from fedrax.tree import Tree
 
+_LONG = 1 << 12
+"""The shortest gradient, in numbers, that is worth a turn of a loop."""
+
 
 def clipped_sum(gradient: Callable[..., Tree], params: Tree, *samples: Tree, bound: Any, counts: Array) -> Tree:
     """sum_b min(1, bound / |g_b|) g_b, with g_b = gradient(params, *samples_b) and the length over all its leaves.
@@ -28,14 +31,10 @@ def clipped_sum(gradient: Callable[..., Tree], params: Tree, *samples: Tree, bou
     samples: pytrees of arrays [B, ...]. counts: bool [B], False for samples to leave out. A gradient with a length that
     is not finite counts as zero. Each g_b computed in float32 or above is within the bound but for float rounding.
     """
-    batched = fast_on_cpu(jax.vmap(gradient, (None, *(0 for _ in samples))))
-    closed, structure = laid_out(batched, params, *samples)
-    jaxpr = closed.jaxpr
-    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-    found = [_outer_product(v, makers) for v in jaxpr.outvars]
+    closed, structure, found = _traced(gradient, params, *samples)
     wanted = [
         atoms
-        for v, product in zip(jaxpr.outvars, found, strict=True)
+        for v, product in zip(closed.jaxpr.outvars, found, strict=True)
         for atoms in (product.factors if product else [v])
     ]
     values = iter(evaluated(closed, jax.tree.leaves((params, *samples)), wanted))
@@ -44,6 +43,21 @@ def clipped_sum(gradient: Callable[..., Tree], params: Tree, *samples: Tree, bou
     factor = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)
     keep = jnp.isfinite(length) & counts
     return jax.tree.unflatten(structure, [leaf.summed(keep, factor) for leaf in leaves])
+
+
+def bytes_written(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> int:
+    """Of the gradients of ``samples``, the bytes of those leaves that :func:`clipped_sum` writes out."""
+    closed, _, found = _traced(gradient, params, *samples)
+    whole = [v.aval for v, product in zip(closed.jaxpr.outvars, found, strict=True) if product is None]
+    return sum(aval.size * aval.dtype.itemsize for aval in whole)  # type: ignore[attr-defined]
+
+
+def _traced(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> tuple[Any, Any, list[_Found | None]]:
+    """(the gradients of all samples as a jaxpr, their structure, which leaves are products of what)."""
+    batched = fast_on_cpu(jax.vmap(gradient, (None, *(0 for _ in samples))))
+    closed, structure = laid_out(batched, params, *samples)
+    makers = {v: equation for equation in closed.jaxpr.eqns for v in equation.outvars}
+    return closed, structure, [_outer_product(v, makers) for v in closed.jaxpr.outvars]
 
 
 # -- leaves -----------------------------------------------------------------------------------------------------------
@@ -62,7 +76,19 @@ class _Whole(NamedTuple):
     def summed(self, keep: Array, factor: Array) -> Array:
         """sum_b factor_b g_b over those that are kept."""
         g = self.gradients
-        return jnp.where(_along(keep, g), _along(factor, g).astype(g.dtype) * g, 0).sum(0)
+        if math.prod(g.shape[1:]) < _LONG:
+            return _added_up(g, keep, factor)
+        return lax.platform_dependent(g, keep, factor, cpu=_added_in_turn, default=_added_up)
+
+
+def _added_up(g: Array, keep: Array, factor: Array) -> Array:
+    return jnp.where(_along(keep, g), _along(factor, g).astype(g.dtype) * g, 0).sum(0)
+
+
+def _added_in_turn(g: Array, keep: Array, factor: Array) -> Array:
+    """One sample after another: XLA:CPU adds long gradients up number by number, each of them from far apart."""
+    add = lambda b, total: total + jnp.where(keep[b], factor[b].astype(g.dtype) * g[b], 0)  # noqa: E731
+    return lax.fori_loop(0, len(g), add, jnp.zeros(g.shape[1:], g.dtype))
 
 
 class _Found(NamedTuple):

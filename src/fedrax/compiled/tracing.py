@@ -10,6 +10,8 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
+from fedrax.compiled.lengths import of_differences
+
 P = ParamSpec("P")
 T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
@@ -33,7 +35,7 @@ def traced_once(fixed: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 made, shape = jax.make_jaxpr(
                     lambda *leaves: inner(*statics, *jax.tree.unflatten(structure, leaves)), return_shape=True
                 )(*shapes)
-            return made, jax.tree.structure(shape)
+            return of_differences(made), jax.tree.structure(shape)
 
         @wraps(function)
         def call(*args: P.args, **none: P.kwargs) -> T:

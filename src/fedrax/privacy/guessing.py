@@ -12,11 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import beta, binom, norm
+from scipy.stats import beta, binom, chi2, kstest, norm
 
 from fedrax.errors import FedraxError
 
 CONFIDENCE = 0.95
+_MOST_MU = 30.0
+"""A mu beyond which no more is said."""
+_SHARES = np.concatenate([[0.001, 0.003, 0.01], np.linspace(0.02, 0.98, 49), [0.99, 0.997, 0.999]])
+"""Of what was seen, on one side of the thresholds that are tried."""
+_DOUBT = 3.5
+"""Deviations from which on two spreads, or a distribution and the normal one, count as different."""
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
@@ -67,7 +73,8 @@ class Told(NamedTuple):
     epsilon: float
     """A lower bound, whatever the mechanism."""
     mu: float
-    """A lower bound on mu of a mechanism whose noise is Gaussian (Dong, Roth and Su 2022)."""
+    """A lower bound on mu of a mechanism whose noise is Gaussian (Dong, Roth and Su 2022): the larger one of what error
+    rates and the likelihood ratio show."""
     runs: int
     """Of each world, that the bounds rest on."""
 
@@ -76,30 +83,35 @@ def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: flo
     """Lower bounds from what an attacker saw of two neighbouring worlds, [runs, numbers] each.
 
     The first half of the runs finds the direction and the threshold, the second half is tested by them, so that the
-    confidence holds however they were found. Of both bounds together.
+    confidence holds however they were found. Of all bounds together.
+
+    What a Gaussian answer shows is told apart best by a threshold along one direction (the likelihood ratio), and there
+    two worlds are two normal distributions, mu deviations apart. Where they look like such, mu is bounded by the means
+    and the spread of the second half, which takes fewer runs than error rates do.
 
     Raises FedraxError for fewer than 40 runs of a world.
     """
     check_runs(min(len(one), len(other)))
     quarters = [np.array_split(np.asarray(world, float), [len(world) // 4, len(world) // 2]) for world in (one, other)]
     (fit_a, pick_a, test_a), (fit_b, pick_b, test_b) = quarters
-    level = (1 - confidence) / 4  # two error rates for each of two bounds
-    tests = [(_worth(pick_a @ d, pick_b @ d, t, level, delta), d, t) for d, t in _tests(fit_a, fit_b, pick_a, pick_b)]
+    level = (1 - confidence) / 6  # two error rates for each of two bounds, a mean and a spread for the third
+    directions = _directions(fit_a, fit_b)
+    along = max(directions, key=lambda d: _shift(pick_a @ d, pick_b @ d, level))
+    tests = [(_worth(pick_a @ d, pick_b @ d, t, level, delta), d, t) for d, t in _tests(directions, pick_a, pick_b)]
 
     def proven(bound: int) -> float:
         _, direction, threshold = max(tests, key=lambda test: test[0][bound])
         return _worth(test_a @ direction, test_b @ direction, threshold, level, delta)[bound]
 
-    return Told(proven(0), proven(1), min(len(test_a), len(test_b)))
+    mu = max(proven(1), _shift(test_a @ along, test_b @ along, level))
+    return Told(proven(0), mu, min(len(test_a), len(test_b)))
 
 
-def _tests(
-    fit_a: np.ndarray, fit_b: np.ndarray, pick_a: np.ndarray, pick_b: np.ndarray
-) -> Iterator[tuple[np.ndarray, float]]:
+def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
     """Directions found by the first runs, with thresholds among the second."""
-    for direction in _directions(fit_a, fit_b):
+    for direction in directions:
         seen = np.concatenate([pick_a @ direction, pick_b @ direction])
-        for threshold in np.quantile(seen, np.linspace(0.02, 0.98, 49)):
+        for threshold in np.quantile(seen, _SHARES):
             yield direction, float(threshold)
 
 
@@ -130,6 +142,26 @@ def _worth(low: np.ndarray, high: np.ndarray, threshold: float, level: float, de
     gains = [(1 - delta - b) / a for a, b in ((first, second), (second, first))]
     epsilon = max([0.0, *(math.log(gain) for gain in gains if gain > 0)])
     return epsilon, max(0.0, float(norm.ppf(1 - first) - norm.ppf(second)))
+
+
+def _shift(low: np.ndarray, high: np.ndarray, level: float) -> float:
+    """A lower bound on how many deviations two normal distributions of one spread lie apart; 0 for any others.
+
+    The mean of what was seen errs by more than its quantile, and the spread is above its own, with ``level`` each.
+    """
+    gap, free = float(high.mean() - low.mean()), len(low) + len(high) - 2
+    squares = [float(((seen - seen.mean()) ** 2).sum()) for seen in (low, high)]
+    if gap <= 0 or not math.isfinite(gap):
+        return 0.0
+    if max(squares) <= 1e-12 * gap**2:  # nothing hides it
+        return _MOST_MU
+    alike = abs(math.log(squares[0] / squares[1])) < _DOUBT * math.sqrt(4 / len(low)) if min(squares) > 0 else False
+    normal = all(kstest(seen, "norm", (seen.mean(), seen.std())).pvalue > norm.sf(_DOUBT) for seen in (low, high))
+    if not (alike and normal):
+        return 0.0
+    most = math.sqrt(sum(squares) / float(chi2.ppf(level, free)))
+    error = float(norm.isf(level)) * math.sqrt(1 / len(low) + 1 / len(high))
+    return min(_MOST_MU, max(0.0, gap / most - error))
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:

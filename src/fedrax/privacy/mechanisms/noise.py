@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.lengths import length
+from fedrax.compiled.normals import normals
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Info, summed_dtype
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -20,11 +22,11 @@ def shortened(vector: Tree, bound: Any) -> tuple[Tree, Array]:
     A vector with a length that is not finite becomes zero, so that no client can add more than ``bound``, whatever its
     data. Exact but for float rounding.
     """
-    length = tree.norm(vector)
-    factor = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)
-    finite = jnp.isfinite(length)
+    size = length(vector)
+    factor = jnp.where(size > bound, bound / jnp.where(size > 0, size, 1), 1)
+    finite = jnp.isfinite(size)
     cut = jax.tree.map(lambda a: jnp.where(finite, factor.astype(a.dtype) * a, 0).astype(a.dtype), vector)
-    return cut, length <= bound
+    return cut, size <= bound
 
 
 def with_noise(key: Array, vector: Tree, deviation: Any) -> Tree:
@@ -32,13 +34,8 @@ def with_noise(key: Array, vector: Tree, deviation: Any) -> Tree:
 
     Drawn as float32 whatever the run's precision, so that both precisions see the same noise.
     """
-    leaves, structure = jax.tree.flatten(vector)
-    keys = jax.random.split(key, max(len(leaves), 1))
-    noisy = [
-        a + (deviation * jax.random.normal(k, a.shape, jnp.float32)).astype(a.dtype)
-        for k, a in zip(keys, leaves, strict=False)
-    ]
-    return structure.unflatten(noisy)
+    add = lambda a, z: a + (deviation * z).astype(a.dtype)  # noqa: E731
+    return jax.tree.map(add, vector, normals(key, vector))
 
 
 def only_bookkeeping(info: Info) -> Info:

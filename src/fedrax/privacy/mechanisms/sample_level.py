@@ -11,7 +11,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.compiled.per_sample import clipped_sum
+from fedrax.compiled.per_sample import bytes_written, clipped_sum
 from fedrax.compiled.products import with_operands
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData
@@ -49,7 +49,7 @@ class SampleDP(Wrapper):
     """The chance with which each sample is in a step's batch, independently of all others (Poisson); by default batches
     are those of ``local``, whose privacy is not amplified. A batch then has ``rate`` n_i samples in the mean."""
     microbatch: Count | None = None
-    """Samples side by side; by default as many as have room for a gradient of their own in 128 MiB."""
+    """Samples side by side; by default as many as have room, in 128 MiB, for what is written out of their gradients."""
 
     def check(self) -> None:
         """Refuse local work that cannot be counted, or is not divided into batches."""
@@ -120,8 +120,9 @@ class SampleDP(Wrapper):
         def rule(losses: Callable, params: Tree, batch: Any, weights: Array | None, key: Array) -> tuple[Array, Tree]:
             rows = len(jax.tree.leaves(batch)[0])
             real = jnp.ones(rows, bool) if weights is None else weights
-            width = min(self.microbatch or _side_by_side(params, most), rows)
             of_one = with_operands(jax.grad(_one_loss(losses)), data.precision)
+            single = jax.eval_shape(lambda batch: take(batch, jnp.zeros(1, jnp.int32)), batch)
+            width = min(self.microbatch or _side_by_side(of_one, params, single, key, most), rows)
 
             def of_some(first: Any) -> Tree:
                 at = first + jnp.arange(width)
@@ -159,9 +160,10 @@ def _drawn(data: ClientData, rate: Any) -> Callable:
     return batch
 
 
-def _side_by_side(params: Tree, most: int) -> int:
-    """How many gradients have room, up to ``most``."""
-    return max(1, min(most, _ROOM // max(1, tree.num_bytes(params))))
+def _side_by_side(of_one: Callable, params: Tree, single: Tree, key: Array, most: int) -> int:
+    """How many gradients have room, up to ``most``: of what is written out of each."""
+    keys = jax.eval_shape(lambda key: key[None], key)
+    return max(1, min(most, _ROOM // max(1, bytes_written(of_one, params, single, keys))))
 
 
 def _one_loss(losses: Callable) -> Callable:

@@ -1,0 +1,83 @@
+"""Client-level privacy that is broken on purpose, for audits to catch."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from fedrax import hyperparameters
+from fedrax.contract.algorithm import ClientOutput, Cohort
+from fedrax.contract.client_data import ClientData
+from fedrax.privacy.mechanisms.client_level import ClientDP
+from fedrax.privacy.mechanisms.noise import with_noise
+from fedrax.tree import Tree
+
+
+@hyperparameters
+class Broken(ClientDP):
+    """A base: clips as it should, and adds its noise in another way, at the server or at the client."""
+
+    @abstractmethod
+    def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
+        """What is let out of ``exact``, clipped."""
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """The clipped upload, with this noise."""
+        output, own = ClientDP.around_client(self._exact, client, message, state, own, data, last)
+        if self.at == "server":
+            return output, own
+        upload = self.noisy(data.stream("noise"), output.upload, self._in_phase(self.clip.bound)[1])
+        return output._replace(upload=upload), own
+
+    def _covered(self, cohort: Cohort, bound: Any) -> Cohort:
+        """The mean of clipped uploads, with this noise."""
+        exact = ClientDP._covered(self._exact, cohort, bound)
+        deviation = self._in_phase(bound)[1] / exact.size
+        return exact._replace(mean=self.noisy(cohort.stream("noise"), exact.mean, deviation))
+
+    @property
+    def _exact(self) -> Broken:
+        return dataclasses.replace(self, noise=0.0)
+
+
+@hyperparameters
+class TooQuiet(Broken):
+    """Noise of half the variance."""
+
+    def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
+        """A deviation off by the square root of two."""
+        return with_noise(key, exact, deviation / 2**0.5)
+
+
+@hyperparameters
+class LeafLeftOut(Broken):
+    """One leaf goes out as it is."""
+
+    def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
+        """The last."""
+        leaves, structure = jax.tree.flatten(with_noise(key, exact, deviation))
+        return structure.unflatten([*leaves[:-1], jax.tree.leaves(exact)[-1]])
+
+
+@hyperparameters
+class SameKeyTwice(Broken):
+    """Leaves of one shape get the same noise."""
+
+    def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
+        """One key for each of them."""
+        return jax.tree.map(lambda leaf: with_noise(key, leaf, deviation), exact)
+
+
+BROKEN: dict[str, type[Broken]] = {
+    "noise too small by √2": TooQuiet,
+    "a leaf left out": LeafLeftOut,
+    "the same key twice": SameKeyTwice,
+}
+"""By what is wrong."""
