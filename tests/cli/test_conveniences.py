@@ -112,6 +112,14 @@ def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     assert len(result.events) == 4
 
 
+def test_methods_may_be_names_alone(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('compare = ["fedavg", "scaffold"]\n' + TINY.replace('name = "fedavg"\n', ""))
+    compared = fedrax_package.read(tmp_path / "c.toml")
+    assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg", "scaffold"]
+    assert isinstance(compared.methods[1].algorithm, fedrax_package.Scaffold)
+    assert compared.methods[1].algorithm.local.steps == 2
+
+
 def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
     lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'
