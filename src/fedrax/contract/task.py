@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     y: Array | np.ndarray  # [B] or, a label for each position, [B, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """A learning problem as pure functions. Compared and hashed by identity: a static argument of `jit`.
 
@@ -76,6 +76,11 @@ class Task:
             check_function(f"metric {name!r}", metric, "parameters, batch")
         for name, metric in self.whole_set.items():
             check_function(f"metric {name!r} of a whole set", metric, "outputs, y")
+
+    def __repr__(self) -> str:
+        """What it is called, and what it measures."""
+        named = ", ".join(["loss", *self.metrics, *self.whole_set])
+        return f"Task {self.name!r}: {named}"
 
     def evaluation_loss(self, params: Params, batch: Batch) -> Array:
         """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
