@@ -108,6 +108,14 @@ def test_a_number_of_the_row_is_told_of(tmp_path: Path) -> None:
     assert not any("'x' is another" in note for note in load("csv", path=path).notes)
 
 
+def test_many_whole_numbers_as_labels_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("x,label\n" + "".join(f"{i % 7},{100 + i}\n" for i in range(60)))
+    assert any('labels = "numbers" makes a regression' in note for note in load("csv", path=path).notes)
+    for options in (dict(labels="numbers"), dict(labels="classes"), dict(max_categories=100)):
+        assert not any("regression" in note for note in load("csv", path=path, **options).notes)
+
+
 def test_clients_keep_their_names(table: dict) -> None:
     federation = Federation.from_dataset(load("csv", **table), Natural(), seed=0)
     assert federation.client_names == ("A", "B", "C") and federation.client_name(1) == "B"

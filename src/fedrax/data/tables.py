@@ -73,7 +73,13 @@ def load_csv(
     table, first = _read(Path(path), test_path, tuple(missing_as), chosen.named)
     _refuse_numbers_among_texts(table, chosen, path)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
-    return dataset_of(table, chosen, owners, Path(path).stem, str(path))
+    made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
+    if labels == "auto" and table[label].dtype.is_integer() and len(owners.class_names) > max_categories:
+        many = (
+            f"warning: {label!r} holds {len(owners.class_names):,} different whole numbers, which are taken for classes"
+        )
+        made = replace(made, notes=(*made.notes, f'{many}: labels = "numbers" makes a regression of them'))
+    return made
 
 
 def _refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, path: object) -> None:

@@ -148,11 +148,9 @@ def summary_line(events: Sequence[Event]) -> str:
     if not events:
         return "no rounds yet"
     last = last_values(events)
-    names = [
-        key
-        for key in ("test_accuracy", "test_mse", "test_loss", "train_loss", "frobenius_error", "rank", "epsilon")
-        if last.get(key) is not None
-    ]
+    first, after = ("test_accuracy", "test_mse"), ("test_loss", "train_loss", "frobenius_error", "rank", "epsilon")
+    asked_for = [key for key in last if key.startswith("test_") and "_client" not in key and key not in after]
+    names = [key for key in dict.fromkeys([*first, *asked_for, *after]) if last.get(key) is not None]
     values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
     return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
 
