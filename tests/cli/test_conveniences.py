@@ -129,6 +129,11 @@ def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..
     (tmp_path / "c.toml").write_text("seeds = [0]\n" + text.replace("[algorithm]\n", "") + methods)
     outcome = fedrax("compare", "c.toml", "--out", "c", "--run.per-client", "--run.finetune", 1)
     assert outcome.status == 0, outcome.err
+    behind = [
+        json.loads(path.read_text().splitlines()[-1])["train_personal_accuracy_worst_client_samples"]
+        for path in sorted((tmp_path / "c").glob("*/seed-0/events.jsonl"))
+    ]
+    assert f"worst client: of {min(behind)}" in outcome.out
     for heading in (
         "train personal accuracy",
         "train finetuned accuracy, worst client",

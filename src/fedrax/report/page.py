@@ -150,7 +150,7 @@ def _table(material: Material) -> str:
             kind = ' class="best"' if top else _name(i < made.names)
             cells.append(f"<td{kind}>{shown(text)}</td>")
         lines.append(f"<tr>{''.join(cells)}<td>{_state(row[-1][0])}</td></tr>")
-    legend = tables.legend(material.target, material.given)
+    legend = tables.legend(material.target, material.given, rows)
     note = "Mean ± standard deviation over seeds; ★ marks the best mean of a column. " if len(rows) > 1 else ""
     return (
         f'<div class="card scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
