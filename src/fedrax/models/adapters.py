@@ -175,11 +175,11 @@ def from_equinox(
 
 @contextmanager
 def _told_of_layout(x: Array) -> Iterator[None]:
-    """Add to an error over images what it may come of, which the shapes in it do not say."""
+    """Add to a convolution's error over images what it may come of, which the shapes in it do not say."""
     try:
         yield
     except Exception as error:
-        if x.ndim == 4:
+        if x.ndim == 4 and "conv" in str(error):
             height, width, channels = x.shape[1:]
             error.add_note(
                 f"fedrax: a sample is [height, width, channels] = [{height}, {width}, {channels}], and Equinox's"
