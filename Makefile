@@ -5,6 +5,7 @@
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
 #   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make test-ray  the tests that need Ray, in .venv-ray
+#   make test-libraries  the code of other libraries in docs/coming-from.md, with these in .venv-libraries
 #   make lint   ruff and pyright
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
@@ -16,7 +17,7 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-torch test-huggingface test-ray oldest reliability lint docs figures clean
+.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -35,6 +36,9 @@ test-huggingface: .venv-huggingface/.made
 
 test-ray: .venv-ray/.made
 	.venv-ray/bin/python -m pytest tests/cli/test_clusters.py
+
+test-libraries: .venv-libraries/.made
+	.venv-libraries/bin/python -m pytest tests/docs/test_other_libraries.py
 
 oldest:
 	$(firstword $(PYTHON)) -m venv --clear .venv-oldest
@@ -80,7 +84,7 @@ figures: .venv/.user
 	rm hospitals.csv
 
 clean:
-	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-ray docs/_build
+	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-libraries .venv-ray docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml
@@ -112,6 +116,12 @@ clean:
 .venv-huggingface/.made: .venv/.made pyproject.toml
 	$(BIN)/python -m venv .venv-huggingface
 	.venv-huggingface/bin/python -m pip install --quiet --editable '.[huggingface,test]'
+	@touch $@
+
+# Beside them only what tests need: what they ask of other packages need not suit fedrax.
+.venv-libraries/.made: .venv/.made
+	$(BIN)/python -m venv .venv-libraries
+	.venv-libraries/bin/python -m pip install --quiet fedjax 'flwr[simulation]' pfl pytest pytest-timeout torch
 	@touch $@
 
 .venv-ray/.made: .venv/.made pyproject.toml

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import html
+import re
 
 
 def plain(text: str) -> str:
     """One line without control characters, which move cursors and are forbidden in SVG."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def without_markup(text: str) -> str:
+    """A docstring's text for a terminal: the names in it alone, and no line ends."""
+    return re.sub(r"(?::\w+:)?`+~?([^`]*)`+", r"\1", " ".join(text.split()))
 
 
 def for_markdown(text: str) -> str:

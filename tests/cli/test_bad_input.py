@@ -225,6 +225,9 @@ CASES = {
     "compare seeds": Case("compare --algorithms fedavg --seeds 1 1", "seeds must be different"),
     "compare target": Case("compare --algorithms fedavg --target 85", "accuracy in (0, 1]"),
     "compare key": Case("compare x.toml", "unknown key 'mus'", toml(new='[[compare]]\nname = "fedprox"\nmus = 1.0\n')),
+    "compare numbers": Case(
+        "compare x.toml", 'compare = ["fedavg", "scaffold"]', toml('name = "tiny"', 'name = "tiny"\ncompare = [1, 2]')
+    ),
     "compare label": Case("compare x.toml", "label must be a string", toml(new="[[compare]]\nlabel = 3\n")),
     "compare files": Case(
         "compare x.toml y.toml",

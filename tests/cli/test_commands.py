@@ -1,6 +1,7 @@
 """The commands, on runs that take no time."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -289,6 +290,7 @@ def test_list(fedrax: Callable[..., Outcome]) -> None:
     assert losac["settings"]["local"]["blocks"] == 5
     assert "scaffold" in fedrax("list", "algorithms").out
     assert "scaffold" not in fedrax("list", "models").out
+    assert not re.search(r"`|:\w+:", fedrax("list", "algorithms").out)  # the markup of docstrings
 
 
 def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path,
     flags = [*data.split(), "--run.cohort-size", 2, "--run.rounds", 2]
     outcome = fedrax("run", tiny, *flags, "--task", "binary", "--task.metrics", "auc", "f1", "--out", "r")
     assert outcome.status == 0, outcome.err
+    assert "test auc " in outcome.out and "test f1 " in outcome.out
     assert "'sex' is 2 features" in outcome.err and "standardised" in outcome.err
     last = json.loads((tmp_path / "r/events.jsonl").read_text().splitlines()[-1])
     assert {"test_auc", "test_f1", "test_accuracy"} <= last.keys()
@@ -112,6 +113,14 @@ def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     assert len(result.events) == 4
 
 
+def test_methods_may_be_names_alone(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('compare = ["fedavg", "scaffold"]\n' + TINY.replace('name = "fedavg"\n', ""))
+    compared = fedrax_package.read(tmp_path / "c.toml")
+    assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg", "scaffold"]
+    assert isinstance(compared.methods[1].algorithm, fedrax_package.Scaffold)
+    assert compared.methods[1].algorithm.local.steps == 2
+
+
 def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
     lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'
@@ -120,6 +129,11 @@ def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..
     (tmp_path / "c.toml").write_text("seeds = [0]\n" + text.replace("[algorithm]\n", "") + methods)
     outcome = fedrax("compare", "c.toml", "--out", "c", "--run.per-client", "--run.finetune", 1)
     assert outcome.status == 0, outcome.err
+    behind = [
+        json.loads(path.read_text().splitlines()[-1])["train_personal_accuracy_worst_client_samples"]
+        for path in sorted((tmp_path / "c").glob("*/seed-0/events.jsonl"))
+    ]
+    assert f"worst client: of {min(behind)}" in outcome.out
     for heading in (
         "train personal accuracy",
         "train finetuned accuracy, worst client",

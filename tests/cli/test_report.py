@@ -18,7 +18,7 @@ from tests.cli.test_hostile_names import LABELS, comparison
 from tests.cli.test_outputs import EVENT, RUN
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-VOID = {"meta", "input"}
+VOID = {"meta", "input", "wbr"}
 
 
 class Page(HTMLParser):
@@ -106,6 +106,28 @@ def test_a_browser_shows_what_is_under_the_pointer(compared: Path):
     value = json.loads((compared / "comparison.json").read_text())["methods"][0]["accuracy"]
     assert "communication rounds 4" in tip and f"{value['mean']:.4g} ± {value['std']:.4g}" in tip
     assert 'data-ready="yes"' in browse(compared / "report.html")  # its own script runs under its own policy
+
+
+@pytest.mark.parametrize(
+    ("width", "medium"), [(400, "screen"), (1200, "screen"), (1025, "print")], ids=["narrow", "wide", "printed"]
+)
+def test_nothing_is_cut_off(compared: Path, width: int, medium: str):
+    """On a telephone tables scroll by themselves; on paper, 271 mm wide, nothing does."""
+    measured = (
+        "const over = [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().width &&"
+        " e.getBoundingClientRect().right > innerWidth + 1);"
+        "const scrolling = over.filter(e => getComputedStyle(e.closest('.scroll') || e).overflowX == 'auto');"
+        "document.documentElement.dataset.over = over.length - scrolling.length;"
+        "document.documentElement.dataset.wide = document.documentElement.scrollWidth > innerWidth;"
+    )
+    loose = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", (compared / "report.html").read_text())
+    if medium == "print":
+        loose = loose.replace("@media print {", "@media all {").replace("@media screen", "@media speech")
+        for labels in ("fedavg", "scaffold"):  # eight methods to compare
+            loose = re.sub(rf"(<th>{labels}</th>)", r"\1" * 4, loose)
+    (compared / "cut.html").write_text(loose.replace("</body>", f"<script>{measured}</script></body>"))
+    found = browse(compared / "cut.html", f"--window-size={width},900", "--hide-scrollbars")
+    assert 'data-over="0"' in found and 'data-wide="false"' in found
 
 
 def test_no_script_of_a_name_runs(tmp_path: Path, fedrax: Any):

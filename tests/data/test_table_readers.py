@@ -42,7 +42,7 @@ def test_image_table_is_decoded_once(tmp_path, monkeypatch):
     images, labels, names = read_image_table(path, "label", (32, 32))
     assert images.shape == (2, 32, 32, 3) and (images[0] == (9, 8, 7)).all() and list(labels) == [1, 0]
     assert names == ()
-    (cached,) = (tmp_path / "cache").iterdir()
+    (cached,) = (tmp_path / "cache/images").iterdir()
     monkeypatch.setattr(Image, "open", lambda *a, **k: pytest.fail("decoded again"))
     assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
     monkeypatch.undo()

@@ -7,6 +7,7 @@ import pytest
 
 from fedrax.data import Federation, Iid, Natural, load
 from fedrax.data.heterogeneity import label_counts
+from fedrax.errors import FedraxError
 
 ROWS = [
     ("A", 60.0, "m", 1000.0, "yes"),
@@ -82,6 +83,37 @@ def test_what_else_means_missing_and_numbers_that_are_categories(tmp_path: Path)
     dataset = load("csv", **options, labels="numbers", standardise="none", test_fraction=0)
     assert dataset.num_classes is None and dataset.train.y.dtype == np.float32
     assert dataset.train.x[:3].tolist() == [[1, 0, 5], [0, 1, 4], [1, 0, 6]]
+
+
+def test_numbers_with_a_few_texts_among_them_are_no_categories(tmp_path: Path) -> None:
+    """What "NA" would make of an age, without a word: forty features."""
+    path = tmp_path / "t.csv"
+    path.write_text("age,stage,label\n" + "".join(f"{20 + i % 40},{'I' * (i % 3 + 1)},{i % 2}\n" for i in range(80)))
+    with path.open("a") as file:
+        file.write("NA,II,0\n ?,I,1\n")
+    says = r"column 'age' holds numbers, and in 2 of 82 rows texts: 'NA', ' \?'. missing_as names"
+    with pytest.raises(FedraxError, match=says):
+        load("csv", path=path)
+    read = load("csv", path=path, missing_as=("NA", " ?"), missing="mean")
+    assert read.feature_names == ("age", "stage=I", "stage=II", "stage=III")
+    assert len(load("csv", path=path, categorical=("age",)).feature_names) > 40
+
+
+def test_a_number_of_the_row_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("id,x,label\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60)))
+    assert [
+        note for note in load("csv", path=path).notes if "another whole number in every row" in note and "'id'" in note
+    ]
+    assert not any("'x' is another" in note for note in load("csv", path=path).notes)
+
+
+def test_many_whole_numbers_as_labels_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("x,label\n" + "".join(f"{i % 7},{100 + i}\n" for i in range(60)))
+    assert any('labels = "numbers" makes a regression' in note for note in load("csv", path=path).notes)
+    for options in (dict(labels="numbers"), dict(labels="classes"), dict(max_categories=100)):
+        assert not any("regression" in note for note in load("csv", path=path, **options).notes)
 
 
 def test_clients_keep_their_names(table: dict) -> None:

@@ -29,6 +29,8 @@ NOT_RUN = ("make", "pip install")
 NOT_CODE = ("text", "{")
 QUICK = {"run": {"--run.rounds": "2"}, "compare": {"--run.rounds": "2", "--seeds": "0"}, "profile": {"--rounds": "2"}}
 """Appended to a command, but for options it has: what a page shows is a real experiment, too long for a test."""
+MADE = {"tutorial": ("runs/hospitals/curves.png", "runs/hospitals/grid.png", "hospitals.html")}
+"""What a page's commands leave."""
 
 mpl.use("agg")
 
@@ -102,6 +104,20 @@ def test_blocks_of_page_run(
         else:
             assert block.language.startswith(NOT_CODE), f"line {block.line}: no test runs {block.language!r}"
     assert "Traceback" not in capsys.readouterr().err
+    assert all(Path(made).stat().st_size > 1000 for made in MADE.get(page.stem, ()))
+
+
+def test_from_a_table_to_a_picture_of_four_methods_in_six_commands():
+    """The tutorial's path of a stranger; that its commands run is the test above."""
+    shell = [
+        block.text.replace("\\\n", " ") for block in blocks(ROOT / "docs" / "tutorial.md") if block.language == "sh"
+    ]
+    commands = [line for text in shell for line in text.splitlines() if line.strip()]
+    picture = next(i for i, command in enumerate(commands) if command.startswith("fedrax compare"))
+    assert commands[0] == "pip install ." and picture < 6 and len(commands) <= 6
+    compared = tomllib.loads((ROOT / shlex.split(commands[picture])[2]).read_text())
+    assert len(compared["compare"]) == 4 and len(compared["grid"]["algorithm"]["local"]["lr"]) > 2
+    assert {"missing", "client", "label"} <= compared["data"].keys()
 
 
 def test_blocks_are_found(tmp_path: Path):

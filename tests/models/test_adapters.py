@@ -115,6 +115,36 @@ def test_nnx():
     check_learns(model)
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_nnx_modules_that_are_given_their_randomness_at_each_call(needed):
+    """As Flax's own example of MNIST has it: dropout keeps no streams."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5)
+
+    class Asks(Network):
+        def __call__(self, x, rngs: nnx.Rngs | None = None):
+            return self.dropout(x, rngs=rngs)
+
+    class Needs(Network):
+        def __call__(self, x, rngs):
+            return self.dropout(x, rngs=rngs)
+
+    model = from_nnx(Needs if needed else Asks)
+    check_dropout(model)
+
+
+def test_an_equinox_module_of_the_other_layout_is_told_so():
+    eqx = pytest.importorskip("equinox")
+    model = from_equinox(lambda key: eqx.nn.Conv2d(1, 2, 3, key=key))
+    with pytest.raises(ValueError, match="feature") as raised:
+        model.apply(model.init(KEY), jnp.zeros((5, 8, 8, 1)))
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("fedrax: ")]
+    assert "[height, width, channels] = [8, 8, 1]" in note and "jnp.moveaxis(x, -1, 0)" in note
+
+
 def test_applying_other_parameters_leaves_an_nnx_module_alone():
     nnx, network = nnx_network()
     module = network(nnx.Rngs(0))

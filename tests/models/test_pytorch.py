@@ -165,3 +165,14 @@ def test_a_run_and_the_way_back_to_pytorch():
     assert int(back.state_dict()["block.bn1.num_batches_tracked"]) > 0
     with pytest.raises(FedraxError, match="not the parameters of Net"):
         model.to_torch({"out": result.params["out"]})
+
+
+def test_samples_of_the_other_layout_are_told_of():
+    convolution = from_torch(torch.nn.Conv2d(1, 2, 3), torch.zeros(2, 1, 8, 8))
+    params = convolution.init(jax.random.key(0))
+    with pytest.raises(
+        FedraxError, match=r"had samples \[1, 8, 8\], and it is given \[8, 8, 1\]: .*channels_last=True"
+    ):
+        convolution.apply(params, jnp.zeros((2, 8, 8, 1)))
+    with pytest.raises(FedraxError, match=r"it is given \[3, 8, 8\]$"):
+        convolution.apply(params, jnp.zeros((2, 3, 8, 8)))

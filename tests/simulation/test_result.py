@@ -156,6 +156,9 @@ def test_names_that_there_are_not():
             call("test_acuracy")
     assert result.metric("test_loss") and "over clients: " in repr(result) and len(repr(result).splitlines()) < 12
     assert len(repr(fedrax.data.load("digits")).splitlines()) == 2
+    model = fedrax.models.MLP(hidden=(8,)).build((4,), 3)
+    assert repr(model) == "Model 'mlp' with features, blocks"
+    assert repr(fedrax.classification(model)) == f"Task 'classification/{model.name}': loss, accuracy"
 
 
 def test_binary_is_at_hand():

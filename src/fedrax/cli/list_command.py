@@ -21,6 +21,7 @@ from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
 from fedrax.experiments.tasks import TASK
 from fedrax.report.tables import wide_console
 from fedrax.simulation import Settings
+from fedrax.text import without_markup
 from fedrax.wrappers.robust import Robust
 
 
@@ -83,7 +84,7 @@ def entries(choice: config.Choice) -> list[dict[str, Any]]:
     """Name, one line of description, and settings of every class of a choice."""
     made = []
     for name, cls in choice.classes().items():
-        text = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
+        text = without_markup(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0])
         made.append({"name": name, "description": text, "settings": settings(cls)})
     return made
 

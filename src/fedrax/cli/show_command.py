@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     else:
         console = tables.wide_console()
         tables.show(console, rows, target, metric)
-        console.print(tables.legend(target, options.target is not None))
+        console.print(tables.legend(target, options.target is not None, rows))
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves
 

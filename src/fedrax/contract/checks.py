@@ -184,14 +184,18 @@ _SENTENCES = {
 }
 
 
+def in_words(error: BaseException) -> str | None:
+    """What JAX refuses to trace, and what to write instead; None for any other error."""
+    return next((text for kind, text in _SENTENCES.items() if isinstance(error, kind)), None)
+
+
 @contextmanager
 def explained(algorithm: Any) -> Iterator[None]:
     """What JAX refuses to trace, as a sentence that names the place in the method's own code."""
     try:
         yield
     except tuple(_SENTENCES) as error:
-        sentence = next(text for kind, text in _SENTENCES.items() if isinstance(error, kind))
-        raise FedraxError(f"{type(algorithm).__name__}{_place(algorithm, error)} {sentence}") from error
+        raise FedraxError(f"{type(algorithm).__name__}{_place(algorithm, error)} {in_words(error)}") from error
 
 
 def _place(algorithm: Any, error: Exception) -> str:

@@ -104,7 +104,7 @@ def check(config: Any, path: str = "") -> None:
         nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         problem = field.problem(value)
         if problem:
-            raise FedraxError(f"{where} {problem}, got {type(value).__name__ if nested else repr(value)}")
+            raise FedraxError(f"{where} {problem}, got {_shown(value, nested)}")
         if nested:
             check(value, where)
         if hasattr(config, _MARK):
@@ -112,6 +112,14 @@ def check(config: Any, path: str = "") -> None:
     own = getattr(config, "check", None)
     if own is not None:
         own()
+
+
+def _shown(value: Any, nested: bool) -> str:
+    """A value that is refused, in a few words."""
+    kind = type(value).__name__
+    if kind.startswith("GradientTransformation"):
+        return "an optimizer of optax as it is: put it in fedrax.Optax(...)"
+    return kind if nested or len(repr(value)) > 100 else repr(value)
 
 
 def _check_role(field: Field, value: Any, where: str) -> None:

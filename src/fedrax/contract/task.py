@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.contract.task_checks import check_function
 from fedrax.errors import FedraxError
 from fedrax.models.model import Model, Params, Variables
 
@@ -31,7 +32,7 @@ class Batch(NamedTuple):
     y: Array | np.ndarray  # [B] or, a label for each position, [B, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """A learning problem as pure functions. Compared and hashed by identity: a static argument of `jit`.
 
@@ -67,6 +68,19 @@ class Task:
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
     """Metrics of all samples together, by name: functions of NumPy arrays, the outputs [n, ...] and y [n, ...], to a
     number, or None where it is not defined. They need `outputs`; see `fedrax.contract.metrics`."""
+
+    def __post_init__(self) -> None:
+        check_function("init", self.init, "key")
+        check_function("loss", self.loss, "parameters, batch, key")
+        for name, metric in self.metrics.items():
+            check_function(f"metric {name!r}", metric, "parameters, batch")
+        for name, metric in self.whole_set.items():
+            check_function(f"metric {name!r} of a whole set", metric, "outputs, y")
+
+    def __repr__(self) -> str:
+        """What it is called, and what it measures."""
+        named = ", ".join(["loss", *self.metrics, *self.whole_set])
+        return f"Task {self.name!r}: {named}"
 
     def evaluation_loss(self, params: Params, batch: Batch) -> Array:
         """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
@@ -267,6 +281,8 @@ def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
             "a classification needs outputs [B, ..., classes] for integer labels [B, ...], "
             f"not outputs of shape {logits.shape} for {labels.dtype} labels of shape {labels.shape}."
         )
+    if logits.shape[-1] == 1:
+        raise FedraxError("a classification needs an output for each class, not one: binary(model) takes one")
     labels = jnp.asarray(labels)
     return labels if jnp.issubdtype(labels.dtype, jnp.signedinteger) else labels.astype(int)
 

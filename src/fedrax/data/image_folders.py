@@ -6,8 +6,11 @@ refused: a folder from elsewhere shows what is in it, and nothing else of the ma
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +21,13 @@ import numpy as np
 from fedrax.data.columns import from_rows, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.decoding import MAX_FILE, check_form, decoded, moments
+from fedrax.data.kept import kept_images
 from fedrax.errors import FedraxError
 from fedrax.files import reading
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+SETTLED = 2_000_000_000
+"""Nanoseconds after which a second change of a file has another time, on the coarsest file systems."""
 
 
 @dataclass
@@ -48,14 +54,14 @@ def load_image_folder(
     them. Images are resized to ``size``, (height, width), by bilinear interpolation, whatever their proportions;
     transparency is left out. Classes, clients and files are in the order of their names. Mean and deviation are those
     of the training pixels. Without a test folder each client, or else each class, keeps ``test_fraction`` of its images
-    for the test.
+    for the test. Decoded images are kept in the cache directory: a second start reads them there.
     """
     shape, mode = check_form(size, color)
     parts = [_listed(folder, clients) for folder in _parts(Path(path))]
     paths = [file for part in parts for file in part.paths]
     found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
     names, owner = np.unique([name for part in parts for name in part.clients], return_inverse=True)
-    images = decoded(paths, partial(reading, limit=MAX_FILE), shape, mode, str(path))
+    images = _images(paths, shape, mode, str(path))
     if len(parts) == 2:
         train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
     else:
@@ -72,6 +78,34 @@ def load_image_folder(
         notes=_notes(parts),
     )
     return replace(made, pixels=True, mean=mean, std=std)
+
+
+def _images(paths: list[Path], shape: tuple[int, int, int], mode: str, where: str) -> np.ndarray:
+    """The images of files: kept ones where no file has changed since, and kept in their turn where none does so now."""
+    name, changed = _fingerprint(paths, shape, mode)
+
+    def settled() -> bool:
+        return time.time_ns() - changed > SETTLED and _fingerprint(paths, shape, mode)[0] == name
+
+    decode = partial(decoded, paths, partial(reading, limit=MAX_FILE), shape, mode, where)
+    return kept_images(name, (len(paths), *shape), decode, settled)
+
+
+def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> tuple[str, int]:
+    """What decoded images depend on, as a name, and the last time that one of the files changed.
+
+    The time of the last change of a file's entry tells of a change whose writer put the time of writing back.
+    """
+    from PIL import __version__
+
+    made, last = hashlib.sha256(repr((1, __version__, shape, mode)).encode()), 0
+    for path in paths:
+        with suppress(OSError):  # what is not there any more, the decoder says
+            facts = path.stat()
+            made.update(os.fsencode(path.absolute()) + b"\0")
+            made.update(f"{facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} ".encode())
+            last = max(last, facts.st_mtime_ns, facts.st_ctime_ns)
+    return made.hexdigest(), last
 
 
 def _parts(path: Path) -> list[Path]:

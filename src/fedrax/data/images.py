@@ -1,12 +1,10 @@
 """Tables of encoded images in the Hugging Face layout, hostile until parsed, and their decoded copies."""
 
-import contextlib
 import hashlib
 import io
 import json
 import math
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import numpy as np
 import polars as pl
 from PIL import Image
 
-from fedrax.data.files import MAX_BYTES, cache_directory
+from fedrax.data.files import MAX_BYTES
+from fedrax.data.kept import kept_images
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import inflated_limit, reading
 
@@ -23,8 +22,8 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
     """Images uint8 [n, height, width, 3], labels int64 [n] and class names of a Hugging Face image parquet.
 
     The table has a column ``img``, a struct with the encoded ``bytes``, and an integer column ``label``.
-    Decoded images are kept in the cache directory under the checksum of the file, so that a second load is
-    a memory map. Raises FedraxError if a column is missing or an image is not a JPEG or PNG of ``size``.
+    Decoded images are kept under the checksum of the file, so that a second load is a memory map.
+    Raises FedraxError if a column is missing or an image is not a JPEG or PNG of ``size``.
     """
     with reading(path) as file:
         stored = os.fstat(file.fileno()).st_size
@@ -42,12 +41,7 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
         labels = pl.read_parquet(path, columns=[label], glob=False)[label]
         with path.open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        cached = cache_directory() / f"{path.parent.name}-{path.stem}-{checksum[:16]}.npy"
-        images = _read_cached(cached, shape)
-        if images is None:
-            encoded = pl.read_parquet(path, columns=["img"], glob=False)["img"].struct.field("bytes")
-            images = _decode_images(encoded, shape, path)
-            _write_cached(cached, images)
+        images = kept_images(checksum, shape, lambda: _decode_images(path, shape))
         names = _class_names(pl.read_parquet_metadata(path), label)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise FedraxError(f"{path} cannot be read as a parquet table: {error}.") from error
@@ -56,7 +50,8 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
     return images, labels.to_numpy(), names
 
 
-def _decode_images(encoded: pl.Series, shape: tuple[int, int, int, int], path: Path) -> np.ndarray:
+def _decode_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
+    encoded = pl.read_parquet(path, columns=["img"], glob=False)["img"].struct.field("bytes")
     images = np.empty(shape, np.uint8)
     size = (shape[2], shape[1])
     for row, data in enumerate(encoded):
@@ -82,26 +77,3 @@ def _class_names(metadata: dict[str, str], label: str) -> tuple[str, ...]:
     except (KeyError, TypeError, ValueError):
         return ()
     return tuple(names) if isinstance(names, list) and all(isinstance(n, str) for n in names) else ()
-
-
-def _read_cached(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return array if array.shape == shape and array.dtype == np.uint8 else None
-
-
-def _write_cached(path: Path, array: np.ndarray) -> None:
-    """Write whole or not at all; a cache that cannot be written (full, read-only) is no error."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            temporary = file.name
-            np.save(file, array, allow_pickle=False)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

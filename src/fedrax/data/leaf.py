@@ -121,7 +121,10 @@ def _read_part(files: Iterable[Path], text: int) -> list[User]:
     for path in files:
         for user in _read_users(path, text):
             if user.name in users:
-                raise FedraxError(f"{path}: user {user.name!r} has samples in another file already.")
+                raise FedraxError(
+                    f"{path}: user {user.name!r} has samples in another file already; training and test samples lie in"
+                    " the folders train and test."
+                )
             users[user.name] = user
             size += user.x.nbytes if isinstance(user.x, np.ndarray) else 0
         if size > MAX_BYTES:

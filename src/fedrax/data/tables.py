@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 FAR_APART = 100.0
 """Times by which the deviations of two features may differ before a note says so."""
 
+MANY_ROWS = 50
+"""Rows from which on whole numbers that all differ are taken for the rows' own."""
+
 
 @dataclass(frozen=True)
 class Features:
@@ -68,8 +71,34 @@ def load_csv(
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
     table, first = _read(Path(path), test_path, tuple(missing_as), chosen.named)
+    _refuse_numbers_among_texts(table, chosen, path)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
-    return dataset_of(table, chosen, owners, Path(path).stem, str(path))
+    made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
+    if labels == "auto" and table[label].dtype.is_integer() and len(owners.class_names) > max_categories:
+        many = (
+            f"warning: {label!r} holds {len(owners.class_names):,} different whole numbers, which are taken for classes"
+        )
+        made = replace(made, notes=(*made.notes, f'{many}: labels = "numbers" makes a regression of them'))
+    return made
+
+
+def _refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, path: object) -> None:
+    """Refuse a column of numbers that a few texts ("NA", "?") would make categories of."""
+    import polars as pl
+
+    for name in chosen.features(table, path):
+        if name in chosen.categorical or not _is_text(table[name]):
+            continue
+        written = table[name].drop_nulls().cast(pl.String)
+        odd = written.filter(written.str.strip_chars().cast(pl.Float64, strict=False).is_null())
+        if 2 * len(odd) < len(written):
+            kinds = odd.unique(maintain_order=True).to_list()
+            listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
+            raise FedraxError(
+                f"{path}: column {name!r} holds numbers, and in {len(odd):,} of {len(table):,} rows texts: {listed}."
+                " missing_as names texts that stand for a missing value; categorical names columns whose numbers are"
+                " categories; drop leaves columns out."
+            )
 
 
 def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
@@ -128,7 +157,9 @@ def _encode(table: pl.DataFrame, chosen: Columns, train: np.ndarray, path: str) 
             parts.append(_numbers(column, name, train, path)[:, None])
             names.append(name)
             numeric.append(True)
-            said = []
+            numbers_rows = column.dtype.is_integer() and len(column) >= MANY_ROWS and column.is_unique().all()
+            said = [f"warning: {name!r} is another whole number in every row: drop it if it only counts them"]
+            said = said if numbers_rows else []
         notes += said
     return Features(np.concatenate(parts, axis=1), tuple(names), np.array(numeric), tuple(notes))
 

@@ -61,7 +61,7 @@ class Outcome:
         spec = self.comparison
         how = (spec.search.validation, spec.search_seeds, spec.search.trials)
         said = grids.lines(self.choices, *how) if self.choices else []
-        legend = tables.legend(self.target, spec.target is not None)
+        legend = tables.legend(self.target, spec.target is not None, self.rows)
         return said + [legend] * bool(legend)
 
     def summary(self) -> dict[str, Any]:

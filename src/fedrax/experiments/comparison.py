@@ -226,8 +226,9 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
     reader = Reader(source, folder)
     shared = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     entries = table.get("compare", [{}])
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise FedraxError(f"{source}: compare must be tables, [[compare]].")
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping | str) for entry in entries):
+        raise FedraxError(f'{source}: compare must be tables, [[compare]], or names: compare = ["fedavg", "scaffold"].')
+    entries = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
     seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
     target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
     search = reader.fields(Search, table.get("search", {}), "search", Search())

@@ -71,7 +71,8 @@ def traceback_of(error: BaseException) -> str | None:
         return None
     places = "".join(traceback.format_list(own[-_FRAMES:]))
     where = f"{Path(own[-1].filename).name} in line {own[-1].lineno}"
-    return f"your own code ended this, {where}:\n{places}{type(error).__name__}: {error}"
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if note.startswith("fedrax: "))
+    return f"your own code ended this, {where}:\n{places}{type(error).__name__}: {error}{notes}"
 
 
 def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> None:

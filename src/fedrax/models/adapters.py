@@ -6,7 +6,8 @@ ones, evaluation reads them.
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -77,8 +78,9 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
     """A Flax NNX module, or a function `nnx.Rngs -> module`, that maps a batch [B, ...] to outputs.
 
     A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
-    Without a key the module runs in its evaluation mode, with one in its training mode. Variables other than
-    parameters and random states, such as `nnx.BatchStat`, are statistics.
+    Without a key the module runs in its evaluation mode, with one in its training mode. Where its `__call__` has an
+    argument `rngs`, it is given streams made of the key. Variables other than parameters and random states, such as
+    `nnx.BatchStat`, are statistics.
 
     ``features`` and ``blocks`` are functions of the module and x (or names of methods): what the last layer reads,
     and the parts that `__call__` applies one after the other. Raises FedraxError for a method that is not there.
@@ -112,7 +114,11 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
             network.eval()
         if key is not None:
             nnx.reseed(network, default=key, dropout=key)
-        outputs = method(network, x)
+        asked = inspect.signature(method).parameters.get("rngs")
+        if asked is None or (key is None and asked.default is not inspect.Parameter.empty):
+            outputs = method(network, x)
+        else:
+            outputs = method(network, x, rngs=nnx.Rngs(jax.random.key(0) if key is None else key))
         return outputs, nnx.to_pure_dict(nnx.state(network, moving))
 
     return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
@@ -155,15 +161,33 @@ def from_equinox(
         arguments = inspect.signature(method).parameters
         keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and "key" in arguments else {}
         if not has_statistics or len(arguments.keys() - {"key"}) < 3:
-            return jax.vmap(lambda x, keys: method(network, x, **keys), axis_name=axis_name)(x, keys), statistics
+            over_batch = jax.vmap(lambda x, keys: method(network, x, **keys), axis_name=axis_name)
+            with _told_of_layout(x):
+                return over_batch(x, keys), statistics
         state = equinox.nn.State.tree_unflatten(names, [statistics[name] for name in names])
         over_batch = jax.vmap(
             lambda x, keys: method(network, x, state, **keys), out_axes=(0, None), axis_name=axis_name
         )
-        outputs, state = over_batch(x, keys)
+        with _told_of_layout(x):
+            outputs, state = over_batch(x, keys)
         return outputs, dict(zip(names, state.tree_flatten()[0], strict=True))
 
     return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
+
+
+@contextmanager
+def _told_of_layout(x: Array) -> Iterator[None]:
+    """Add to a convolution's error over images what it may come of, which the shapes in it do not say."""
+    try:
+        yield
+    except Exception as error:
+        if x.ndim == 4 and "conv" in str(error):
+            height, width, channels = x.shape[1:]
+            error.add_note(
+                f"fedrax: a sample is [height, width, channels] = [{height}, {width}, {channels}], and Equinox's"
+                " convolutions take [channels, height, width]: begin __call__ with x = jnp.moveaxis(x, -1, 0)"
+            )
+        raise
 
 
 def _with_state(equinox: ModuleType, create: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:

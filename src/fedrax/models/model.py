@@ -17,7 +17,7 @@ class Variables(NamedTuple):
     statistics: Any  # a pytree of arrays that training moves along, but no gradient
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """Bring your own as `Model(init, apply)`."""
 
@@ -39,3 +39,8 @@ class Model:
     loss: Literal["hinge", "value"] | None = None
     """What an experiment trains it with, where that is neither cross entropy (of classes) nor squared error (of a
     regression): the multiclass hinge loss, or its own output as the loss."""
+
+    def __repr__(self) -> str:
+        """What it is called, and what it offers."""
+        offered = [part for part in ("features", "blocks", "train", "measures") if getattr(self, part) is not None]
+        return f"{type(self).__name__} {self.name!r}" + (f" with {', '.join(offered)}" if offered else "")

@@ -198,7 +198,8 @@ class LSTM:
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         if len(input_shape) != 2:
-            raise FedraxError(f"lstm reads sequences of shape (steps, features), not {tuple(input_shape)}.")
+            hint = "; of words or characters, as numbers, tweets makes the features" if len(input_shape) == 1 else ""
+            raise FedraxError(f"lstm reads sequences of shape (steps, features), not {tuple(input_shape)}{hint}.")
         return _model(
             "lstm",
             self.hidden,

@@ -18,7 +18,7 @@ from fedrax.files import write_text
 from fedrax.report import grids, page_curves, tables
 from fedrax.report.material import Material, Search, differences, flat, gather
 from fedrax.report.runs import last_values, megabytes, summarise
-from fedrax.report.svg import Curve, bars, chart, dots, number, shown
+from fedrax.report.svg import Curve, bars, breakable, chart, dots, number, shown
 from fedrax.simulation.clients_file import Clients
 
 FILE = "report.html"
@@ -150,7 +150,7 @@ def _table(material: Material) -> str:
             kind = ' class="best"' if top else _name(i < made.names)
             cells.append(f"<td{kind}>{shown(text)}</td>")
         lines.append(f"<tr>{''.join(cells)}<td>{_state(row[-1][0])}</td></tr>")
-    legend = tables.legend(material.target, material.given)
+    legend = tables.legend(material.target, material.given, rows)
     note = "Mean ± standard deviation over seeds; ★ marks the best mean of a column. " if len(rows) > 1 else ""
     return (
         f'<div class="card scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -254,10 +254,8 @@ def _differences(material: Material) -> str:
     if not found:
         return "<p>Nothing but their seeds.</p>"
     heads = "".join(f"<th>{shown(method.label)}</th>" for method in material.methods)
-    lines = "".join(
-        f"<tr><th>{shown(grids.short(path))}</th>{''.join(f'<td>{shown(_value(value))}</td>' for value in values)}</tr>"
-        for path, values in found.items()
-    )
+    cells = {path: "".join(f"<td>{shown(_value(value))}</td>" for value in values) for path, values in found.items()}
+    lines = "".join(f"<tr><th>{breakable(grids.short(path))}</th>{made}</tr>" for path, made in cells.items())
     return (
         f'<div class="card scroll"><table><thead><tr><th class="name">setting</th>{heads}</tr></thead>'
         f'<tbody>{lines}</tbody></table></div><p class="note">All other settings are the same, the seeds apart.</p>'
@@ -291,7 +289,7 @@ def _settings(material: Material) -> str:
 
 
 def _keys(values: Mapping[str, Any]) -> str:
-    lines = (f"<tr><th>{shown(key)}</th><td>{shown(_value(value))}</td></tr>" for key, value in values.items())
+    lines = (f"<tr><th>{breakable(key)}</th><td>{shown(_value(value))}</td></tr>" for key, value in values.items())
     return f'<table class="keys"><tbody>{"".join(lines)}</tbody></table>'
 
 

@@ -48,14 +48,15 @@ def section(material: Material) -> str:
     cards = "".join(f'<div class="card">{_charts(material, metric, most)}</div>' for metric in drawn)
     band = any(len(method.runs) > 1 for method in material.methods)
     note = "Lines are means over seeds, bands one standard deviation. " if band else ""
-    note += (
-        "Point at a chart, or move along it by the arrow keys, for its numbers; a name in the legend hides a method."
-    )
     if any(len(run.events) > most for run in material.runs):
-        note += f" Of longer runs about {most} rounds are drawn."
+        note += f"Of longer runs about {most} rounds are drawn. "
     if len(metrics) > len(drawn):
-        note += f" Not drawn: {', '.join(metrics[_MOST_CHARTS : _MOST_CHARTS + 20])}."
-    return f'{_controls(material)}<div class="pair">{cards}</div><p class="note">{shown(note)}</p>'
+        note += f"Not drawn: {', '.join(metrics[_MOST_CHARTS : _MOST_CHARTS + 20])}. "
+    hint = (
+        '<span class="on-screen">Point at a chart, or move along it by the arrow keys, for its numbers; a name in the'
+    )
+    hint += " legend hides a method.</span>"
+    return f'{_controls(material)}<div class="pair">{cards}</div><p class="note">{shown(note)}{hint}</p>'
 
 
 def _controls(material: Material) -> str:

@@ -148,11 +148,9 @@ def summary_line(events: Sequence[Event]) -> str:
     if not events:
         return "no rounds yet"
     last = last_values(events)
-    names = [
-        key
-        for key in ("test_accuracy", "test_mse", "test_loss", "train_loss", "frobenius_error", "rank", "epsilon")
-        if last.get(key) is not None
-    ]
+    first, after = ("test_accuracy", "test_mse"), ("test_loss", "train_loss", "frobenius_error", "rank", "epsilon")
+    asked_for = [key for key in last if key.startswith("test_") and "_client" not in key and key not in after]
+    names = [key for key in dict.fromkeys([*first, *asked_for, *after]) if last.get(key) is not None]
     values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
     return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
 
@@ -226,6 +224,8 @@ class Row:
     others: dict[str, Statistic] = field(default_factory=dict)
     """Final values of the other metrics on test data."""
     settings: str = ""
+    worst_samples: tuple[int, ...] = ()
+    """The samples behind the worst clients, of each seed."""
 
 
 OWN_MODELS = ("_personal_", "_finetuned_")
@@ -280,7 +280,14 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
         best_round=Statistic.of([at for _, at in tops]),
         others=other_metrics(lasts),
         settings=method.settings,
+        worst_samples=tuple(samples for last in lasts for samples in _behind_the_worst(last)),
     )
+
+
+def _behind_the_worst(last: dict[str, float]) -> list[int]:
+    """How many samples the worst clients of a table's columns have."""
+    kind = "accuracy" if any(name.endswith("_accuracy_worst_client") for name in last) else "loss"
+    return [int(samples) for name, samples in last.items() if name.endswith(f"_{kind}_worst_client_samples")]
 
 
 def default_target(methods: Sequence[Method]) -> float | None:

@@ -26,6 +26,11 @@ def shown(text: object) -> str:
     return html.escape(plain(str(text)))
 
 
+def breakable(path: str) -> str:
+    """The dotted name of a setting, which may go on in the next line after a dot or a low line."""
+    return shown(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
 def number(value: float) -> str:
     """A value for people: four digits."""
     return f"{value:.4g}"

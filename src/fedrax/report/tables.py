@@ -17,7 +17,7 @@ from fedrax.text import for_markdown, plain
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
-_HIGHER_IS_BETTER, _LOWER_IS_BETTER = ("accuracy", "auc", "f1"), ("loss", "mse")
+_HIGHER_IS_BETTER, _LOWER_IS_BETTER = ("accuracy", "auc", "f1", "r2"), ("loss", "mse")
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
     "_client_p10": ", 10 % of clients",
@@ -51,15 +51,20 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
     }
 
 
-def legend(target: float | None, given: bool) -> str:
-    """What the columns of the target say; ``given``: somebody chose it."""
-    if target is None:
-        return ""
-    what = "as given" if given else "95 % of the best method's final test accuracy, as none was given"
-    return (
-        f"target {target:g}: {what}. rounds, MB, s: until the test accuracy first reached it, traffic of all clients"
-        " both ways, seconds without compilation."
-    )
+def legend(target: float | None, given: bool, rows: Sequence[Row]) -> str:
+    """What the columns of the target and of the worst clients say; ``given``: somebody chose the target."""
+    said = []
+    if target is not None:
+        what = "as given" if given else "95 % of the best method's final test accuracy, as none was given"
+        said.append(
+            f"target {target:g}: {what}. rounds, MB, s: until the test accuracy first reached it, traffic of all"
+            " clients both ways, seconds without compilation."
+        )
+    behind = [samples for row in rows for samples in row.worst_samples]
+    if behind:
+        few, many = min(behind), max(behind)
+        said.append(f"worst client: of {few:,}{f' to {many:,}' if many > few else ''} samples.")
+    return " ".join(said)
 
 
 def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[str]:

@@ -85,7 +85,7 @@ Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList
 @known_fields_only
 @dataclass(frozen=True)
 class Settings:
-    """Settings of :func:`fedrax.simulate`; the ``[run]`` table of an experiment file."""
+    """Settings of `fedrax.simulate`; the ``[run]`` table of an experiment file."""
 
     rounds: Count = 100
     """R, communication rounds."""

@@ -19,6 +19,7 @@ from fedrax.contract.checks import check_method, explained
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
+from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import Planner, Sampler
@@ -99,6 +100,8 @@ def prepare(
     _check(algorithm, settings, federation)
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
+    variables = Variables(start, statistics) if statistics else start
+    check_task(task, variables, Batch(*federation.train), federation.num_classes)
     with explained(algorithm):
         initial = jax.jit(partial(Kept.at_first, algorithm))(start, statistics)
     sampler = Sampler(settings, federation.sizes, script)

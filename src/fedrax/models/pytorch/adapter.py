@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 """How far the outputs in JAX may be from PyTorch's, of the largest of them or of 1."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TorchModel(Model):
     """A model that came from PyTorch and can go back."""
 

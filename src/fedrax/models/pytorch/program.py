@@ -40,7 +40,7 @@ class Program:
     """
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
-        self._torch, self._name = torch, name
+        self._torch, self._name, self._sample = torch, name, list(example.shape[1:])
         exported = _export(torch, module, function, example, name)
         self.graph, signature = exported.graph_module, exported.graph_signature
         self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -70,12 +70,23 @@ class Program:
             else:
                 value = jnp.asarray(self.constants[node] if node in self.constants else values[_inner(spec.target)])
                 given.append(value.astype(float_type) if jnp.issubdtype(value.dtype, jnp.floating) else value)
-        results = self._evaluate(self.graph, given, context)
+        try:
+            results = self._evaluate(self.graph, given, context)
+        except FedraxError as error:
+            raise FedraxError(f"{error}{self._other_samples(list(jnp.shape(x)[1:]))}") from error
         moved = {}
         for spec, value in zip(self.outputs, results, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
                 moved[_inner(spec.target)] = value
         return results[-1], moved, bool(context._drawn)
+
+    def _other_samples(self, given: list[int]) -> str:
+        """What may be behind an error: samples of another shape than the module was traced with."""
+        if given == self._sample:
+            return ""
+        turned = len(given) == 3 and given == [*self._sample[1:], self._sample[0]]
+        remedy = ": from_torch(..., channels_last=True) turns them" if turned else ""
+        return f"; its example had samples {self._sample}, and it is given {given}{remedy}"
 
     def _evaluate(self, graph: Any, given: list, context: Context) -> Any:
         values: dict[Any, Any] = {}

@@ -1,0 +1,83 @@
+"""Whether a task's functions take what they are given and give what they must, and a sentence where they do not."""
+
+from __future__ import annotations
+
+import inspect
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedrax.contract.checks import in_words
+from fedrax.errors import FedraxError
+
+_ROWS = 13
+"""Of the batch that is traced: a number that shapes in messages are not taken for."""
+_FOREIGN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+"""Where code lies that is nobody's own."""
+
+
+def check_function(what: str, function: Any, arguments: str) -> None:
+    """Refuse what is no function of so many arguments; ``arguments`` names them, "parameters, batch, key"."""
+    if not callable(function):
+        raise FedraxError(f"the task's {what} must be a function ({arguments}), not {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of another language's
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError:
+        raise FedraxError(f"the task's {what} is a function {signature}, and is called with ({arguments})") from None
+
+
+def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None) -> None:
+    """Trace loss and metrics with a batch such as ``samples`` (x [n, ...], y [n, ...]); nothing is computed.
+
+    FedraxError where the model does not take such samples, and for other results than one number a sample.
+    """
+    shapes = [jax.ShapeDtypeStruct((_ROWS, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
+    batch = type(samples)(*shapes)
+    about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
+    _one_a_sample("loss", _traced("loss", about, task.loss, variables, batch, jax.random.key(0)))
+    for name, metric in task.metrics.items():
+        _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch))
+    if num_classes is not None and task.name.startswith(("classification/", "margin/")):
+        outputs = jax.eval_shape(task.outputs, variables, batch.x).shape[-1]
+        if outputs < num_classes:
+            raise FedraxError(f"the model has {outputs} outputs, and the federation {num_classes} classes")
+
+
+def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
+    try:
+        return jax.eval_shape(function, *arguments)
+    except FedraxError:
+        raise
+    except (TypeError, ValueError) as error:  # what shapes and types that do not fit are to JAX
+        words = in_words(error)
+        if words is not None:
+            raise FedraxError(f"the task's {what}{_place(error)} {words}") from error
+        notes = [note.removeprefix("fedrax: ") for note in getattr(error, "__notes__", ()) if note.startswith("fedrax")]
+        said = "; ".join([f"{type(error).__name__}: {error}".strip().split("\n")[0].rstrip("."), *notes])
+        raise FedraxError(
+            f"the task's {what} cannot be computed{_place(error)} of samples with {about}: {said}"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """' (in apply, file.py, line 12)', of the last frame in a user's own code, or nothing."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_FOREIGN, "<"))]
+    return f" (in {frames[-1].name}, {Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _one_a_sample(what: str, found: Any) -> None:
+    if getattr(found, "shape", None) == (_ROWS,):
+        return
+    if getattr(found, "shape", None) == ():
+        raise FedraxError(f"the task's {what} must be one number a sample, [B], not one for all: leave the mean out")
+    shape = [("B" if n == _ROWS else str(n)) for n in found.shape] if hasattr(found, "shape") else None
+    had = f"[{', '.join(shape)}]" if shape is not None else f"a {type(found).__name__}"
+    raise FedraxError(f"the task's {what} must be one number a sample, [B], not {had}")

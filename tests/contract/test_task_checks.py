@@ -1,0 +1,92 @@
+"""What a task of one's own may get wrong, each in a sentence before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Task, classification, simulate, supervised
+from fedrax.models import Linear
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(60, 4)).astype(np.float32), RNG.integers(0, 3, 60)
+FEDERATION = Federation.from_arrays(X, Y, np.arange(60) % 6)
+
+
+def zeros(key: Any) -> jax.Array:
+    return jnp.zeros((4, 3))
+
+
+def errors(params: Any, batch: Any, key: Any = None) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(batch.x @ params, batch.y)
+
+
+def run(task: Task, **local: Any) -> None:
+    local_sgd = LocalSGD(steps=1, **local)
+    simulate(FedAvg(local=local_sgd), task, FEDERATION, rounds=1, cohort_size=2, progress=False)
+
+
+def branching(params: Any, batch: Any, key: Any) -> jax.Array:
+    return errors(params, batch) if params.sum() > 0 else -errors(params, batch)
+
+
+SAYS: dict[str, tuple[Callable[[], Task], str]] = {
+    "no function": (lambda: Task(init=jnp.zeros(3), loss=errors), "init must be a function \\(key\\), not ArrayImpl"),  # type: ignore[arg-type]
+    "no key": (lambda: Task(zeros, lambda p, b: errors(p, b)), "called with \\(parameters, batch, key\\)"),  # type: ignore[arg-type]
+    "metric": (lambda: Task(zeros, errors, {"far": lambda p: p}), "metric 'far' is a function \\(p\\)"),  # type: ignore[arg-type,dict-item]
+    "a mean": (lambda: Task(zeros, lambda *a: errors(*a).mean()), "the task's loss must be .* leave the mean out"),
+    "a mean metric": (
+        lambda: Task(zeros, errors, {"m": lambda p, b: b.x.mean()}),
+        "metric 'm' must be one number a",
+    ),
+    "two a sample": (lambda: Task(zeros, lambda p, b, k: b.x @ p), "a sample, \\[B\\], not \\[B, 3\\]"),
+    "no array": (lambda: Task(zeros, lambda p, b, k: (errors(p, b), 1)), "not a tuple"),  # type: ignore[arg-type,return-value]
+    "other samples": (
+        lambda: classification(Linear().build((5,), 3)),
+        "loss cannot be computed of samples with x float32 \\[4\\], y int32 \\[\\]: TypeError: dot_general",
+    ),
+    "own place": (
+        lambda: Task(zeros, lambda p, b, k: b.x @ p[:2]),
+        "computed \\(in <lambda>, test_task_checks.py, line \\d+\\) of samples",
+    ),
+    "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
+    "one output": (lambda: classification(Linear().build((4,), 1)), "an output for each class, not one: binary"),
+    "few outputs": (lambda: classification(Linear().build((4,), 2)), "the model has 2 outputs, .* 3 classes"),
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_a_task_gets_wrong_is_a_sentence(name: str) -> None:
+    make, says = SAYS[name]
+    with pytest.raises(FedraxError, match=says):
+        run(make())
+
+
+def test_an_error_of_ones_own_code_is_its_own() -> None:
+    def broken(params: Any, batch: Any, key: Any) -> jax.Array:
+        return batch.z
+
+    with pytest.raises(AttributeError, match="no attribute 'z'"):
+        run(Task(zeros, broken))
+
+
+def test_an_optimizer_of_optax_is_wrapped() -> None:
+    with pytest.raises(FedraxError, match=r"got an optimizer of optax as it is: put it in fedrax\.Optax"):
+        run(Task(zeros, errors), optimizer=optax.adam(0.1))
+
+
+def test_losses_of_other_libraries_need_nothing_more() -> None:
+    linear = Linear().build((4,), 3)
+    of_outputs = optax.softmax_cross_entropy_with_integer_labels
+    one, other = (
+        simulate(FedAvg(local=LocalSGD(steps=2)), task, FEDERATION, rounds=2, cohort_size=2, progress=False)
+        for task in (supervised(linear, of_outputs), classification(linear))
+    )
+    for mine, ours in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(mine, ours, rtol=1e-5, atol=1e-6)
