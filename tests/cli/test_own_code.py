@@ -70,6 +70,29 @@ def test_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: 
     assert fedrax("run", "elsewhere/mine.py:Mine", "--run.rounds", 1, "--quiet").status == 0 and proof.exists()
 
 
+def test_the_grid_of_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: Any):
+    write(tmp_path / "elsewhere", proof)
+    (tmp_path / "here").mkdir()
+    for name in ("../elsewhere/mine.py", str(tmp_path / "elsewhere" / "mine.py")):
+        grid = f'grid = {{ algorithm.name = ["fedavg", "{name}:Mine"] }}\n'
+        for text in (grid + TINY, f"{TINY}[[compare]]\n{grid}"):
+            (tmp_path / "here" / "x.toml").write_text(text)
+            outcome = fedrax("compare", "here/x.toml", "--out", "c")
+            assert outcome.status == 2 and "lies outside of" in outcome.err and not proof.exists()
+    grid = 'grid = { algorithm.name = ["fedavg", "mine.py:Mine"] }\n'
+    (tmp_path / "elsewhere" / "x.toml").write_text(grid + TINY)
+    from fedrax.experiments import comparison
+
+    read = comparison.read([Path("elsewhere/x.toml")])
+    read.check()
+    assert proof.exists() and [type(found).__name__ for found in algorithms(read)] == ["FedAvg", "Mine"]
+
+
+def algorithms(read: Any) -> list[Any]:
+    """Of the points of a comparison's grid."""
+    return [spec.algorithm for candidates in read.candidates.values() for _, spec in candidates]
+
+
 def test_a_run_goes_on_with_its_user_s_code_and_nobody_else_s(
     tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -168,7 +168,8 @@ class Comparison:
         """The method's experiment at a point of its grid."""
         key = method.name, repr(point)
         if key not in self._made:
-            self._made[key] = grid.changed(method, point, f"the grid of {method.name}")
+            folder = self.grids[method.name].folder if point else None
+            self._made[key] = grid.changed(method, point, f"the grid of {method.name}", folder)
         return self._made[key]
 
     def runs(self, chosen: Mapping[str, Point]) -> list[Job]:
@@ -231,7 +232,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
     seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
     target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
     search = reader.fields(Search, table.get("search", {}), "search", Search())
-    common = grid.from_table(table["grid"], source) if "grid" in table else None
+    common = grid.from_table(table["grid"], source, folder) if "grid" in table else None
     methods, grids, base = [], {}, shared.get("algorithm", {})
     if not isinstance(base, Mapping):
         raise FedraxError(f"{source}: [algorithm] must be a table, not {base!r}.")
@@ -245,7 +246,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
         if not isinstance(label, str):
             raise FedraxError(f"{where}: the label must be a string, not {label!r}.")
         methods.append(dataclasses.replace(made, name=label))
-        mine = grid.from_table(entry["grid"], where) if "grid" in entry else common
+        mine = grid.from_table(entry["grid"], where, folder) if "grid" in entry else common
         if mine is not None:
             grids[label] = mine
     name = reader.value(describe(str), table.get("name", Path(source).stem), "name")

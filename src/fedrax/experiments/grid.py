@@ -73,6 +73,8 @@ class Grid:
     """Paths, and the values that each of them takes in turn, or the range that they are from."""
 
     axes: tuple[tuple[str, tuple[Any, ...] | Range], ...]
+    folder: Path | None = None
+    """Of the file that it stands in, which names code of one's own beside it alone; None for one that was typed."""
 
     @property
     def ranges(self) -> dict[str, Range]:
@@ -99,11 +101,13 @@ class Grid:
         return [{path: ends[i] for path, ends in both} for i in range(2)]
 
 
-def from_table(table: Any, source: str) -> Grid:
-    """The grid of a table with a list at each path, the path written with dots or as tables in tables."""
+def from_table(table: Any, source: str, folder: Path | None = None) -> Grid:
+    """The grid of a table with a list at each path, the path written with dots or as tables in tables.
+
+    ``folder``: of the file that it is from."""
     if not isinstance(table, Mapping):
         raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
-    return _checked(_flat(table), source)
+    return _checked(_flat(table), source, folder)
 
 
 def from_flags(words: Iterable[str]) -> Grid:
@@ -140,7 +144,7 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _checked(found: Mapping[str, Any], source: str) -> Grid:
+def _checked(found: Mapping[str, Any], source: str, folder: Path | None = None) -> Grid:
     axes: list[tuple[str, tuple[Any, ...] | Range]] = []
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
@@ -161,20 +165,22 @@ def _checked(found: Mapping[str, Any], source: str) -> Grid:
         axes.append((path, tuple(values)))
     if not axes:
         raise FedraxError(f"{source}: the grid is empty.")
-    made = Grid(tuple(axes))
+    made = Grid(tuple(axes), folder)
     if made.size > LARGEST:
         raise FedraxError(f"{source}: a grid of {made.size:,} points is too large (limit: {LARGEST:,}).")
     return made
 
 
-def changed(spec: Experiment, values: Point, source: str) -> Experiment:
-    """``spec`` with the settings at the paths of ``values`` changed, read as a file would be."""
+def changed(spec: Experiment, values: Point, source: str, folder: Path | None = None) -> Experiment:
+    """``spec`` with the settings at the paths of ``values`` changed, read as the file in ``folder`` would be, or, where
+    there is none, as what is typed."""
     if not values:
         return spec
     table = experiment.to_table(spec)
     for path in sorted(values, key=lambda path: path.count(".")):  # a name before the settings of what it names
         _put(table, path, values[path], source)
-    return Reader(source, Path(), trust="typed").fields(Experiment, table, "", Experiment())
+    reader = Reader(source, Path(), trust="typed") if folder is None else Reader(source, folder)
+    return reader.fields(Experiment, table, "", Experiment())
 
 
 def _put(table: Table, path: str, value: Any, source: str) -> None:
