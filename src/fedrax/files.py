@@ -24,7 +24,7 @@ MAX_FILE = 1 << 20
 MAX_CSV, MAX_COLUMNS = 4 << 30, 100_000
 """Bytes and columns of a CSV file."""
 MAX_JSON, MAX_VALUES = 1 << 30, 100_000_000
-"""Bytes and values of a JSON file."""
+"""Bytes and values of a JSON file; a list or an object counts as ten, for it takes as much memory."""
 
 
 @contextmanager
@@ -195,7 +195,8 @@ def read_json(path: Path, of_object: Callable[[dict[str, Any]], Any] = lambda ta
     try:
         with reading(path, MAX_JSON) as file:
             content = file.read()
-        values = sum(map(content.count, (b",", b"[", b"{")))  # every value but the outermost follows one of them
+        # every value but the outermost follows one of these
+        values = content.count(b",") + 10 * (content.count(b"[") + content.count(b"{"))
         if values > MAX_VALUES:
             raise FedraxError(f"{path} holds more than the {MAX_VALUES:,} values that are read of one file: split it.")
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=made, parse_constant=refuse)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 import tomllib
 import zlib
 from collections.abc import Iterable, Mapping
@@ -61,7 +62,7 @@ def range_of(text: str, source: str) -> Range | None:
     if found is None:
         return None
     made = Range(value_of(found[1]), value_of(found[2]), found[3] is not None)
-    if not (math.isfinite(made.low) and math.isfinite(made.high) and made.low < made.high):
+    if not (-math.inf < made.low < made.high < math.inf and max(-made.low, made.high) <= sys.float_info.max):
         raise FedraxError(f"{source}: the range {text} has no numbers between its ends.")
     if made.log and made.low <= 0:
         raise FedraxError(f"{source}: the range {text} is logarithmic, so that it must begin above 0.")
