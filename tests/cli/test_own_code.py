@@ -131,3 +131,24 @@ def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedra
     (tmp_path / "mine.py").write_text(f"\n\n{code}")
     outcome = fedrax("run", "mine.py:Mine")
     assert outcome.status == 2 and "mine.py, line 3, cannot be imported" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("apply", "says"),
+    [("lambda params: params", "takes 1 positional argument"), ("lambda params, x, y, z: x", "missing 1 required")],
+)
+def test_functions_of_other_arguments_are_said_to_be_one_s_own(apply: str, says: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(
+        f"from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: 1.0, {apply})\n"
+    )
+    outcome = fedrax("run", "--model", "mine.py:model", "--quiet")
+    assert outcome.status == 2 and outcome.err.startswith("fedrax: your own code ended this, a function in ")
+    assert says in outcome.err
+
+
+def test_a_model_without_parameters_is_none(tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(
+        "from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: {}, lambda params, x, key: x)\n"
+    )
+    outcome = fedrax("run", "--model", "mine.py:model", "--quiet")
+    assert outcome.status == 2 and "the model has no parameters" in outcome.err
