@@ -10,6 +10,11 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def plain_lines(text: str) -> str:
+    """Several lines without control characters."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
 def for_markdown(text: str) -> str:
     """For a cell of a Markdown table: no markup, no HTML, no end of the cell."""
     escaped = html.escape(plain(text), quote=False)

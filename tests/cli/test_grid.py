@@ -199,7 +199,9 @@ def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..
     refused = compared(OWN.format(function="sin"))
     assert refused.status == 2 and "and the program of fedavg differs" in refused.err
     (tmp_path / "c/search/.rows.json").unlink()
-    assert "holds the runs of a search, and it was written by another version" in compared(OWN.format(function="sin")).err
+    assert (
+        "holds the runs of a search, and it was written by another version" in compared(OWN.format(function="sin")).err
+    )
 
 
 def test_several_in_one_program_that_are_cut_short_go_on(

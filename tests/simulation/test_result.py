@@ -95,7 +95,10 @@ def stored(name: str, dtype: str, array: np.ndarray) -> bytes:
 def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
     for dtype, array in (("I64", np.array([2**40 + 1])), ("F64", np.array([1e300, 1 / 3]))):
         (tmp_path / "model").write_bytes(stored("params/w", dtype, array))
-        for found in (fedrax.load(tmp_path / "model"), fedrax.load(tmp_path / "model", like={"w": jnp.zeros(len(array))})):
+        for found in (
+            fedrax.load(tmp_path / "model"),
+            fedrax.load(tmp_path / "model", like={"w": jnp.zeros(len(array))}),
+        ):
             assert found["w"].dtype == array.dtype and (np.asarray(found["w"]) == array).all()
     long = simulate(method, task, federation, rounds=1, cohort_size=2, dtype="float64")
     long.save(tmp_path / "long")
@@ -184,3 +187,34 @@ def test_names_that_there_are_not():
 
 def test_binary_is_at_hand():
     assert fedrax.binary is binary
+
+
+def test_a_model_with_too_few_outputs_for_the_classes_is_refused():
+    few = classification(Linear().build((4,), 2))
+    with pytest.raises(FedraxError, match="the model has 2 outputs a sample for the 3 classes of 'arrays'"):
+        simulate(method, few, federation, rounds=1, cohort_size=2)
+    simulate(method, classification(Linear().build((4,), 5)), federation, rounds=1, cohort_size=2)  # more do no harm
+
+
+def test_models_of_no_arrays_are_said_to_be():
+    from fedrax.models import Model
+
+    for model, says in (
+        (Model(lambda key: {"w": "text"}, lambda params, x, key=None: x), "parameters are arrays: .*'str'"),
+        (Model(lambda key: {"w": jnp.ones(3)}, lambda params, x, key=None: None), "outputs are an array, not NoneType"),
+        (Model(lambda key: {}, lambda params, x, key=None: x), "has no parameters"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            simulate(method, classification(model), federation, rounds=1, cohort_size=2)
+
+
+def test_code_that_jax_cannot_trace_is_found_where_it_lies():
+    from fedrax.models import Model
+
+    def apply(params, x, key=None):
+        return x @ params if x.sum() > 0 else x @ -params
+
+    with pytest.raises(FedraxError, match=r"^your code \(test_result.py, line \d+, in apply\) asks for the truth"):
+        simulate(
+            method, classification(Model(lambda key: jnp.ones((4, 3)), apply)), federation, rounds=1, cohort_size=2
+        )

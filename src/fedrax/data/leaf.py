@@ -207,7 +207,9 @@ def _answers(y: list[Any]) -> np.ndarray | list[str]:
     if not kinds <= {int, float}:
         raise FedraxError("has labels that are neither all texts nor all numbers.")
     if any(type(label) is int and abs(label) > 2**53 for label in y):
-        raise FedraxError("has whole numbers beyond 2^53 as labels, which floats do not tell apart: write them as texts.")
+        raise FedraxError(
+            "has whole numbers beyond 2^53 as labels, which floats do not tell apart: write them as texts."
+        )
     return _numbers(y, np.float64)
 
 

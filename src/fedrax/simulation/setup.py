@@ -99,6 +99,7 @@ def prepare(
     _check(algorithm, settings, federation)
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
+    _check_classes(task, federation, Variables(start, statistics) if statistics else start)
     with explained(algorithm):
         initial = jax.jit(partial(Kept.at_first, algorithm))(start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
@@ -156,6 +157,22 @@ def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> 
     check_method(algorithm)
     if algorithm.local_steps is not None:
         algorithm.local_steps.check_sizes(federation.sizes)
+
+
+def _check_classes(task: Task, federation: Federation, params: Tree) -> None:
+    """Refuse a model that has no output for some of the classes: their losses would be numbers, and wrong."""
+    if not task.one_output_a_class or task.outputs is None or federation.num_classes is None:
+        return
+    samples = jax.ShapeDtypeStruct((1, *federation.train.x.shape[1:]), federation.train.x.dtype)
+    try:
+        found = jax.eval_shape(task.outputs, params, samples).shape[-1:]
+    except (TypeError, ValueError):  # a model that looks at the samples' values, or breaks, does so where it is run
+        return
+    if found < (federation.num_classes,):
+        raise FedraxError(
+            f"the model has {found[0] if found else 'no'} outputs a sample for the {federation.num_classes} classes of"
+            f" {federation.name!r}: it needs one for each"
+        )
 
 
 def _check_delays(algorithm: Algorithm, longest: int) -> None:
