@@ -113,6 +113,16 @@ def below(folder: Path, name: str) -> Path:
         raise FedraxError(f"{name!r} is no path: {error}.") from error
 
 
+def inside(folder: Path, place: Path) -> Path:
+    """``folder / place``; FedraxError where something on the way is a link, which may lead out of the folder."""
+    path = folder
+    for part in place.parts:
+        path = path / part
+        if path.is_symlink():
+            raise FedraxError(f"{path} is a link, which no run makes: remove it")
+    return path
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
     write_bytes(path, text.encode())

@@ -215,6 +215,10 @@ class Job:
         run = dataclasses.replace(spec.run, seed=seed)
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
+    def inside(self, out: Path) -> Path:
+        """Its directory in that of the comparison; FedraxError where a link leads out of it."""
+        return files.inside(out, self.place)
+
 
 def safe_name(name: str) -> str:
     """``name`` as part of a file name: letters, digits, ".", "_", "=" and "-"."""
@@ -296,7 +300,7 @@ def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, Point]) -
     """The comparison's runs as they are on disk, method by method."""
     runs: dict[str, list[Run]] = {method.name: [] for method in comparison.methods}
     for job in comparison.runs(chosen):
-        run = state_of(job.spec, out / job.place)
+        run = state_of(job.spec, job.inside(out))
         if run is not None:
             runs[job.spec.name].append(run)
     return [Method(label, found) for label, found in runs.items() if found]

@@ -16,7 +16,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.grid import Point
 from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, unfinished
 from fedrax.experiments.sampling import Study, unlike
-from fedrax.files import read_json, write_text
+from fedrax.files import inside, read_json, write_text
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
 from fedrax.simulation.directory import FAILURE, owned
 from fedrax.simulation.evaluate import is_lower_better
@@ -32,7 +32,7 @@ def run_trials(
 ) -> None:
     """Every one of some runs that is not finished; those of a method that differ in floats alone together, where that
     is faster."""
-    fresh = [job for job in unfinished(jobs, out) if not (out / job.place / "experiment.toml").exists()]
+    fresh = [job for job in unfinished(jobs, out) if not (job.inside(out) / "experiment.toml").exists()]
     for group in _together(fresh, comparison.search_seeds):
         task, federation = problem()
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
@@ -68,7 +68,7 @@ def _together(left: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]
 
 def _keep(job: Job, out: Path, result: Result) -> None:
     """A run of several together as a directory like any other. Cut short anywhere, it is one that is not finished."""
-    directory = out / job.place
+    directory = job.inside(out)
     with owned(directory, resume=True):
         if (directory / "experiment.toml").exists():
             return  # another process was faster
@@ -83,7 +83,7 @@ def _keep(job: Job, out: Path, result: Result) -> None:
 def _check_known(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
     """Refuse trials of other samples or programs than there are now: runs of several together keep no checkpoint to
     tell."""
-    path, now = out / "search" / ".rows.json", of_data(federation)
+    path, now = inside(out, Path("search")) / ".rows.json", of_data(federation)
     programs = _programs(comparison, task, federation)
     kept: Any = read_json(path) if path.exists() else None
     if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None:
@@ -164,7 +164,7 @@ def search(
 def _judged(comparison: Comparison, label: str, point: Point, out: Path, metric: str) -> Trial:
     """What the finished runs of a point say."""
     jobs = comparison.trials_at(label, [point])
-    runs = [run for job in jobs if (run := state_of(job.spec, out / job.place)) is not None]
+    runs = [run for job in jobs if (run := state_of(job.spec, job.inside(out))) is not None]
     if len(runs) < len(jobs):
         raise FedraxError(f"the search of {label} is not finished.")
     return trial_of(point, [(run.events, run.failure is not None) for run in runs], metric)

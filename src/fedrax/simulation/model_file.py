@@ -40,7 +40,8 @@ def load(path: Path | str, like: Tree | None = None) -> Any:
     """The model in a file that :meth:`fedrax.Result.save` wrote: starting parameters for ``simulate(..., params=...)``.
 
     Parameters come as nested dictionaries of arrays, or as :class:`fedrax.Variables` where the file holds statistics
-    too. They have the precision of the file: 64-bit ones are NumPy's, unless JAX is set to hold them. Parameters of another structure, such as an Equinox module's, take the one of ``like``: ``task.init(key)``.
+    too. They have the precision of the file: 64-bit ones are NumPy's, unless JAX is set to hold them. Parameters of
+    another structure, such as an Equinox module's, take the one of ``like``: ``task.init(key)``.
     Raises FedraxError for a file that is damaged or of another program, and for names or shapes other than those of
     ``like``.
     """
