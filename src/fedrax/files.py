@@ -153,9 +153,13 @@ def read_csv(path: Path, missing_as: Sequence[str] = ()) -> pl.DataFrame:
         twice = next((name for name, count in Counter(header).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"{path} has two columns {twice!r}.")
-        return pl.read_csv(path, infer_schema_length=None, glob=False, null_values=list(missing_as) or None)
+        table = pl.read_csv(path, infer_schema_length=None, glob=False, null_values=list(missing_as) or None)
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
+    long = next((name for name, kind in table.schema.items() if kind.is_integer() and "128" in str(kind)), None)
+    if long is not None:
+        raise FedraxError(f"{path}: column {long!r} holds whole numbers beyond 64 bits: write floats, or texts.")
+    return table
 
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")

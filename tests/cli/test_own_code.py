@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedrax import FedraxError, read
 from tests.cli.conftest import TINY
 
 METHOD = """
@@ -107,6 +108,27 @@ def test_a_run_goes_on_with_its_user_s_code_and_nobody_else_s(
     refused = sent()
     assert refused.returncode == 2 and "add --trust" in refused.stderr and not proof.exists()
     assert sent("--trust").returncode == 0 and proof.exists()
+
+
+def test_no_command_runs_the_code_of_a_run_that_was_sent(
+    tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, proof)
+    assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
+    (tmp_path / "r" / "sent.py").write_text(METHOD.format(proof=str(tmp_path / "sent")))
+    file = tmp_path / "r" / "experiment.toml"
+    made = file.read_text()
+    file.write_text(made.replace(str(tmp_path / "mine.py"), "sent.py"))
+    for command in ("run", "compare", "partition", "diagnose", "privacy", "audit", "profile"):
+        outcome = fedrax(command, file)
+        assert outcome.status == 2 and "was not made by you on this machine" in outcome.err, command
+    with pytest.raises(FedraxError, match="was not made by you"):
+        read(file)
+    file.write_text('grid = { algorithm.name = ["sent.py:Mine"] }\n' + TINY)
+    assert "was not made by you" in fedrax("compare", file).err
+    assert not (tmp_path / "sent").exists()
+    file.write_text(made)
+    assert fedrax("run", file, "--out", "again", "--quiet").status == 0  # one's own goes, wherever the code lies
 
 
 def test_a_changed_experiment_is_not_its_user_s(tmp_path: Path, proof: Path, fedrax: Any):

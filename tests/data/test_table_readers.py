@@ -230,3 +230,12 @@ def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_refuse
     (tmp_path / "x.csv").write_text("a,label\n-1e300,0\n1,1\n")
     with pytest.raises(FedraxError, match="'a' holds numbers that are not finite, or beyond 32-bit floats"):
         load("csv", path=tmp_path / "x.csv", test_fraction=0.0)
+
+
+@pytest.mark.parametrize("column", ["a", "label", "who"])
+def test_whole_numbers_beyond_64_bits_are_refused(column, tmp_path):
+    rows = [{"a": 1, "label": 0, "who": 2} | ({column: 10**30 + i} if i else {}) for i in range(3)]
+    text = "a,label,who\n" + "".join(f"{row['a']},{row['label']},{row['who']}\n" for row in rows)
+    (tmp_path / "d.csv").write_text(text)
+    with pytest.raises(FedraxError, match=f"column '{column}' holds whole numbers beyond 64 bits"):
+        load("csv", path=tmp_path / "d.csv", client="who", test_fraction=0.0)

@@ -23,6 +23,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.config import Reader, Table
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.own_code import Trust
 
 Point = dict[str, Any]
 """A value for each path of a grid."""
@@ -74,8 +75,10 @@ class Grid:
     """Paths, and the values that each of them takes in turn, or the range that they are from."""
 
     axes: tuple[tuple[str, tuple[Any, ...] | Range], ...]
-    folder: Path | None = None
-    """Of the file that it stands in, which names code of one's own beside it alone; None for one that was typed."""
+    folder: Path = Path()
+    """Of the file that it stands in."""
+    trust: Trust = "typed"
+    """Which code of one's own its values may name."""
 
     @property
     def ranges(self) -> dict[str, Range]:
@@ -102,13 +105,13 @@ class Grid:
         return [{path: ends[i] for path, ends in both} for i in range(2)]
 
 
-def from_table(table: Any, source: str, folder: Path | None = None) -> Grid:
+def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "typed") -> Grid:
     """The grid of a table with a list at each path, the path written with dots or as tables in tables.
 
-    ``folder``: of the file that it is from."""
+    ``folder``: of the file that it is from, which may name the code that ``trust`` covers."""
     if not isinstance(table, Mapping):
         raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
-    return _checked(_flat(table), source, folder)
+    return Grid(_checked(_flat(table), source), folder, trust)
 
 
 def from_flags(words: Iterable[str]) -> Grid:
@@ -122,7 +125,7 @@ def from_flags(words: Iterable[str]) -> Grid:
         if path in found:
             raise FedraxError(f"--grid names {path} twice.")
         found[path] = values if range_of(values, word) else [value_of(value) for value in values.split(",")]
-    return _checked(found, "--grid")
+    return Grid(_checked(found, "--grid"))
 
 
 def value_of(word: str) -> Any:
@@ -145,7 +148,8 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _checked(found: Mapping[str, Any], source: str, folder: Path | None = None) -> Grid:
+def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[Any, ...] | Range], ...]:
+    """The axes of a grid."""
     axes: list[tuple[str, tuple[Any, ...] | Range]] = []
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
@@ -166,22 +170,20 @@ def _checked(found: Mapping[str, Any], source: str, folder: Path | None = None) 
         axes.append((path, tuple(values)))
     if not axes:
         raise FedraxError(f"{source}: the grid is empty.")
-    made = Grid(tuple(axes), folder)
-    if made.size > LARGEST:
-        raise FedraxError(f"{source}: a grid of {made.size:,} points is too large (limit: {LARGEST:,}).")
-    return made
+    size = math.prod(len(values) for _, values in axes if not isinstance(values, Range))
+    if size > LARGEST:
+        raise FedraxError(f"{source}: a grid of {size:,} points is too large (limit: {LARGEST:,}).")
+    return tuple(axes)
 
 
-def changed(spec: Experiment, values: Point, source: str, folder: Path | None = None) -> Experiment:
-    """``spec`` with the settings at the paths of ``values`` changed, read as the file in ``folder`` would be, or, where
-    there is none, as what is typed."""
+def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(), trust: Trust = "typed") -> Experiment:
+    """``spec`` with the settings at the paths of ``values`` changed, read as those of a file in ``folder`` would be."""
     if not values:
         return spec
     table = experiment.to_table(spec)
     for path in sorted(values, key=lambda path: path.count(".")):  # a name before the settings of what it names
         _put(table, path, values[path], source)
-    reader = Reader(source, Path(), trust="typed") if folder is None else Reader(source, folder)
-    return reader.fields(Experiment, table, "", Experiment())
+    return Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
 
 
 def _put(table: Table, path: str, value: Any, source: str) -> None:

@@ -86,7 +86,7 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
     if trust == "none":
         raise FedraxError(
             f"it runs code of its own, {source}, and was not made by you on this machine: read that code,"
-            " then add --trust"
+            " then add --trust (fedrax resume)"
         )
     if path is None:
         registered = {point.value.partition(":")[0].partition(".")[0] for point in entry_points(group="fedrax")}
@@ -125,6 +125,16 @@ def is_sealed(directory: Path) -> bool:
     except (FedraxError, OSError, UnicodeDecodeError):
         return False
     return hmac.compare_digest(kept, _digest(directory))
+
+
+def trust_in(file: Path) -> Trust:
+    """Which code an experiment's file may name: none in the directory of a run, unless its user made it here."""
+    if file.name != "experiment.toml" or not any(os.path.lexists(file.parent / name) for name in _OF_RUNS):
+        return "beside"
+    return "typed" if is_sealed(file.parent) else "none"
+
+
+_OF_RUNS = ("events.jsonl", "checkpoint", "environment.json")
 
 
 def _digest(directory: Path) -> str:
