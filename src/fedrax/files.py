@@ -36,6 +36,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     part = f".{path.name}.part"
     try:
+        if not path.is_symlink() and (path.is_char_device() or path.is_block_device()):
+            raise FedraxError(f"cannot write {path}: it is a device, whose place a file would take")
         path.parent.mkdir(parents=True, exist_ok=True)
         with _folder(path.parent) as folder:
             try:
