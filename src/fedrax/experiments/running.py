@@ -24,7 +24,7 @@ from fedrax.experiments.comparison import Job, state_of
 from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
-from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.progress import Line, ProgressSink
 from fedrax.simulation.run import check_same
 
@@ -100,16 +100,26 @@ class ExperimentFile:
 
 
 def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
-    """The jobs that have something left to do."""
+    """The jobs that have something left to do: also those that were cut short between their last event and their last
+    checkpoint, but for those of a search, which may have none."""
     runs = [(job, state_of(job.spec, job.inside(out))) for job in jobs]
-    return [job for job, run in runs if run is None or not run.finished]
+    return [
+        job
+        for job, run in runs
+        if run is None or not run.finished or not (job.spec.validation or _is_known(job.inside(out)))
+    ]
+
+
+def _is_known(place: Path) -> bool:
+    """Whether something of a run tells what it was computed from."""
+    return any(checkpoint.exists(place / name) for name in (CHECKPOINT, FAILURE))
 
 
 def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -> None:
     """Refuse, before anything runs, runs that were made of other data, another program or another version."""
     for job in jobs:
         run, place = state_of(job.spec, job.inside(out)), job.inside(out)
-        if run is None or not (run.finished or checkpoint.exists(place / CHECKPOINT)):
+        if run is None or not _is_known(place):
             continue
         try:
             check_same(job.spec.algorithm, *problem(), job.spec.run, place)
