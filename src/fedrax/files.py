@@ -24,7 +24,7 @@ MAX_FILE = 1 << 20
 MAX_CSV, MAX_COLUMNS = 4 << 30, 100_000
 """Bytes and columns of a CSV file."""
 MAX_JSON, MAX_VALUES = 1 << 30, 100_000_000
-"""Bytes and values of a JSON file."""
+"""Bytes and values of a JSON file; a list or an object counts as ten, for it takes as much memory."""
 
 
 @contextmanager
@@ -36,6 +36,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     part = f".{path.name}.part"
     try:
+        if not path.is_symlink() and (path.is_char_device() or path.is_block_device()):
+            raise FedraxError(f"cannot write {path}: it is a device, whose place a file would take")
         path.parent.mkdir(parents=True, exist_ok=True)
         with _folder(path.parent) as folder:
             try:
@@ -113,6 +115,16 @@ def below(folder: Path, name: str) -> Path:
         raise FedraxError(f"{name!r} is no path: {error}.") from error
 
 
+def inside(folder: Path, place: Path) -> Path:
+    """``folder / place``; FedraxError where something on the way is a link, which may lead out of the folder."""
+    path = folder
+    for part in place.parts:
+        path = path / part
+        if path.is_symlink():
+            raise FedraxError(f"{path} is a link, which no run makes: remove it")
+    return path
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
     write_bytes(path, text.encode())
@@ -143,9 +155,13 @@ def read_csv(path: Path, missing_as: Sequence[str] = ()) -> pl.DataFrame:
         twice = next((name for name, count in Counter(header).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"{path} has two columns {twice!r}.")
-        return pl.read_csv(path, infer_schema_length=None, glob=False, null_values=list(missing_as) or None)
+        table = pl.read_csv(path, infer_schema_length=None, glob=False, null_values=list(missing_as) or None)
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
+    long = next((name for name, kind in table.schema.items() if kind.is_integer() and "128" in str(kind)), None)
+    if long is not None:
+        raise FedraxError(f"{path}: column {long!r} holds whole numbers beyond 64 bits: write floats, or texts.")
+    return table
 
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
@@ -195,7 +211,8 @@ def read_json(path: Path, of_object: Callable[[dict[str, Any]], Any] = lambda ta
     try:
         with reading(path, MAX_JSON) as file:
             content = file.read()
-        values = sum(map(content.count, (b",", b"[", b"{")))  # every value but the outermost follows one of them
+        # every value but the outermost follows one of these
+        values = content.count(b",") + 10 * (content.count(b"[") + content.count(b"{"))
         if values > MAX_VALUES:
             raise FedraxError(f"{path} holds more than the {MAX_VALUES:,} values that are read of one file: split it.")
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=made, parse_constant=refuse)

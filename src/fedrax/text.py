@@ -16,6 +16,11 @@ def without_markup(text: str) -> str:
     return re.sub(r"(?::\w+:)?`+~?([^`]*)`+", r"\1", " ".join(text.split()))
 
 
+def plain_lines(text: str) -> str:
+    """Several lines without control characters."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
 def for_markdown(text: str) -> str:
     """For a cell of a Markdown table: no markup, no HTML, no end of the cell."""
     escaped = html.escape(plain(text), quote=False)

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from fedrax.errors import FedraxError
 from fedrax.experiments.methods import KNOWN_AS, algorithms
+from fedrax.files import write_text
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -150,6 +153,9 @@ CASES = {
     "model's input": Case("run --model lenet", "at least 16x16"),
     "profile of a broken file": Case("profile x.toml", "cannot be read as TOML", file("x.toml", "rounds = = 3")),
     "profile's flag": Case("profile --round 3", "unknown option --round; did you mean --rounds?"),
+    "profile of too many rounds": Case("profile --rounds 99999999999", "fit into 32 bits"),
+    "noise beyond squares": Case("privacy --algorithm client_dp --algorithm.noise 1e300", "too large to be accounted"),
+    "noise of nearly nothing": Case("run --algorithm client_dp --algorithm.noise 1e-300", "too small to be accounted"),
     "profile of no rounds": Case("profile --rounds 0", "--rounds must be 1 or more"),
     "no file": Case("run missing.toml", "no file missing.toml"),
     "not toml": Case("run x.toml", "cannot be read as TOML", file("x.toml", "rounds = = 3")),
@@ -306,6 +312,16 @@ def test_read_only_output(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: 
     outcome = fedrax("run", tiny, "--out", "locked/r")
     assert outcome.status == 2
     assert "ermission denied" in outcome.err
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    try:
+        os.mknod(tmp_path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices, and only root could lose them")
+    with pytest.raises(FedraxError, match="is a device, whose place a file would take"):
+        write_text(tmp_path / "null", "a page")
+    assert (tmp_path / "null").is_char_device()
 
 
 @pytest.mark.parametrize("files", ["experiment.toml", "state.npz", "environment.json"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedrax.data import hold_out
-from fedrax.experiments import comparison, experiment, running
+from fedrax.experiments import comparison, experiment, own_code, running, search
 from fedrax.experiments.comparing import compare
 from fedrax.simulation import simulate
 from tests.cli.conftest import TINY, Outcome
@@ -169,3 +169,69 @@ def test_a_search_on_data_that_has_changed_is_refused(fedrax: Callable[..., Outc
     (tmp_path / "d.csv").write_text("\n".join([*data[:-1], "9,9,1"]))
     outcome = fedrax("compare", tmp_path / "s.toml", "--out", "c")
     assert outcome.status != 0 and "holds the runs of a search, and its data differ" in outcome.err
+
+
+OWN = """
+import jax.numpy as jnp
+from fedrax.models import Model
+
+def model(input_shape, num_outputs):
+    def apply(params, x, key=None):
+        return jnp.{function}(x.reshape(len(x), -1) @ params["w"])
+    return Model(lambda key: {{"w": jnp.ones((64, num_outputs))}}, apply)
+"""
+
+
+def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(
+        "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n"
+        + TINY.replace('"logistic"', '"own.py:model"').replace("rounds = 4", "rounds = 1")
+    )
+
+    def compared(code: str) -> Outcome:
+        (tmp_path / "own.py").write_text(code)
+        own_code._import_file.cache_clear()  # as another process
+        shutil.rmtree(tmp_path / "c/fedavg", ignore_errors=True)  # as if it had been broken off after the search
+        return fedrax("compare", "s.toml", "--out", "c", "--quiet")
+
+    assert compared(OWN.format(function="tanh")).status == 0
+    assert compared("# other words\n" + OWN.format(function="tanh")).status == 0
+    refused = compared(OWN.format(function="sin"))
+    assert refused.status == 2 and "and the program of fedavg differs" in refused.err
+    (tmp_path / "c/search/.rows.json").unlink()
+    assert (
+        "holds the runs of a search, and it was written by another version" in compared(OWN.format(function="sin")).err
+    )
+
+
+def test_several_in_one_program_that_are_cut_short_go_on(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is cut while it keeps the last of them, which is then run by itself."""
+    (tmp_path / "s.toml").write_text(
+        "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n" + TINY.replace("rounds = 4", "rounds = 1")
+    )
+    last, kept = tmp_path / "c/search/fedavg/local.lr=0.1/seed-0", search.write_environment
+
+    def cut_short(directory: Path) -> None:
+        if directory == Path("c/search/fedavg/local.lr=0.1/seed-0"):
+            raise KeyboardInterrupt
+        kept(directory)
+
+    monkeypatch.setattr(search, "write_environment", cut_short)
+    assert fedrax("compare", "s.toml", "--out", "c", "--quiet").status == 130
+    assert last.exists() and fedrax("compare", "s.toml", "--out", "c", "--quiet").status == 0
+    assert len(json.loads((tmp_path / "c/comparison.json").read_text())["search"]["methods"]["fedavg"]["trials"]) == 2
+    shutil.rmtree(tmp_path / "c")
+    last.mkdir(parents=True)
+    (tmp_path / "away").mkdir()
+    (last / "failure").symlink_to(tmp_path / "away")
+    outcome = fedrax("compare", "s.toml", "--out", "c", "--quiet")
+    assert outcome.status == 2 and "is a link, which no run makes" in outcome.err
+    for place in ("search", "search/fedavg", "search/fedavg/local.lr=0.1/seed-0", "fedavg", "fedavg/local.lr=0.1"):
+        shutil.rmtree(tmp_path / "c")
+        (tmp_path / "c" / place).parent.mkdir(parents=True)
+        (tmp_path / "c" / place).symlink_to(tmp_path / "away")
+        outcome = fedrax("compare", "s.toml", "--out", "c", "--quiet")
+        assert outcome.status == 2 and f"{Path('c') / place} is a link, which no run makes" in outcome.err
+        assert not list((tmp_path / "away").iterdir())

@@ -82,3 +82,20 @@ def test_classes_of_any_name_are_drawn_and_listed(tmp_path: Path, fedrax: Any):
         "partition", "--data", "csv", "--data.path", "d.csv", "--data.client", "user", "--partition", "natural"
     )
     assert outcome.status == 0 and "$\\bad{$" in outcome.out and "_hidden" in outcome.out, outcome.err
+
+
+def test_a_sentence_holds_no_control_characters(tmp_path: Path, fedrax: Any):
+    """Names of files' columns and classes move no cursor, in notes and errors alike."""
+    (tmp_path / "d.csv").write_text("\x1b[31mred,\x1b]0;title\x07\n1,2\n")
+    for command in (("run",), ("partition",), ("compare", "--algorithms", "fedavg")):
+        outcome = fedrax(*command, "--data", "csv", "--data.path", "d.csv")
+        assert outcome.status == 2 and "[31mred" in outcome.err and "\x1b" not in outcome.err + outcome.out
+    rows = "".join(f"{i % 5},\x1b[3{i % 3}m,{i % 2}\n" for i in range(40))
+    (tmp_path / "n.csv").write_text("a,\x1b[1mb,label\n" + rows)
+    flags = ("--data.path", "n.csv", "--partition", "iid", "--partition.clients", 4, "--run.cohort-size", 2)
+    common = (*flags, "--run.rounds", 1, "--model", "logistic")
+    for outcome in (
+        fedrax("run", "--data", "csv", *common),
+        fedrax("compare", "--algorithms", "fedavg", "--seeds", 0, "--data", "csv", *common),
+    ):
+        assert outcome.status == 0 and "is 3 features" in outcome.err and "\x1b" not in outcome.err + outcome.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from fedrax import Task
 from fedrax.contract import task as tasks
 from fedrax.report import tables
 from fedrax.report.runs import Method, Run, summarise
-from tests.cli.conftest import TINY
+from tests.cli.conftest import TINY, numbers
 from tests.cli.test_bad_input import file
 from tests.thinning import thinned
 
@@ -166,7 +167,7 @@ local = { lr = 0.1, steps = 2 }
 """
 
 
-@pytest.mark.parametrize("changed", thinned(["data", "program", "version", "checkpoint"], 2))
+@pytest.mark.parametrize("changed", thinned(["data", "program", "version"], 2))
 def test_finished_runs_of_something_else_are_not_taken(
     changed: str, tmp_path: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -191,13 +192,20 @@ def test_finished_runs_of_something_else_are_not_taken(
 
         monkeypatch.setattr(tasks, "classification", doubled)
         says = "its program differ"
-    else:
-        (events.parent / "checkpoint" / "state.npz").unlink()
-        (events.parent / "checkpoint" / "previous.npz").unlink(missing_ok=True)
-        says = "has no checkpoint to be known by"
     outcome = fedrax("compare", "c.toml", "--out", "c", "--quiet")
     assert outcome.status == 2 and says in outcome.err and "choose another --out" in outcome.err, outcome
     assert events.read_bytes() == before
+
+
+def test_a_run_that_was_cut_short_before_its_last_checkpoint_is_run_again(tmp_path: Path, fedrax: Any):
+    (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
+    (tmp_path / "c.toml").write_text(COMPARED)
+    assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
+    whole = numbers(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "fedavg" / "seed-0" / "checkpoint")  # all events are there
+    assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
+    assert numbers(tmp_path / "c") == whole
+    assert (tmp_path / "c" / "fedavg" / "seed-0" / "checkpoint" / "state.npz").exists()
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

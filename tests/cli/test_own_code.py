@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedrax import FedraxError, read
 from tests.cli.conftest import TINY
 
 METHOD = """
@@ -70,6 +71,29 @@ def test_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: 
     assert fedrax("run", "elsewhere/mine.py:Mine", "--run.rounds", 1, "--quiet").status == 0 and proof.exists()
 
 
+def test_the_grid_of_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: Any):
+    write(tmp_path / "elsewhere", proof)
+    (tmp_path / "here").mkdir()
+    for name in ("../elsewhere/mine.py", str(tmp_path / "elsewhere" / "mine.py")):
+        grid = f'grid = {{ algorithm.name = ["fedavg", "{name}:Mine"] }}\n'
+        for text in (grid + TINY, f"{TINY}[[compare]]\n{grid}"):
+            (tmp_path / "here" / "x.toml").write_text(text)
+            outcome = fedrax("compare", "here/x.toml", "--out", "c")
+            assert outcome.status == 2 and "lies outside of" in outcome.err and not proof.exists()
+    grid = 'grid = { algorithm.name = ["fedavg", "mine.py:Mine"] }\n'
+    (tmp_path / "elsewhere" / "x.toml").write_text(grid + TINY)
+    from fedrax.experiments import comparison
+
+    read = comparison.read([Path("elsewhere/x.toml")])
+    read.check()
+    assert proof.exists() and [type(found).__name__ for found in algorithms(read)] == ["FedAvg", "Mine"]
+
+
+def algorithms(read: Any) -> list[Any]:
+    """Of the points of a comparison's grid."""
+    return [spec.algorithm for candidates in read.candidates.values() for _, spec in candidates]
+
+
 def test_a_run_goes_on_with_its_user_s_code_and_nobody_else_s(
     tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -84,6 +108,27 @@ def test_a_run_goes_on_with_its_user_s_code_and_nobody_else_s(
     refused = sent()
     assert refused.returncode == 2 and "add --trust" in refused.stderr and not proof.exists()
     assert sent("--trust").returncode == 0 and proof.exists()
+
+
+def test_no_command_runs_the_code_of_a_run_that_was_sent(
+    tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, proof)
+    assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
+    (tmp_path / "r" / "sent.py").write_text(METHOD.format(proof=str(tmp_path / "sent")))
+    file = tmp_path / "r" / "experiment.toml"
+    made = file.read_text()
+    file.write_text(made.replace(str(tmp_path / "mine.py"), "sent.py"))
+    for command in ("run", "compare", "partition", "diagnose", "privacy", "audit", "profile"):
+        outcome = fedrax(command, file)
+        assert outcome.status == 2 and "was not made by you on this machine" in outcome.err, command
+    with pytest.raises(FedraxError, match="was not made by you"):
+        read(file)
+    file.write_text('grid = { algorithm.name = ["sent.py:Mine"] }\n' + TINY)
+    assert "was not made by you" in fedrax("compare", file).err
+    assert not (tmp_path / "sent").exists()
+    file.write_text(made)
+    assert fedrax("run", file, "--out", "again", "--quiet").status == 0  # one's own goes, wherever the code lies
 
 
 def test_a_changed_experiment_is_not_its_user_s(tmp_path: Path, proof: Path, fedrax: Any):
@@ -108,3 +153,24 @@ def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedra
     (tmp_path / "mine.py").write_text(f"\n\n{code}")
     outcome = fedrax("run", "mine.py:Mine")
     assert outcome.status == 2 and "mine.py, line 3, cannot be imported" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("apply", "says"),
+    [("lambda params: params", "takes 1 positional argument"), ("lambda params, x, y, z: x", "missing 1 required")],
+)
+def test_functions_of_other_arguments_are_said_to_be_one_s_own(apply: str, says: str, tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(
+        f"from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: 1.0, {apply})\n"
+    )
+    outcome = fedrax("run", "--model", "mine.py:model", "--quiet")
+    assert outcome.status == 2 and outcome.err.startswith("fedrax: your own code ended this, a function in ")
+    assert says in outcome.err
+
+
+def test_a_model_without_parameters_is_none(tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(
+        "from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: {}, lambda params, x, key: x)\n"
+    )
+    outcome = fedrax("run", "--model", "mine.py:model", "--quiet")
+    assert outcome.status == 2 and "the model has no parameters" in outcome.err

@@ -79,7 +79,10 @@ def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp
         (["privacy", "--algorithm", "clientdp", "--run.amplification", "poisson"], "'poisson' does not hold"),
         (["audit", "--algorithm", "fedavg"], "FedAvg adds no noise: there is no claim to audit"),
         (["audit", "--algorithm", "clientdp", "--rounds", "0"], "--rounds must be 1 or more"),
-        (["audit", "--algorithm", "clientdp", "--runs", "10"], "takes 40 runs of each, not 10"),
+        (["audit", "--algorithm", "clientdp", "--runs", "10"], "takes 40 to 1,000,000 runs of each, not 10"),
+        (["audit", "--algorithm", "clientdp", "--runs", "99999999999"], "takes 40 to 1,000,000 runs of each"),
+        (["audit", "--algorithm", "clientdp", "--runs", "1000000"], "take fewer runs"),
+        (["audit", "--algorithm", "clientdp", "--rounds", "2147483647"], "watched for 1 to 1000 rounds"),
         (["run", "--algorithm", "fedavg", "--run.epsilon-budget", "3"], "FedAvg adds no noise"),
     ],
 )

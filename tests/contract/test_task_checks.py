@@ -57,7 +57,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     ),
     "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
     "one output": (lambda: classification(Linear().build((4,), 1)), "an output for each class, not one: binary"),
-    "few outputs": (lambda: classification(Linear().build((4,), 2)), "the model has 2 outputs, .* 3 classes"),
+    "few outputs": (lambda: classification(Linear().build((4,), 2)), "the model has 2 outputs .* 3 classes"),
 }
 
 

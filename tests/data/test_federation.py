@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned
+from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned, load
 from fedrax.errors import FedraxError
 
 
@@ -179,3 +179,26 @@ def test_bad_data_sets_end_in_a_sentence():
     ):
         with pytest.raises(FedraxError, match=words):
             Dataset("bad", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "must return arrays"),
+        ((np.array([0, 1, 10**4]), np.array([0, 3])), "must return rows of 0 to 1441"),
+        ((np.array([0, -1]), np.array([0, 2])), "must return rows of 0 to 1441"),
+        ((np.array([0.5, 1.5]), np.array([0, 2])), "must return rows of 0 to 1441"),
+        ((np.arange(4), np.array([0, 6, 4])), "offsets must be"),
+        ((np.arange(4), np.array([0.0, 4.0])), "offsets must be"),
+        ((np.arange(0), np.array([0])), "offsets must be"),
+        ((np.arange(4), np.array([0, 2])), "offsets end at 2"),
+        ((np.arange(4), np.array([0, 0, 4])), "client 0 has no training rows"),
+    ],
+)
+def test_what_a_partition_of_one_s_own_may_return(found, says):
+    class Mine:
+        def assign(self, dataset, seed):
+            return found
+
+    with pytest.raises(FedraxError, match=says):
+        Federation.from_dataset(load("digits"), Mine(), 0)

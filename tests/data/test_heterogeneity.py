@@ -79,7 +79,12 @@ def test_picture_is_saved_twice_and_says_what_it_leaves_out(tmp_path):
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FedraxError, match="cannot be written"):
+    with pytest.raises(FedraxError, match="cannot write"):
         save_labels(federation([0, 1], [0, 1]), tmp_path / "file" / "labels")
+    (tmp_path / "victim").write_text("whole")
+    for suffix in ("png", "svg"):
+        (tmp_path / f".labels.{suffix}.part").symlink_to(tmp_path / "victim")
+    save_labels(federation([0, 1], [0, 1]), tmp_path / "labels")
+    assert (tmp_path / "victim").read_text() == "whole"
     with pytest.raises(FedraxError, match="at least 1 client"):
         draw_labels(federation([0, 1], [0, 1]), clients=0)

@@ -141,3 +141,11 @@ def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FedraxError, match="empty holds no images"):
         load("image_folder", path=tmp_path, size=(3, 4))
+
+
+@pytest.mark.parametrize("size", [(1.5, 2), ("a", "b"), 5, None, (2,), (0, 1)])
+def test_sizes_that_are_none(size: object, tmp_path: Path) -> None:
+    with pytest.raises(FedraxError, match="a height and a width of 1 to"):
+        load("image_folder", path=tmp_path, size=size)
+    with pytest.raises(FedraxError, match="cannot be read as a folder"):
+        load("image_folder", path="nul\0", size=(1, 1))

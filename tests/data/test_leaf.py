@@ -218,3 +218,12 @@ def test_a_thousand_users_are_quick(tmp_path: Path) -> None:
     path = write(tmp_path / "many.json", leaf(femnist(0, users=1000, samples=2)))
     federation = Federation.from_dataset(load("leaf", path=path, test_fraction=0.0), Iid(10), seed=0)
     assert len(federation.train.y) == 2000
+
+
+def test_whole_numbers_that_floats_do_not_tell_apart_are_no_labels(tmp_path: Path) -> None:
+    content = samples([[1.0], [2.0]], [2**53 + 1, 2**53])
+    with pytest.raises(FedraxError, match=r"whole numbers beyond 2\^53"):
+        load("leaf", path=write(tmp_path / "x.json", content))
+    floats = samples([[1.0], [2.0], [3.0]], [0.12345678, 0.12345679, 3.0])
+    made = load("leaf", path=write(tmp_path / "y.json", floats), labels="classes", test_fraction=0.0)
+    assert made.class_names == ("0.12345678", "0.12345679", "3")

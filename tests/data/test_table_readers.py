@@ -218,3 +218,24 @@ def test_openml_without_network(monkeypatch):
     monkeypatch.setattr("sklearn.datasets.fetch_openml", offline)
     with pytest.raises(FedraxError, match=r"'iris'.*name resolution failed.*needs the network"):
         load("openml", dataset="iris")
+
+
+def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_refused(tmp_path):
+    (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{v}\n" for i, v in enumerate([1e6 + 1, 1e6 + 2, 0.5])))
+    made = load("csv", path=tmp_path / "d.csv", labels="classes", test_fraction=0.0)
+    assert made.class_names == ("0.5", "1000001", "1000002")
+    (tmp_path / "y.csv").write_text("a,label\n0,1e300\n1,2.5\n")
+    with pytest.raises(FedraxError, match="targets hold numbers beyond 32-bit floats, 1e"):
+        load("csv", path=tmp_path / "y.csv", test_fraction=0.0)
+    (tmp_path / "x.csv").write_text("a,label\n-1e300,0\n1,1\n")
+    with pytest.raises(FedraxError, match="'a' holds numbers that are not finite, or beyond 32-bit floats"):
+        load("csv", path=tmp_path / "x.csv", test_fraction=0.0)
+
+
+@pytest.mark.parametrize("column", ["a", "label", "who"])
+def test_whole_numbers_beyond_64_bits_are_refused(column, tmp_path):
+    rows = [{"a": 1, "label": 0, "who": 2} | ({column: 10**30 + i} if i else {}) for i in range(3)]
+    text = "a,label,who\n" + "".join(f"{row['a']},{row['label']},{row['who']}\n" for row in rows)
+    (tmp_path / "d.csv").write_text(text)
+    with pytest.raises(FedraxError, match=f"column '{column}' holds whole numbers beyond 64 bits"):
+        load("csv", path=tmp_path / "d.csv", client="who", test_fraction=0.0)

@@ -172,6 +172,8 @@ def test_methods_that_cannot_wait_are_refused(trace: Path, method: Any, sentence
     [
         ("client,hours\n0,1\n", "not a CSV with columns client, seconds"),
         ("client,seconds\n0,1\n1,-2\n", "seconds above 0"),
+        ("client,seconds\n0,1\n1,1e308\n", "seconds above 0, up to 1e"),
+        (f"client,seconds\n0,1\n1,{10**30}\n", "'seconds' holds whole numbers beyond 64 bits"),
         ("client,seconds\n0,1\n9,2\n", "must name clients 0 to 6"),
         ("client,seconds\n0,1\n1,x\n", "numbers of seconds"),
         ("client,seconds\n0,\n1,2\n", "numbers of seconds"),
@@ -189,3 +191,8 @@ def test_broken_traces_end_in_a_sentence(tmp_path: Path, text: str, sentence: st
 def test_too_many_at_work_are_refused(trace: Path):
     with pytest.raises(FedraxError, match="take 8 clients or more: there are 7"):
         schedule(trace, 2, buffer=3, at_work=6)
+
+
+def test_a_run_of_more_rounds_than_can_be_foreseen_is_refused(trace: Path):
+    with pytest.raises(FedraxError, match="at most 1,000,000 rounds, not 2,147,483,647"):
+        schedule(trace, 2**31 - 1)

@@ -1,6 +1,7 @@
 """What a user does with a result in Python: tables, pictures, files; callbacks."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,26 @@ def test_files_of_other_structures(tmp_path):
     assert not (tmp_path / "k").exists()
 
 
+def stored(name: str, dtype: str, array: np.ndarray) -> bytes:
+    """A safetensors file of one array."""
+    described = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [0, array.nbytes]}
+    header = json.dumps({name: described}).encode()
+    return len(header).to_bytes(8, "little") + header + array.tobytes()
+
+
+def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
+    for dtype, array in (("I64", np.array([2**40 + 1])), ("F64", np.array([1e300, 1 / 3]))):
+        (tmp_path / "model").write_bytes(stored("params/w", dtype, array))
+        for found in (
+            fedrax.load(tmp_path / "model"),
+            fedrax.load(tmp_path / "model", like={"w": jnp.zeros(len(array))}),
+        ):
+            assert found["w"].dtype == array.dtype and (np.asarray(found["w"]) == array).all()
+    long = simulate(method, task, federation, rounds=1, cohort_size=2, dtype="float64")
+    long.save(tmp_path / "long")
+    jax.tree.map(np.testing.assert_array_equal, fedrax.load(tmp_path / "long"), long.params)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -96,6 +117,9 @@ def test_files_of_other_structures(tmp_path):
         and len(n).to_bytes(8, "little") + n,
         (n := json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode())
         and len(n).to_bytes(8, "little") + n + b"\0" * 4,
+        stored("params/w", "F8_E4M3", np.zeros(4, np.uint8)),
+        stored("params/w", "C64", np.zeros(1, np.complex64)),
+        stored("params/" + "a/" * 20_000, "F32", np.zeros(1, np.float32)),
     ],
 )
 def test_what_is_no_model_is_a_sentence(content, tmp_path):
@@ -104,6 +128,9 @@ def test_what_is_no_model_is_a_sentence(content, tmp_path):
         fedrax.load(tmp_path / "model")
     with pytest.raises(FedraxError, match="there is no file"):
         fedrax.load(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FedraxError, match="not a regular file"):
+        fedrax.load(tmp_path / "pipe")
 
 
 def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
@@ -163,3 +190,34 @@ def test_names_that_there_are_not():
 
 def test_binary_is_at_hand():
     assert fedrax.binary is binary
+
+
+def test_a_model_with_too_few_outputs_for_the_classes_is_refused():
+    few = classification(Linear().build((4,), 2))
+    with pytest.raises(FedraxError, match="the model has 2 outputs a sample for 3 classes"):
+        simulate(method, few, federation, rounds=1, cohort_size=2)
+    simulate(method, classification(Linear().build((4,), 5)), federation, rounds=1, cohort_size=2)  # more do no harm
+
+
+def test_models_of_no_arrays_are_said_to_be():
+    from fedrax.models import Model
+
+    for model, says in (
+        (Model(lambda key: {"w": "text"}, lambda params, x, key=None: x), "parameters are arrays: .*'str'"),
+        (Model(lambda key: {"w": jnp.ones(3)}, lambda params, x, key=None: None), "outputs are an array, not NoneType"),
+        (Model(lambda key: {}, lambda params, x, key=None: x), "has no parameters"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            simulate(method, classification(model), federation, rounds=1, cohort_size=2)
+
+
+def test_code_that_jax_cannot_trace_is_found_where_it_lies():
+    from fedrax.models import Model
+
+    def apply(params, x, key=None):
+        return x @ params if x.sum() > 0 else x @ -params
+
+    with pytest.raises(FedraxError, match=r"^your code \(test_result.py, line \d+, in apply\) asks for the truth"):
+        simulate(
+            method, classification(Model(lambda key: jnp.ones((4, 3)), apply)), federation, rounds=1, cohort_size=2
+        )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fedrax.errors import FedraxError
+from fedrax.text import plain_lines
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
@@ -59,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
         _forget_output()
         return 0
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        print(f"fedrax: {sentence}", file=sys.stderr)
+        print(f"fedrax: {plain_lines(sentence)}", file=sys.stderr)  # it may hold names that files have
         return 2
 
 

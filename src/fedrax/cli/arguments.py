@@ -19,7 +19,7 @@ from tyro import constructors
 
 from fedrax.contract.fields import fields_of, hints_of
 from fedrax.errors import FedraxError
-from fedrax.experiments import config, experiment
+from fedrax.experiments import config, experiment, own_code
 from fedrax.experiments.config import Choice, Table, fits_a_file
 from fedrax.experiments.experiment import Experiment
 
@@ -94,14 +94,14 @@ def choices_in(value: Any, path: str = "") -> Iterator[Chosen]:
             yield from choices_in(item, where)
 
 
-def take_choices(table: Table, args: list[str], source: str, folder: Path) -> tuple[Table, list[str]]:
+def take_choices(table: Table, args: list[str], reader: config.Reader) -> tuple[Table, list[str]]:
     """``table`` with the names that ``args`` choose (``--algorithm losac``), and the other arguments."""
     table = copy.deepcopy(table)
     tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=", arg) else [arg])]
     flags = {i: t[2:].replace("-", "_") for i, t in enumerate(tokens) if t.startswith("--") and i + 1 < len(tokens)}
     taken: set[int] = set()
     for place, path in sorted(flags.items(), key=lambda item: item[1].count(".")):
-        made = config.Reader(source, folder, tyro.MISSING).fields(Experiment, table, "", Experiment())
+        made = reader.fields(Experiment, table, "", Experiment())
         chosen = next((chosen for chosen in choices_in(made) if chosen.path == path), None)
         if chosen is not None:
             _choose(table, chosen, tokens[place + 1])
@@ -153,11 +153,13 @@ def parse_experiment(
     path = Path(args[0]) if args and not args[0].startswith("-") else None
     table = {} if path is None else experiment.read_file(path)
     source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
+    trust = "beside" if path is None else own_code.trust_in(path)
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
-        experiment.from_table(table, source, folder)  # explains that this is a file for `fedrax compare`
+        experiment.from_table(table, source, folder, trust)  # explains that this is a file for `fedrax compare`
     table = {key: value for key, value in table.items() if key not in experiment.OF_COMPARISONS}
-    table, rest = take_choices(table, args if path is None else args[1:], source, folder)
-    made = config.Reader(source, folder, tyro.MISSING).fields(Experiment, table, "", Experiment())
+    reader = config.Reader(source, folder, tyro.MISSING, trust)
+    table, rest = take_choices(table, args if path is None else args[1:], reader)
+    made = reader.fields(Experiment, table, "", Experiment())
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
     fields.append(

@@ -41,8 +41,8 @@ def main(args: list[str]) -> int:
     """Parse, profile, print, keep."""
     parsed = parse_experiment(ProfileOptions, args, "fedrax profile", DESCRIPTION, comparisons=True)
     spec, options = parsed.experiment, parsed.options
-    if options.rounds is not None and options.rounds < 1:
-        raise FedraxError(f"--rounds must be 1 or more, not {options.rounds}")
+    if options.rounds is not None and not 1 <= options.rounds < 2**31:
+        raise FedraxError(f"--rounds must be 1 or more and fit into 32 bits, not {options.rounds}")
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
     from fedrax.profiling import profile, show

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -195,16 +196,24 @@ def explained(algorithm: Any) -> Iterator[None]:
     try:
         yield
     except tuple(_SENTENCES) as error:
-        raise FedraxError(f"{type(algorithm).__name__}{_place(algorithm, error)} {in_words(error)}") from error
+        raise FedraxError(f"{_place(algorithm, error)} {in_words(error)}") from error
 
 
 def _place(algorithm: Any, error: Exception) -> str:
-    """' (file.py, line 12, in client)', of the last frame in the file of the class, or nothing."""
+    """'Mine (file.py, line 12, in client)', of the last frame in the file of the method; 'your code' where it lies in
+    no package, as a model of one's own."""
+    name, frames = type(algorithm).__name__, traceback.extract_tb(error.__traceback__)
     try:
         file = inspect.getfile(type(algorithm))
     except (TypeError, OSError):
-        return ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        file = ""
+    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", _PACKAGE, "<"))]
+    if own and own[-1].filename != file:
+        name, file = "your code", own[-1].filename
+    frames = [frame for frame in frames if frame.filename == file]
     if not frames:
-        return ""
-    return f" ({file.rpartition('/')[2]}, line {frames[-1].lineno}, in {frames[-1].name})"
+        return name
+    return f"{name} ({Path(file).name}, line {frames[-1].lineno}, in {frames[-1].name})"
+
+
+_PACKAGE = str(Path(__file__).parents[1])

@@ -8,7 +8,7 @@ losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sa
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +68,8 @@ class Task:
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
     """Metrics of all samples together, by name: functions of NumPy arrays, the outputs [n, ...] and y [n, ...], to a
     number, or None where it is not defined. They need `outputs`; see `fedrax.contract.metrics`."""
+    one_output_a_class: bool = False
+    """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
 
     def __post_init__(self) -> None:
         check_function("init", self.init, "key")
@@ -140,7 +142,8 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
         labels = _labels_of(logits, labels)
         return over_positions((logits.argmax(-1) == labels).astype(logits.dtype), labels)
 
-    return supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="classification")
+    made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="classification")
+    return replace(made, one_output_a_class=True)
 
 
 def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
@@ -159,7 +162,8 @@ def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
     def accuracy(scores: Array, labels: Array) -> Array:
         return _over_positions((scores.argmax(-1) == _labels_of(scores, labels)).astype(scores.dtype))
 
-    return supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="margin")
+    made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="margin")
+    return replace(made, one_output_a_class=True)
 
 
 def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
@@ -236,11 +240,17 @@ def supervised(
     def on_inputs(function):
         return lambda params, x, key=None: function(params, inputs(params, x), key)
 
+    def apply(params: Params, x: Array | np.ndarray, *key: Array) -> Array:
+        outputs = model.apply(params, inputs(params, x), *key)
+        if not hasattr(outputs, "shape"):
+            raise FedraxError(f"a model's outputs are an array, not {type(outputs).__name__}.")
+        return outputs
+
     def of_outputs(value):
-        return lambda params, batch: value(model.apply(params, inputs(params, batch.x)), batch.y)
+        return lambda params, batch: value(apply(params, batch.x), batch.y)
 
     def training_loss(params: Params, batch: Batch, key: Array) -> Array:
-        return loss(model.apply(params, inputs(params, batch.x), key), batch.y)
+        return loss(apply(params, batch.x, key), batch.y)
 
     def loss_and_statistics(variables: Variables, batch: Batch, key: Array) -> tuple[Array, Any]:
         assert model.train is not None
@@ -255,7 +265,7 @@ def supervised(
         features=None if model.features is None else on_inputs(model.features),
         name=f"{name}/{model.name}",
         loss_and_statistics=None if model.train is None else loss_and_statistics,
-        outputs=lambda params, x: model.apply(params, inputs(params, x)),
+        outputs=apply,
         blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
         loss_of_outputs=loss,
         measures=None if measures is None else lambda params: measures(params, truth),
@@ -317,6 +327,10 @@ def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
         own = jax.jit(task.init, **_QUICK)(key) if given is None else own
     except jax.errors.JAXTypeError:  # a user's init may look at the key's value
         own = task.init(key)
+    except TypeError as error:
+        if "is not a valid JAX type" not in str(error):
+            raise
+        raise FedraxError(f"a model's parameters are arrays: {str(error).splitlines()[0]}") from error
     if given is None:
         return own
     need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))

@@ -43,12 +43,18 @@ def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None)
     batch = type(samples)(*shapes)
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     _one_a_sample("loss", _traced("loss", about, task.loss, variables, batch, jax.random.key(0)))
+    if task.one_output_a_class and task.outputs is not None:  # the metric is ours
+        _enough_outputs(_traced("model", about, task.outputs, variables, batch.x).shape[-1:], num_classes)
+        return
     for name, metric in task.metrics.items():
         _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch))
-    if num_classes is not None and task.name.startswith(("classification/", "margin/")):
-        outputs = jax.eval_shape(task.outputs, variables, batch.x).shape[-1]
-        if outputs < num_classes:
-            raise FedraxError(f"the model has {outputs} outputs, and the federation {num_classes} classes")
+
+
+def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:
+    """Refuse a model that has no output for some of the classes: their losses would be numbers, and wrong."""
+    if num_classes is not None and found < (num_classes,):
+        had = found[0] if found else "no"
+        raise FedraxError(f"the model has {had} outputs a sample for {num_classes} classes: it needs one for each")
 
 
 def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:

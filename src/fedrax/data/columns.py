@@ -127,7 +127,7 @@ def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndar
             raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
         y = column.to_numpy().astype(np.float64)
     elif kind == "classes" and column.dtype.is_float():
-        y = np.array([f"{value:g}" for value in column.to_numpy()])
+        y = np.array([in_digits(value) for value in column.to_list()])
     else:
         y = column.to_numpy()
     if y.dtype.kind == "f" and not np.isfinite(y).all():
@@ -145,9 +145,23 @@ def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
 def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
     if y.dtype.kind == "f":
-        return y.astype(np.float32), ()
+        return shortened(y, "targets"), ()
     labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
     return codes.astype(np.int32), tuple(str(label) for label in labels)
+
+
+def in_digits(value: float) -> str:
+    """A number as the name of a class: another one for another number, without a fraction where it is whole."""
+    return repr(float(value)).removesuffix(".0")
+
+
+def shortened(values: np.ndarray, what: str) -> np.ndarray:
+    """Finite numbers as float32; FedraxError where one of them is beyond that."""
+    with np.errstate(over="ignore"):  # what is too large is infinite, and refused
+        made = values.astype(np.float32)
+    if not np.isfinite(made).all():
+        raise FedraxError(f"the {what} hold numbers beyond 32-bit floats, {np.abs(values).max():g}: scale them.")
+    return made
 
 
 def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

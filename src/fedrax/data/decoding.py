@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO, TypeVar
 
 import numpy as np
@@ -20,8 +21,11 @@ MAX_SIDE = 4096
 MAX_PIXELS, MAX_FILE = 50_000_000, 256 << 20
 """Pixels and bytes of an encoded image."""
 MODES = {"rgb": ("RGB", 3), "grey": ("L", 1)}
+ALONE = 2_000_000
+"""Pixels beyond which an image is decoded by itself: it takes some 6 bytes a pixel, on a machine of many cores."""
 TOGETHER = 1024
 """Images under way at once."""
+_one_at_a_time = threading.Lock()
 _EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 
 Source = TypeVar("Source")
@@ -31,8 +35,9 @@ def check_form(size: tuple[int, ...], color: str) -> tuple[tuple[int, int, int],
     """The shape (height, width, channels) and Pillow's mode of images; FedraxError where there are none such."""
     if color not in MODES:
         raise unknown("color:", color, MODES)
-    if len(size) != 2 or not all(1 <= side <= MAX_SIDE for side in size):
-        raise FedraxError(f"size is a height and a width of 1 to {MAX_SIDE:,} pixels, not {list(size)}.")
+    sides = size if isinstance(size, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and 1 <= side <= MAX_SIDE for side in sides):
+        raise FedraxError(f"size is a height and a width of 1 to {MAX_SIDE:,} pixels, not {list(sides) or size!r}.")
     mode, channels = MODES[color]
     return (size[0], size[1], channels), mode
 
@@ -78,8 +83,9 @@ def _image(file: BinaryIO, name: str, shape: tuple[int, int, int], mode: str) ->
                 raise FedraxError(f"{name} announces {image.size} pixels, more than {MAX_PIXELS:,} in all.")
             if image.mode not in _EIGHT_BITS:
                 raise FedraxError(f"{name} has more than 8 bits a channel (mode {image.mode}): convert it first.")
-            resized = image.convert(mode).resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
-            return np.asarray(resized).reshape(shape)
+            with _one_at_a_time if math.prod(image.size) > ALONE else nullcontext():
+                resized = image.convert(mode).resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
+                return np.asarray(resized).reshape(shape)
     except FedraxError:
         raise
     except Exception as error:  # a damaged image may break the decoders in any way; too large ones have their own

@@ -111,7 +111,7 @@ class Federation:
             )
         if isinstance(partition, type) or not hasattr(partition, "assign"):
             raise FedraxError(f"a partition is an object such as Shards(clients=20), not {_thing(partition)}.")
-        rows, offsets = partition.assign(dataset, seed)
+        rows, offsets = _assigned(partition, dataset, seed)
         test_rows, test_offsets, names = None, None, ()
         if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.client_names:
             names = tuple(dataset.client_names[i] for i in dataset.train_clients[rows[offsets[:-1]]])
@@ -239,6 +239,23 @@ def taken(samples: Samples, rows: np.ndarray) -> Samples:
         return np.take(array, rows, axis=0, out=out, mode="clip")
 
     return Samples(take(samples.x), take(samples.y))
+
+
+def _assigned(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and offsets of a partition, which may be a user's own: rows that there are, and offsets among them."""
+    name, found = type(partition).__name__, partition.assign(dataset, seed)
+    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, np.ndarray) for part in found)):
+        raise FedraxError(f"the partition {name} must return arrays, row numbers [n] and offsets [N + 1].")
+    rows, offsets = found
+    if (
+        rows.ndim != 1
+        or rows.dtype.kind not in "iu"
+        or (rows.size and (rows.min() < 0 or rows.max() >= len(dataset.train.y)))
+    ):
+        raise FedraxError(
+            f"the partition {name} must return rows of 0 to {len(dataset.train.y) - 1}, whole numbers [n]."
+        )
+    return rows, _check_train_offsets(offsets, len(rows), f"partition {name}")
 
 
 def _shuffled_inside(offsets: np.ndarray, seed: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fedrax.data.columns import classes_or_targets, from_rows, split
+from fedrax.data.columns import classes_or_targets, from_rows, in_digits, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
@@ -209,6 +209,10 @@ def _answers(y: list[Any]) -> np.ndarray | list[str]:
         return _texts(y)
     if not kinds <= {int, float}:
         raise FedraxError("has labels that are neither all texts nor all numbers.")
+    if any(type(label) is int and abs(label) > 2**53 for label in y):
+        raise FedraxError(
+            "has whole numbers beyond 2^53 as labels, which floats do not tell apart: write them as texts."
+        )
     return _numbers(y, np.float64)
 
 
@@ -260,7 +264,7 @@ def _labels(y: np.ndarray | list[str], kind: str, path: object) -> np.ndarray:
     whole = bool((y == np.floor(y)).all() and (np.abs(y) < 2**53).all())
     if kind == "numbers" or (kind == "auto" and not whole):
         return y
-    return y.astype(np.int64) if whole else np.array([f"{value:g}" for value in y], object)
+    return y.astype(np.int64) if whole else np.array(list(map(in_digits, y)), object)
 
 
 def _are_characters(y: np.ndarray | list[str]) -> bool:

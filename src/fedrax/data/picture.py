@@ -1,7 +1,6 @@
 """A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
 
-import contextlib
-import os
+import io
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from fedrax.data.federation import Federation
 from fedrax.data.heterogeneity import label_counts
 from fedrax.errors import FedraxError
+from fedrax.files import write_bytes
 from fedrax.text import for_picture
 
 COLOUR = "#1f5a94"
@@ -67,16 +67,9 @@ def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> 
     saved = []
     for suffix in ("png", "svg"):
         target = path.with_name(f"{stem}.{suffix}")
-        temporary = target.with_name(f".{target.name}.part")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
-                metadata = {"Date": None} if suffix == "svg" else {}
-                figure.savefig(temporary, format=suffix, dpi=200, metadata=metadata)
-            os.replace(temporary, target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise FedraxError(f"the picture {target} cannot be written: {error}.") from error
+        content = io.BytesIO()
+        with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
+            figure.savefig(content, format=suffix, dpi=200, metadata={"Date": None} if suffix == "svg" else {})
+        write_bytes(target, content.getvalue())
         saved.append(target)
     return saved[0], saved[1]

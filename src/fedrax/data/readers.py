@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrax.data.columns import classes_or_targets, from_rows, rows_of, split
+from fedrax.data.columns import classes_or_targets, from_rows, rows_of, shortened, split
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.huggingface import load_huggingface
@@ -200,7 +200,7 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
     y, names = classes_or_targets(np.asarray(y))
     train, test = split(y, None, test_fraction, seed)
     notes = tuple(spread_notes(x[train]))
-    return from_rows(dataset, as_samples(x.astype(np.float32), y), None, train, test, names, notes=notes)
+    return from_rows(dataset, as_samples(shortened(x, "features"), y), None, train, test, names, notes=notes)
 
 
 def _idx_images(part: str) -> str:

@@ -170,8 +170,8 @@ def _numbers(column: pl.Series, name: str, train: np.ndarray, path: str) -> np.n
 
     values = column.cast(pl.Float64).to_numpy().astype(np.float64)
     lost = np.isnan(values)
-    if not np.isfinite(values[~lost]).all():
-        raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite.")
+    if not (np.abs(values[~lost]) <= np.finfo(np.float32).max).all():  # their squares would be infinite
+        raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite, or beyond 32-bit floats.")
     if lost[train].all():
         raise FedraxError(f"{path}: column {name!r} has no value in any training row: drop it.")
     return values

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fedrax.errors import FedraxError
+from fedrax.files import reading
 
 PADDING, UNKNOWN = 0, 1
 """The numbers of no word at all, and of every word that a vocabulary does not have; its own begin at 2."""
@@ -104,7 +105,7 @@ def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
 def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
     """(number, word, the rest) of every line."""
     try:
-        with path.open("rb") as file:
+        with reading(path) as file:
             at = 0
             while raw := file.readline(MAX_LINE + 1):
                 at += 1

@@ -158,7 +158,7 @@ def compare(
         executor = engines.engine(executor)
     out = default_directory(spec) if directory is None else Path(directory)
     for job in spec.possible():  # before anything runs: all directories must be ours
-        comparison.state_of(job.spec, out / job.place)
+        comparison.state_of(job.spec, job.inside(out))
     if watcher is None:
         use_all_cores()
         watcher = ProgressWatcher() if progress and somebody_looks_on() else Watcher()
@@ -190,7 +190,7 @@ def default_directory(spec: Comparison) -> Path:
         out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         with contextlib.suppress(FedraxError):
             for job in spec.possible():
-                comparison.state_of(job.spec, out / job.place)
+                comparison.state_of(job.spec, job.inside(out))
             return out
         number += 1
 

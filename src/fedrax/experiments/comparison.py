@@ -43,6 +43,7 @@ from fedrax.experiments import experiment, grid
 from fedrax.experiments.config import Reader
 from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
 from fedrax.experiments.grid import Grid, Point
+from fedrax.experiments.own_code import Trust, trust_in
 from fedrax.report.runs import Method, Run, read_run
 from fedrax.simulation.settings import Seed, Settings
 
@@ -168,7 +169,8 @@ class Comparison:
         """The method's experiment at a point of its grid."""
         key = method.name, repr(point)
         if key not in self._made:
-            self._made[key] = grid.changed(method, point, f"the grid of {method.name}")
+            mine = self.grids.get(method.name, Grid(()))
+            self._made[key] = grid.changed(method, point, f"the grid of {method.name}", mine.folder, mine.trust)
         return self._made[key]
 
     def runs(self, chosen: Mapping[str, Point]) -> list[Job]:
@@ -214,6 +216,10 @@ class Job:
         run = dataclasses.replace(spec.run, seed=seed)
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
+    def inside(self, out: Path) -> Path:
+        """Its directory in that of the comparison; FedraxError where a link leads out of it."""
+        return files.inside(out, self.place)
+
 
 def safe_name(name: str) -> str:
     """``name`` as part of a file name: letters, digits, ".", "_", "=" and "-"."""
@@ -221,9 +227,9 @@ def safe_name(name: str) -> str:
     return made[:100] or "unnamed"
 
 
-def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> Comparison:
+def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Comparison:
     """The comparison that a table describes; a table without ``[[compare]]`` is one method."""
-    reader = Reader(source, folder)
+    reader = Reader(source, folder, trust=trust)
     shared = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     entries = table.get("compare", [{}])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping | str) for entry in entries):
@@ -232,7 +238,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
     seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
     target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
     search = reader.fields(Search, table.get("search", {}), "search", Search())
-    common = grid.from_table(table["grid"], source) if "grid" in table else None
+    common = grid.from_table(table["grid"], source, folder, trust) if "grid" in table else None
     methods, grids, base = [], {}, shared.get("algorithm", {})
     if not isinstance(base, Mapping):
         raise FedraxError(f"{source}: [algorithm] must be a table, not {base!r}.")
@@ -241,12 +247,12 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
         own = {key: value for key, value in entry.items() if key not in ("label", "grid", "run")}
         parts = {**shared, "algorithm": merged(base, own), "run": merged(shared.get("run", {}), entry.get("run", {}))}
-        made = Reader(where, folder).fields(Experiment, parts, "", Experiment())
+        made = Reader(where, folder, trust=trust).fields(Experiment, parts, "", Experiment())
         label = entry.get("label", made.method_name)
         if not isinstance(label, str):
             raise FedraxError(f"{where}: the label must be a string, not {label!r}.")
         methods.append(dataclasses.replace(made, name=label))
-        mine = grid.from_table(entry["grid"], where) if "grid" in entry else common
+        mine = grid.from_table(entry["grid"], where, folder, trust) if "grid" in entry else common
         if mine is not None:
             grids[label] = mine
     name = reader.value(describe(str), table.get("name", Path(source).stem), "name")
@@ -266,7 +272,7 @@ def merged(base: Any, over: Any) -> Any:
 
 def read(paths: list[Path]) -> Comparison:
     """The comparison of one file, or of the methods of several that share data, partition, model and run."""
-    parts = [from_table(experiment.read_file(path), str(path), path.parent) for path in paths]
+    parts = [from_table(experiment.read_file(path), str(path), path.parent, trust_in(path)) for path in paths]
     first = parts[0]
     for path, part in zip(paths[1:], parts[1:], strict=True):
         for name in SHARED:
@@ -296,7 +302,7 @@ def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, Point]) -
     """The comparison's runs as they are on disk, method by method."""
     runs: dict[str, list[Run]] = {method.name: [] for method in comparison.methods}
     for job in comparison.runs(chosen):
-        run = state_of(job.spec, out / job.place)
+        run = state_of(job.spec, job.inside(out))
         if run is not None:
             runs[job.spec.name].append(run)
     return [Method(label, found) for label, found in runs.items() if found]

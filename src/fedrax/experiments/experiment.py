@@ -46,7 +46,7 @@ from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, loa
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
-from fedrax.experiments.own_code import Trust
+from fedrax.experiments.own_code import Trust, trust_in
 from fedrax.experiments.tasks import TASK, Auto
 from fedrax.files import read_table, write_text
 from fedrax.models import MODELS, Model
@@ -167,10 +167,10 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     return experiment
 
 
-def read(path: str | Path, trust: Trust = "beside") -> Experiment:
-    """The experiment of a TOML file, checked; ``trust`` says which code it may name."""
+def read(path: str | Path, trust: Trust | None = None) -> Experiment:
+    """The experiment of a TOML file, checked; ``trust`` says which code it may name, by default as `trust_in` does."""
     path = Path(path)
-    return from_table(read_file(path), str(path), path.parent, trust)
+    return from_table(read_file(path), str(path), path.parent, trust or trust_in(path))
 
 
 def read_file(path: Path) -> Table:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 import tomllib
 import zlib
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.config import Reader, Table
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.own_code import Trust
 
 Point = dict[str, Any]
 """A value for each path of a grid."""
@@ -61,7 +63,7 @@ def range_of(text: str, source: str) -> Range | None:
     if found is None:
         return None
     made = Range(value_of(found[1]), value_of(found[2]), found[3] is not None)
-    if not (math.isfinite(made.low) and math.isfinite(made.high) and made.low < made.high):
+    if not (-math.inf < made.low < made.high < math.inf and max(-made.low, made.high) <= sys.float_info.max):
         raise FedraxError(f"{source}: the range {text} has no numbers between its ends.")
     if made.log and made.low <= 0:
         raise FedraxError(f"{source}: the range {text} is logarithmic, so that it must begin above 0.")
@@ -73,6 +75,10 @@ class Grid:
     """Paths, and the values that each of them takes in turn, or the range that they are from."""
 
     axes: tuple[tuple[str, tuple[Any, ...] | Range], ...]
+    folder: Path = Path()
+    """Of the file that it stands in."""
+    trust: Trust = "typed"
+    """Which code of one's own its values may name."""
 
     @property
     def ranges(self) -> dict[str, Range]:
@@ -99,11 +105,13 @@ class Grid:
         return [{path: ends[i] for path, ends in both} for i in range(2)]
 
 
-def from_table(table: Any, source: str) -> Grid:
-    """The grid of a table with a list at each path, the path written with dots or as tables in tables."""
+def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "typed") -> Grid:
+    """The grid of a table with a list at each path, the path written with dots or as tables in tables.
+
+    ``folder``: of the file that it is from, which may name the code that ``trust`` covers."""
     if not isinstance(table, Mapping):
         raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
-    return _checked(_flat(table), source)
+    return Grid(_checked(_flat(table), source), folder, trust)
 
 
 def from_flags(words: Iterable[str]) -> Grid:
@@ -117,7 +125,7 @@ def from_flags(words: Iterable[str]) -> Grid:
         if path in found:
             raise FedraxError(f"--grid names {path} twice.")
         found[path] = values if range_of(values, word) else [value_of(value) for value in values.split(",")]
-    return _checked(found, "--grid")
+    return Grid(_checked(found, "--grid"))
 
 
 def value_of(word: str) -> Any:
@@ -140,7 +148,8 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _checked(found: Mapping[str, Any], source: str) -> Grid:
+def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[Any, ...] | Range], ...]:
+    """The axes of a grid."""
     axes: list[tuple[str, tuple[Any, ...] | Range]] = []
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
@@ -161,20 +170,20 @@ def _checked(found: Mapping[str, Any], source: str) -> Grid:
         axes.append((path, tuple(values)))
     if not axes:
         raise FedraxError(f"{source}: the grid is empty.")
-    made = Grid(tuple(axes))
-    if made.size > LARGEST:
-        raise FedraxError(f"{source}: a grid of {made.size:,} points is too large (limit: {LARGEST:,}).")
-    return made
+    size = math.prod(len(values) for _, values in axes if not isinstance(values, Range))
+    if size > LARGEST:
+        raise FedraxError(f"{source}: a grid of {size:,} points is too large (limit: {LARGEST:,}).")
+    return tuple(axes)
 
 
-def changed(spec: Experiment, values: Point, source: str) -> Experiment:
-    """``spec`` with the settings at the paths of ``values`` changed, read as a file would be."""
+def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(), trust: Trust = "typed") -> Experiment:
+    """``spec`` with the settings at the paths of ``values`` changed, read as those of a file in ``folder`` would be."""
     if not values:
         return spec
     table = experiment.to_table(spec)
     for path in sorted(values, key=lambda path: path.count(".")):  # a name before the settings of what it names
         _put(table, path, values[path], source)
-    return Reader(source, Path(), trust="typed").fields(Experiment, table, "", Experiment())
+    return Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
 
 
 def _put(table: Table, path: str, value: Any, source: str) -> None:

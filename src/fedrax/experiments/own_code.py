@@ -13,6 +13,7 @@ import hmac
 import importlib
 import importlib.util
 import os
+import re
 import secrets
 import sys
 import traceback
@@ -33,6 +34,8 @@ _allowed: set[str] = set()
 """What has been trusted in this process: an experiment is read more than once."""
 _modules: set[str] = set()
 """Names of the modules imported here."""
+_CALLED = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
+"""How Python refuses to call a function with other arguments than it has, before a line of it runs."""
 _FRAMES = 4
 """Of the user's own, in a traceback."""
 
@@ -65,10 +68,13 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
 
 def traceback_of(error: BaseException) -> str | None:
     """That the error comes from the user's own code, and where, or None where it does not."""
-    files = {str(getattr(sys.modules.get(name), "__file__", None)) for name in _modules}
+    modules = [module for name in _modules if (module := sys.modules.get(name)) is not None]
+    files = {str(getattr(module, "__file__", None)) for module in modules}
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     if not own:
-        return None
+        called = _CALLED.match(str(error)) if isinstance(error, TypeError) else None
+        theirs = [module for module in modules if called and hasattr(module, called[1].partition(".")[0])]
+        return f"your own code ended this, a function in {theirs[0].__file__}: {error}" if theirs else None
     places = "".join(traceback.format_list(own[-_FRAMES:]))
     where = f"{Path(own[-1].filename).name} in line {own[-1].lineno}"
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if note.startswith("fedrax: "))
@@ -81,7 +87,7 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
     if trust == "none":
         raise FedraxError(
             f"it runs code of its own, {source}, and was not made by you on this machine: read that code,"
-            " then add --trust"
+            " then add --trust (fedrax resume)"
         )
     if path is None:
         registered = {point.value.partition(":")[0].partition(".")[0] for point in entry_points(group="fedrax")}
@@ -120,6 +126,16 @@ def is_sealed(directory: Path) -> bool:
     except (FedraxError, OSError, UnicodeDecodeError):
         return False
     return hmac.compare_digest(kept, _digest(directory))
+
+
+def trust_in(file: Path) -> Trust:
+    """Which code an experiment's file may name: none in the directory of a run, unless its user made it here."""
+    if file.name != "experiment.toml" or not any(os.path.lexists(file.parent / name) for name in _OF_RUNS):
+        return "beside"
+    return "typed" if is_sealed(file.parent) else "none"
+
+
+_OF_RUNS = ("events.jsonl", "checkpoint", "environment.json")
 
 
 def _digest(directory: Path) -> str:

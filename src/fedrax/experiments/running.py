@@ -24,7 +24,7 @@ from fedrax.experiments.comparison import Job, state_of
 from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
-from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.progress import Line, ProgressSink
 from fedrax.simulation.run import check_same
 
@@ -100,16 +100,26 @@ class ExperimentFile:
 
 
 def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
-    """The jobs that have something left to do."""
-    runs = [(job, state_of(job.spec, out / job.place)) for job in jobs]
-    return [job for job, run in runs if run is None or not run.finished]
+    """The jobs that have something left to do: also those that were cut short between their last event and their last
+    checkpoint, but for those of a search, which may have none."""
+    runs = [(job, state_of(job.spec, job.inside(out))) for job in jobs]
+    return [
+        job
+        for job, run in runs
+        if run is None or not run.finished or not (job.spec.validation or _is_known(job.inside(out)))
+    ]
+
+
+def _is_known(place: Path) -> bool:
+    """Whether something of a run tells what it was computed from."""
+    return any(checkpoint.exists(place / name) for name in (CHECKPOINT, FAILURE))
 
 
 def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -> None:
     """Refuse, before anything runs, runs that were made of other data, another program or another version."""
     for job in jobs:
-        run, place = state_of(job.spec, out / job.place), out / job.place
-        if run is None or not (run.finished or checkpoint.exists(place / CHECKPOINT)):
+        run, place = state_of(job.spec, job.inside(out)), job.inside(out)
+        if run is None or not _is_known(place):
             continue
         try:
             check_same(job.spec.algorithm, *problem(), job.spec.run, place)
@@ -123,7 +133,7 @@ def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], wat
     for number, job in enumerate(jobs, 1):
         if job.place not in left:
             continue
-        directory = out / job.place
+        directory = job.inside(out)
         error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 
@@ -230,15 +240,15 @@ def _lost(future: Future) -> BaseException | None:
 def _submit(executor: Executor, job: Job, out: Path, data_dir: Any) -> Future:
     text = tomlkit.dumps(experiment.to_table(job.spec))
     where = None if data_dir is None else str(Path(data_dir).resolve())
-    return executor.submit(run_in_worker, text, str((out / job.place).resolve()), where)
+    return executor.submit(run_in_worker, text, str(job.inside(out).resolve()), where)
 
 
 def _note(outcome: tuple[str, str] | None, job: Job, out: Path, watcher: Watcher) -> None:
     """What a worker said of a run."""
     if outcome is not None and outcome[0] == "refused":
         raise FedraxError(f"{job.title}: {outcome[1]}")
-    await_arrival(out / job.place / "experiment.toml", job.title)
-    watcher.done(job, out / job.place, None if outcome is None else outcome[1])
+    await_arrival(job.inside(out) / "experiment.toml", job.title)
+    watcher.done(job, job.inside(out), None if outcome is None else outcome[1])
 
 
 def await_arrival(file: Path, title: str) -> None:

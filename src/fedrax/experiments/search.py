@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison, Job, state_of
+from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.grid import Point
 from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, unfinished
 from fedrax.experiments.sampling import Study, unlike
-from fedrax.files import read_json, write_text
+from fedrax.files import inside, read_json, write_text
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
-from fedrax.simulation.directory import FAILURE
+from fedrax.simulation.directory import FAILURE, owned
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
 from fedrax.simulation.identity import difference, of_data
 from fedrax.simulation.process import write_environment
-from fedrax.simulation.sweep import pays
+from fedrax.simulation.sweep import pays, program_of
 from fedrax.simulation.tuning import Choice, Trial, alike, metric_of, trial_of
 
 
@@ -29,7 +32,7 @@ def run_trials(
 ) -> None:
     """Every one of some runs that is not finished; those of a method that differ in floats alone together, where that
     is faster."""
-    fresh = [job for job in unfinished(jobs, out) if not (out / job.place / "experiment.toml").exists()]
+    fresh = [job for job in unfinished(jobs, out) if not (job.inside(out) / "experiment.toml").exists()]
     for group in _together(fresh, comparison.search_seeds):
         task, federation = problem()
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
@@ -64,29 +67,54 @@ def _together(left: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]
 
 
 def _keep(job: Job, out: Path, result: Result) -> None:
-    """A run of several together as a directory like any other; its experiment, by which it is known, comes last."""
-    directory = out / job.place
-    directory.mkdir(parents=True, exist_ok=True)
-    if result.stopped == "diverged":
-        said = f"{job.title}: a number is not finite in round {len(result.events) + 1}"
-        checkpoint.save(directory / FAILURE, (), {"error": said})
-    EventFile(directory, result.events).close()
-    write_environment(directory)
-    ExperimentFile(job.spec, directory).start(None)
+    """A run of several together as a directory like any other. Cut short anywhere, it is one that is not finished."""
+    directory = job.inside(out)
+    with owned(directory, resume=True):
+        if (directory / "experiment.toml").exists():
+            return  # another process was faster
+        ExperimentFile(job.spec, directory).start(None)
+        EventFile(directory, result.events).close()
+        write_environment(directory)
+        if result.stopped == "diverged":
+            said = f"{job.title}: a number is not finite in round {len(result.events) + 1}"
+            checkpoint.save(directory / FAILURE, (), {"error": said})
 
 
-def _check_rows(out: Path, federation: Federation) -> None:
-    """Refuse trials of other samples than there are now: the runs of several together keep no checkpoint to tell."""
-    path, now = out / "search" / ".rows.json", of_data(federation)
-    if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None and path.exists():
-        differs = difference(read_json(path), now)
+def _check_known(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
+    """Refuse trials of other samples or programs than there are now: runs of several together keep no checkpoint to
+    tell."""
+    path, now = inside(out, Path("search")) / ".rows.json", of_data(federation)
+    programs = _programs(comparison, task, federation)
+    kept: Any = read_json(path) if path.exists() else None
+    if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None:
+        differs = difference(kept, now)
+        for label, known in programs.items() if differs is None else ():
+            if any(kept.get(name, digest) != digest for name, digest in known.items()):
+                differs = f"the program of {label} differs"
         if differs:
             raise FedraxError(
                 f"{path.parent} holds the runs of a search, and {differs}: choose another --out for a comparison of"
                 " what there is now."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(now))
+    known = {name: digest for of_label in programs.values() for name, digest in of_label.items()}
+    write_text(path, json.dumps((kept if isinstance(kept, dict) else {}) | now | known))
+
+
+def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
+    """For every label with a grid the program and the starting parameters of the first point of each of its classes,
+    under a name that tells for which settings it is one."""
+    found: dict[str, dict[str, str]] = {}
+    for label in comparison.grids:
+        firsts: dict[type, Experiment] = {}
+        for _, spec in comparison.candidates[label]:
+            firsts.setdefault(type(spec.algorithm), spec)
+        found[label] = {}
+        for spec in firsts.values():
+            run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
+            name, digests = program_of(spec.algorithm, task, federation, run)
+            found[label][f"program of {label}: {name}"] = digests
+    return found
 
 
 def search(
@@ -118,7 +146,7 @@ def search(
     studies = {label: Study(comparison, label, lower) for label in sampled}  # before anything runs: it needs Optuna
     if workers is not None:
         workers.connect()
-    _check_rows(out, problem()[1])
+    _check_known(comparison, out, *problem())
     run([job for label in whole for job in comparison.trials(label)])
     choices = {
         label: Choice(metric, lower, tuple(judged(label, [point for point, _ in comparison.candidates[label]])))
@@ -136,7 +164,7 @@ def search(
 def _judged(comparison: Comparison, label: str, point: Point, out: Path, metric: str) -> Trial:
     """What the finished runs of a point say."""
     jobs = comparison.trials_at(label, [point])
-    runs = [run for job in jobs if (run := state_of(job.spec, out / job.place)) is not None]
+    runs = [run for job in jobs if (run := state_of(job.spec, job.inside(out))) is not None]
     if len(runs) < len(jobs):
         raise FedraxError(f"the search of {label} is not finished.")
     return trial_of(point, [(run.events, run.failure is not None) for run in runs], metric)

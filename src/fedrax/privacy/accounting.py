@@ -30,6 +30,8 @@ _ORDERS = (1.25, 1.5, 1.75, *range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 
 _WHOLE_ORDERS = tuple(order for order in _ORDERS if order == int(order))
 _KNOTS = (10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 30, 32, 35, 40, 45, 50, 55, 60, 65, 70, 80, 90)
 """Of each decade, the counts at which privacy loss distributions are composed; between two the upper one holds."""
+_LEAST = 1e-100
+"""The least noise, and the inverse of the most, whose square is a number."""
 _HOPELESS = 1e3
 """An epsilon of one count above which a privacy loss distribution tells nothing more."""
 _HALVED = 1000
@@ -93,6 +95,9 @@ class Accountant:
     def __init__(self, releases: Sequence[Release], delta: float, cohorts: Cohorts = Cohorts()):
         if not 0 < delta < 1:
             raise FedraxError(f"delta must lie between 0 and 1, not {delta}")
+        odd = next((r.noise for r in releases if r.noise and not _LEAST <= r.noise <= 1 / _LEAST), None)
+        if odd is not None:
+            raise FedraxError(f"a noise of {odd:g} is too {'small' if odd < 1 else 'large'} to be accounted for")
         self.releases, self.delta, self.cohorts = tuple(releases), float(delta), cohorts
         self.unit: str = "sample" if any(r.unit == "sample" for r in releases) else "client"
         same = len({(r.unit, r.neighbours) for r in releases}) == 1

@@ -115,10 +115,13 @@ def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray)
             yield direction, float(threshold)
 
 
+MOST_RUNS = 1_000_000
+
+
 def check_runs(runs: int) -> None:
     """Refuse fewer runs of a world than can prove anything."""
-    if runs < 40:
-        raise FedraxError(f"to tell two worlds apart takes 40 runs of each, not {runs}")
+    if not 40 <= runs <= MOST_RUNS:
+        raise FedraxError(f"to tell two worlds apart takes 40 to {MOST_RUNS:,} runs of each, not {runs}")
 
 
 def _directions(one: np.ndarray, other: np.ndarray) -> list[np.ndarray]:

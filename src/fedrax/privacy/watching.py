@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Literal
@@ -20,6 +21,8 @@ from fedrax.tree import Tree
 Drawn = Literal["always", "poisson", "fixed"]
 """How the watched client comes into a round: it is always there; by a coin of its own, and else nobody is; or drawn,
 and else a bystander with data of its own is."""
+MOST_ROUNDS, MOST_BYTES = 1000, 4 << 30
+"""Rounds, which are laid out one after another in the program, and bytes of what is seen of all runs of a world."""
 _SIDE_BY_SIDE = 64
 _CLIENT, _SERVER, _DRAW = 0, 1, 2
 
@@ -45,15 +48,23 @@ def watch(
     the same ones, so two worlds to be told apart take two seeds. drawn, rate: how the client comes into a round, and
     with which chance; 0 is a world without it. bystander: samples of the same shape of the client in its place.
 
-    Raises FedraxError where draws are to hide a client from the server.
+    Raises FedraxError where draws are to hide a client from the server, and for more than memory should hold.
     """
     if drawn != "always" and seen == "server":
         raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise FedraxError(f"a client is watched for 1 to {MOST_ROUNDS} rounds, not {rounds}")
     keys = jax.random.split(jax.random.key(seed), runs)
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
     other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
     program = _program(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn)
-    return np.asarray(program(algorithm, params, (samples, other), jnp.float32(rate), keys))
+    given = (algorithm, params, (samples, other), jnp.float32(rate), keys)
+    seen_numbers = math.prod(jax.eval_shape(program, *given).shape)
+    if 4 * seen_numbers > MOST_BYTES:
+        raise FedraxError(
+            f"{runs:,} runs show {seen_numbers:.2g} numbers, over {MOST_BYTES >> 30} GiB: take fewer runs"
+        )
+    return np.asarray(program(*given))
 
 
 @lru_cache(maxsize=8)

@@ -20,6 +20,10 @@ from fedrax.simulation.settings import Asynchronous
 
 LONGEST = 1000
 """The most steps of the server after a run's last one until all uploads have arrived that were begun in it."""
+MOST = 1_000_000
+"""Rounds of a run: all arrivals are known before the first one."""
+MAX_SECONDS = 1e15
+"""The longest that a client may take: of their sums a float still tells milliseconds apart, or nearly so."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def arrivals(
     they began. Another number of rounds leaves all earlier ones as they are. durations: see :func:`read_durations`.
     """
     at_once, num_clients = participation.concurrency, len(durations)
+    if rounds > MOST:
+        raise FedraxError(f"a run with a trace of durations has at most {MOST:,} rounds, not {rounds:,}")
     if at_once + buffer - 1 > num_clients:
         raise FedraxError(
             f"{at_once} clients at work and a buffer of {buffer} uploads take {at_once + buffer - 1} clients or more:"
@@ -109,8 +115,8 @@ def read_durations(participation: Asynchronous, num_clients: int) -> list[np.nda
     if not numbers or seconds.null_count():
         raise FedraxError(f"the trace of durations {path} must hold whole numbers of clients and numbers of seconds")
     owners, values = client.to_numpy(), seconds.to_numpy().astype(float)
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise FedraxError(f"the trace of durations {path} must hold seconds above 0")
+    if not ((values > 0) & (values <= MAX_SECONDS)).all():
+        raise FedraxError(f"the trace of durations {path} must hold seconds above 0, up to {MAX_SECONDS:g}")
     if len(owners) and (owners.min() < 0 or owners.max() >= num_clients):
         raise FedraxError(f"the trace of durations {path} must name clients 0 to {num_clients - 1}")
     missing = np.setdiff1d(np.arange(num_clients), owners)

@@ -64,6 +64,11 @@ def of_data(federation: Federation) -> dict[str, str]:
     return {"versions": _versions(), "data": digest}
 
 
+def form_of(algorithm: Algorithm) -> str:
+    """A digest of the method but for its floats, which are inputs of its program."""
+    return _digest([_without_places(str(jax.tree.structure(algorithm)))])
+
+
 def difference(kept: Any, now: dict[str, str]) -> str | None:
     """What a checkpoint's identity differs in, in words; None if in nothing."""
     if not isinstance(kept, dict):
@@ -81,8 +86,13 @@ def _versions() -> str:
 
 
 def _text(program: ClosedJaxpr) -> str:
-    """The program as text, without the places of Python objects in memory and the colours that it has on a terminal."""
-    return re.sub(r"0x[0-9a-f]+|\x1b\[[0-9;]*m", "", str(program.jaxpr))
+    """The program as text, without the colours that it has on a terminal."""
+    return _without_places(re.sub(r"\x1b\[[0-9;]*m", "", str(program.jaxpr)))
+
+
+def _without_places(text: str) -> str:
+    """The text without the places of Python objects in memory."""
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def _digest(parts: Iterable[Any]) -> str:

@@ -11,11 +11,14 @@ import numpy as np
 
 from fedrax import tree
 from fedrax.contract.task import Variables
+from fedrax.data.files import MAX_BYTES
 from fedrax.errors import FedraxError
-from fedrax.files import write_bytes
+from fedrax.files import reading, write_bytes
 from fedrax.tree import Tree
 
 _PARTS = ("params", "statistics")
+_DEEP = 100
+"""Folders in a name."""
 
 
 def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
@@ -37,7 +40,8 @@ def load(path: Path | str, like: Tree | None = None) -> Any:
     """The model in a file that :meth:`fedrax.Result.save` wrote: starting parameters for ``simulate(..., params=...)``.
 
     Parameters come as nested dictionaries of arrays, or as :class:`fedrax.Variables` where the file holds statistics
-    too. Parameters of another structure, such as an Equinox module's, take the one of ``like``: ``task.init(key)``.
+    too. They have the precision of the file: 64-bit ones are NumPy's, unless JAX is set to hold them. Parameters of
+    another structure, such as an Equinox module's, take the one of ``like``: ``task.init(key)``.
     Raises FedraxError for a file that is damaged or of another program, and for names or shapes other than those of
     ``like``.
     """
@@ -59,13 +63,23 @@ def load(path: Path | str, like: Tree | None = None) -> Any:
 def _read(path: Path) -> dict[str, np.ndarray]:
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        raise FedraxError(f"there is no file {path}.")
     try:
-        with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        with reading(path, MAX_BYTES), safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # the last: of numbers so short that NumPy has none such
         raise FedraxError(f"{path} cannot be read as a safetensors file: {error}.") from error
+    for name, array in arrays.items():
+        if array.dtype.kind not in "buif" and array.dtype.name != "bfloat16":
+            raise FedraxError(f"{path} is no model that fedrax saved: {name:.100} holds {array.dtype}.")
+        if name.count("/") > _DEEP:
+            raise FedraxError(f"{path} is no model that fedrax saved: {name:.100} ... are too many folders.")
+    return arrays
+
+
+def _held(array: np.ndarray) -> Any:
+    """The array as JAX's, unless JAX would make other numbers of it."""
+    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
 def _leaves(values: Tree) -> dict[str, Any]:
@@ -80,13 +94,13 @@ def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree
         if have != need:
             shown = ["not there" if shape is None else f"of shape {shape}" for shape in (have, need)]
             raise FedraxError(f"{path} does not fit the model: {name} is {shown[0]}, should be {shown[1]}.")
-    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(arrays[name]) for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(like), [_held(arrays[name]) for name in wanted])
 
 
 def _nested(arrays: dict[str, np.ndarray]) -> Any:
     """Names with slashes as dictionaries in dictionaries; a single array without a name as it is."""
     if set(arrays) == {""}:
-        return jnp.asarray(arrays[""])
+        return _held(arrays[""])
     nested: dict[str, Any] = {}
     for name, array in arrays.items():
         *folders, last = name.split("/")
@@ -95,5 +109,7 @@ def _nested(arrays: dict[str, np.ndarray]) -> Any:
             place = place.setdefault(folder, {})
             if not isinstance(place, dict):
                 raise FedraxError(f"a model file holds {name!r} and something of the name of its folder.")
-        place[last] = jnp.asarray(array)
+        if isinstance(place.get(last), dict) or (not folders and not last):
+            raise FedraxError(f"a model file holds {name!r} and something of the name of its folder.")
+        place[last] = _held(array)
     return nested

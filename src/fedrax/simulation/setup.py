@@ -235,6 +235,8 @@ def _start(task: Task, key: Array, given: Tree | None, dtype: str) -> tuple[Tree
 
     found = starting_parameters(task, key, given)
     params, statistics = found if isinstance(found, Variables) else (found, ())
+    if not tree.num_bytes(params):
+        raise FedraxError("the model has no parameters: there is nothing to train")
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(cast, statistics)
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -32,6 +33,7 @@ from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, Sink, events_of
+from fedrax.simulation.identity import form_of
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
@@ -130,6 +132,14 @@ def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, se
     with arithmetic(settings.dtype):
         setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
         return not setup.streamed and not setup.spilled and _pays(algorithms, setup)
+
+
+def program_of(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
+    """What a program is known by before it is traced, and what decides what it computes but for data and floats."""
+    use_all_cores()
+    with arithmetic(settings.dtype):
+        known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
+    return f"{form_of(algorithm)} {known['settings']}", f"{known['program']} {known['starting parameters']}"
 
 
 def _alone(
