@@ -53,6 +53,7 @@ reliability: .venv/.dev
 	$(BIN)/python -m tests.fuzz files 1000
 	$(BIN)/python -m tests.fuzz runs 500
 	$(BIN)/python -m tests.kill --runs 200
+	$(BIN)/python -m tests.kill --runs 100 --compare
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

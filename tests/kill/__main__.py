@@ -1,4 +1,6 @@
-"""python -m tests.kill --runs N [--seed S]: kill N runs, each at one of its writes, and go on with them.
+"""python -m tests.kill --runs N [--seed S] [--compare]: kill N runs, each at one of its writes, and go on with them.
+
+With --compare what is killed is a comparison of two methods, one of which searches its step size.
 
 Every process is forked from this one, which has imported all and started nothing: no threads, no devices.
 """
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from fedrax.cli import compare_command, main, resume_command, run_command  # noqa: F401 - imported once, for all
 from tests.compiler import compile_quickly
-from tests.kill.writes import EXPERIMENT, at_every_write, go_on, outcome
+from tests.kill.writes import COMPARISON, EXPERIMENT, at_every_write, go_on, outcome
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 SECONDS = 120
@@ -75,10 +77,10 @@ def killed(command: list[str], number: signal.Signals, at: int) -> int:
         return main(command)
 
 
-def run_all(runs: int, seed: int, base: Path) -> None:
+def run_all(runs: int, seed: int, base: Path, text: str) -> None:
     """Kill and go on, and say how it went; AssertionError for the first run that does not come to the same end."""
     experiment, folder, rng = base / "x.toml", base / "r", random.Random(seed)
-    experiment.write_text(EXPERIMENT)
+    experiment.write_text(text)
     command = go_on(folder, experiment)
     for _ in range(2):  # the first fills the cache of compiled programs
         shutil.rmtree(folder, ignore_errors=True)
@@ -93,28 +95,33 @@ def run_all(runs: int, seed: int, base: Path) -> None:
         where = f"{number.name} at write {at} of {writes}"
         status = forked(lambda number=number, at=at: killed(command, number, at))
         assert status in (-number, 128 + number, 0), f"{where}: status {status}"
-        begun += (folder / "experiment.toml").exists()
+        begun += any(folder.rglob("experiment.toml"))
         after = go_on(folder, experiment)
         status_after = forked(lambda after=after: main(after))
         assert status_after == 0, f"{where}: then status {status_after}"
-        assert outcome(folder) == whole, f"{where}: another end"
+        now = outcome(folder)
+        other = [name for name in {**whole, **now} if now.get(name) != whole.get(name)]
+        assert not other, f"{where}: another end: {other} {set(now['files']) ^ set(whole['files'])}"
         left = [path.name for path in folder.rglob(".*.part")]
         assert not left, f"{where}: {left} left"
         key = f"{number.name} -> {status}"
         ended[key] = ended.get(key, 0) + 1
     assert ended.get(f"SIGKILL -> {-signal.SIGKILL}", 0) > 0.9 * (runs // len(SIGNALS)), f"few were killed: {ended}"
     said = ", ".join(f"{key}: {count}" for key, count in sorted(ended.items()))
-    print(f"{runs} killed ({said}); {begun} resumed and {runs - begun} run again, all to the same end bit for bit")
+    print(
+        f"{runs} killed ({said}): {begun} gone on with, {runs - begun} from the start, all to the same end bit for bit"
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.kill")
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
     compile_quickly()
     with tempfile.TemporaryDirectory() as made:
         os.environ["FEDRAX_CACHE"] = str(Path(made) / "cache")
         began = time.monotonic()
-        run_all(given.runs, given.seed, Path(made))
+        run_all(given.runs, given.seed, Path(made), COMPARISON if given.compare else EXPERIMENT)
         print(f"{time.monotonic() - began:.0f} s")

@@ -26,6 +26,18 @@ cohort_size = 3
 eval_every = 2
 checkpoint_every = 1
 """
+COMPARISON = (
+    EXPERIMENT.replace("rounds = 4", "rounds = 2")
+    + """
+[[compare]]
+label = "fedavg"
+name = "fedavg"
+grid = { "algorithm.local.lr" = [0.05, 0.1] }
+[[compare]]
+label = "scaffold"
+name = "scaffold"
+"""
+)
 CALLS = ("link", "mkdir", "replace", "rename", "unlink", "fsync", "open", "rmdir")
 """Functions of ``os`` that change a folder, or wait for it."""
 
@@ -74,15 +86,24 @@ def at_every_write(act: Callable[[], None]) -> Iterator[None]:
 
 
 def go_on(folder: Path, experiment: Path) -> list[str]:
-    """The command after a kill: resume what has begun, else run it again."""
+    """The command after a kill: resume what has begun, else run it again; a comparison goes on by itself."""
+    if experiment.read_text() == COMPARISON:
+        return ["compare", str(experiment), "--seeds", "0", "--out", str(folder), "--quiet"]
     begun = (folder / "experiment.toml").exists()
     return ["resume", str(folder), "--quiet"] if begun else ["run", str(experiment), "--out", str(folder), "--quiet"]
 
 
-def outcome(folder: Path) -> tuple[list[dict], dict[str, str]]:
-    """What must be the same bit for bit: the events but for times, and the digests of all arrays of the state."""
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    events = [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
-    with zipfile.ZipFile(folder / "checkpoint" / "state.npz") as file, file.open("meta.npy") as member:
-        described = json.loads(np.lib.format.read_array(member).tobytes().decode())
-    return events, described["digests"]
+def outcome(folder: Path) -> dict[str, Any]:
+    """What must be the same bit for bit: the names of all files, and of each run the events but for times and the
+    digests of all arrays of the state."""
+    found: dict[str, Any] = {"files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))}
+    for path in sorted(folder.rglob("events.jsonl")):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        found[str(path.relative_to(folder))] = [
+            {name: value for name, value in event.items() if not name.startswith("seconds")} for event in events
+        ]
+    for path in sorted(folder.rglob("state.npz")):
+        with zipfile.ZipFile(path) as file, file.open("meta.npy") as member:
+            described = json.loads(np.lib.format.read_array(member).tobytes().decode())
+        found[str(path.relative_to(folder))] = described["digests"]
+    return found

@@ -217,7 +217,8 @@ def test_code_that_jax_cannot_trace_is_found_where_it_lies():
     def apply(params, x, key=None):
         return x @ params if x.sum() > 0 else x @ -params
 
-    with pytest.raises(FedraxError, match=r"^the task's loss \(in apply, test_result.py, line \d+\) asks for the truth"):
+    place = r"\(in apply, test_result.py, line \d+\)"
+    with pytest.raises(FedraxError, match=f"^the task's loss {place} asks for the truth"):
         simulate(
             method, classification(Model(lambda key: jnp.ones((4, 3)), apply)), federation, rounds=1, cohort_size=2
         )

@@ -22,7 +22,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, own_code
 from fedrax.experiments.comparison import Job, state_of
 from fedrax.experiments.experiment import Experiment
-from fedrax.report.runs import read_run, summary_line
+from fedrax.report.runs import Run, read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.progress import Line, ProgressSink
@@ -101,13 +101,21 @@ class ExperimentFile:
 
 def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
     """The jobs that have something left to do: also those that were cut short between their last event and their last
-    checkpoint, but for those of a search, which may have none."""
+    checkpoint, but for those of a search that ran together, which have none."""
     runs = [(job, state_of(job.spec, job.inside(out))) for job in jobs]
-    return [
-        job
-        for job, run in runs
-        if run is None or not run.finished or not (job.spec.validation or _is_known(job.inside(out)))
-    ]
+    return [job for job, run in runs if run is None or not run.finished or not _is_kept(run, job)]
+
+
+def _is_kept(run: Run, job: Job) -> bool:
+    """Whether a run that has all its events has its last checkpoint, too, or needs none."""
+    if not _is_known(run.directory):
+        return job.spec.validation > 0  # it ran together with others
+    if checkpoint.exists(run.directory / FAILURE):
+        return True
+    try:
+        return int(checkpoint.load_meta(run.directory / CHECKPOINT)["round"]) >= len(run.events)
+    except (FedraxError, KeyError, TypeError, ValueError):
+        return True  # it is damaged, which those say who read it
 
 
 def _is_known(place: Path) -> bool:

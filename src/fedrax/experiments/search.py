@@ -18,7 +18,7 @@ from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers
 from fedrax.experiments.sampling import Study, unlike
 from fedrax.files import inside, read_json, write_text
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
-from fedrax.simulation.directory import FAILURE, owned
+from fedrax.simulation.directory import CHECKPOINT, FAILURE, owned
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
 from fedrax.simulation.identity import difference, of_data
@@ -31,9 +31,15 @@ def run_trials(
     comparison: Comparison, jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher
 ) -> None:
     """Every one of some runs that is not finished; those of a method that differ in floats alone together, where that
-    is faster."""
-    fresh = [job for job in unfinished(jobs, out) if not (job.inside(out) / "experiment.toml").exists()]
-    for group in _together(fresh, comparison.search_seeds):
+    is faster.
+
+    Of a group of which only some were kept all run once more: alone the others would differ by rounding.
+    """
+    left = {job.place for job in unfinished(jobs, out)}
+    alone = {job.place for job in jobs if checkpoint.exists(job.inside(out) / CHECKPOINT)}
+    for group in _together([job for job in jobs if job.place not in alone], comparison.search_seeds):
+        if not any(job.place in left for jobs_of_point in group for job in jobs_of_point):
+            continue
         task, federation = problem()
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
         settings = group[0][0].spec.run
@@ -45,14 +51,15 @@ def run_trials(
         )
         for jobs_of_point, runs in zip(group, results, strict=True):
             for job, result in zip(jobs_of_point, runs, strict=True):
-                _keep(job, out, result)
+                if job.place in left:
+                    _keep(job, out, result)
     run_here(jobs, out, problem, watcher)
 
 
-def _together(left: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]]:
-    """Points with all of their runs to do, in groups that one program can run; of each point its jobs."""
+def _together(jobs: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]]:
+    """Points with all of their runs, in groups that one program can run; of each point its jobs."""
     points: dict[Path, list[Job]] = {}
-    for job in left:
+    for job in jobs:
         points.setdefault(job.place.parent, []).append(job)
     whole = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
     groups: dict[str, list[list[Job]]] = {}
@@ -70,14 +77,14 @@ def _keep(job: Job, out: Path, result: Result) -> None:
     """A run of several together as a directory like any other. Cut short anywhere, it is one that is not finished."""
     directory = job.inside(out)
     with owned(directory, resume=True):
-        if (directory / "experiment.toml").exists():
+        if not unfinished([job], out):
             return  # another process was faster
-        ExperimentFile(job.spec, directory).start(None)
-        EventFile(directory, result.events).close()
         write_environment(directory)
+        ExperimentFile(job.spec, directory).start(None)
         if result.stopped == "diverged":
             said = f"{job.title}: a number is not finite in round {len(result.events) + 1}"
             checkpoint.save(directory / FAILURE, (), {"error": said})
+        EventFile(directory, result.events).close()
 
 
 def _check_known(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
