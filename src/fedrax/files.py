@@ -136,6 +136,28 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+@contextmanager
+def reading_parquet(path: Path) -> Iterator[None]:
+    """FedraxError for what polars finds wrong with a Parquet file.
+
+    Offsets that lie outside of the file make it panic: its threads write reports onto the error output, which are kept
+    away, and what reaches Python is no ``Exception``.
+    """
+    import polars as pl
+
+    error_output, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        said = str(error).splitlines()[0] if isinstance(error, Exception) else "it is damaged"
+        raise FedraxError(f"{path} cannot be read as a Parquet table: {said}.") from error
+    finally:
+        os.dup2(error_output, 2)
+        os.close(error_output)
+        os.close(nowhere)
+
+
 def read_csv(path: Path, missing_as: Sequence[str] = ()) -> pl.DataFrame:
     """The table in a CSV file with a header of different names; FedraxError if it is not one.
 

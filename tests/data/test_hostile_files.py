@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from PIL import Image
 
 from fedrax.data import load
 from fedrax.data.files import read_idx, read_npz
@@ -178,6 +179,22 @@ def test_a_table_that_announces_more_pictures_than_it_can_hold(tmp_path: Path):
     pl.concat([image] * 1).select(pl.all().repeat_by(rows).explode()).write_parquet(tmp_path / "train.parquet")
     assert (tmp_path / "train.parquet").stat().st_size < rows
     refused(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says="announces 2,000,000 images")
+
+
+def test_a_table_whose_footer_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture):
+    """Offsets outside of the file make polars panic: in its threads, and with what is no Exception."""
+    path, small = tmp_path / "train.parquet", io.BytesIO()
+    Image.new("RGB", (2, 2)).save(small, "PNG")
+    pl.DataFrame({"img": [{"bytes": small.getvalue(), "path": None}] * 3, "label": [0, 1, 2]}).write_parquet(path)
+    whole, panics = path.read_bytes(), 0
+    (length,) = struct.unpack("<I", whole[-8:-4])
+    for at in range(len(whole) - 8 - length, len(whole) - 8):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            read_image_table(path, "label", (2, 2))
+        except FedraxError as error:
+            panics += "it is damaged" in str(error)
+    assert panics and capfd.readouterr().err == ""
 
 
 # -- what is no file -------------------------------------------------------------------------------------------------

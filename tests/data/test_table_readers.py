@@ -93,7 +93,7 @@ def test_image_table_of_other_columns_or_no_parquet(tmp_path):
     with pytest.raises(FedraxError, match="encoded bytes"):
         read_image_table(path, "label", (32, 32))
     path.write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(FedraxError, match="cannot be read as a parquet"):
+    with pytest.raises(FedraxError, match="cannot be read as a Parquet"):
         read_image_table(path, "label", (32, 32))
 
 

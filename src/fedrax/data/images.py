@@ -15,7 +15,7 @@ from PIL import Image
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.kept import kept_images
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import inflated_limit, reading
+from fedrax.files import inflated_limit, reading, reading_parquet
 
 
 def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
@@ -27,7 +27,7 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
     """
     with reading(path) as file:
         stored = os.fstat(file.fileno()).st_size
-    try:
+    with reading_parquet(path):
         schema = pl.read_parquet_schema(path)
         for column in ("img", label):
             if column not in schema:
@@ -43,8 +43,6 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
         images = kept_images(checksum, shape, lambda: _decode_images(path, shape))
         names = _class_names(pl.read_parquet_metadata(path), label)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"{path} cannot be read as a parquet table: {error}.") from error
     if labels.null_count():
         raise FedraxError(f"{path}: column {label!r} has missing values.")
     return images, labels.to_numpy(), names

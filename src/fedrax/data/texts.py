@@ -12,6 +12,7 @@ from fedrax.data.dataset import Dataset, Samples, generator, split_test
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.words import encode, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import reading_parquet
 
 if TYPE_CHECKING:
     import polars as pl
@@ -93,7 +94,7 @@ def read_table(path: Path, texts: Sequence[str], label: str | None = None) -> pl
     import polars as pl
 
     columns = [*texts, *([label] if label else [])]
-    try:
+    with reading_parquet(path):
         schema = pl.read_parquet_schema(path)
         for column in columns:
             if column not in schema:
@@ -102,8 +103,6 @@ def read_table(path: Path, texts: Sequence[str], label: str | None = None) -> pl
             if not fits:
                 raise FedraxError(f"{path}: column {column!r} holds {schema[column]}.")
         found = pl.read_parquet(path, columns=columns)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"{path} cannot be read as a Parquet table: {error}.") from error
     if sum(found.null_count().row(0)) or not len(found):
         raise FedraxError(f"{path} has missing values, or no rows.")
     return found
