@@ -194,7 +194,9 @@ def test_a_table_whose_footer_is_damaged(tmp_path: Path, capfd: pytest.CaptureFi
             read_image_table(path, "label", (2, 2))
         except FedraxError as error:
             panics += "it is damaged" in str(error)
-    assert panics and capfd.readouterr().err == ""
+        if panics == 3:
+            break
+    assert panics == 3 and capfd.readouterr().err == ""
 
 
 # -- what is no file -------------------------------------------------------------------------------------------------
