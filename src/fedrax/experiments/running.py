@@ -112,8 +112,11 @@ def _is_kept(run: Run, job: Job) -> bool:
         return job.spec.validation > 0  # it ran together with others
     if checkpoint.exists(run.directory / FAILURE):
         return True
+    place = run.directory / CHECKPOINT
+    if (place / checkpoint.PREVIOUS).exists():  # cut short while the last one took its place
+        return False
     try:
-        return int(checkpoint.load_meta(run.directory / CHECKPOINT)["round"]) >= len(run.events)
+        return int(checkpoint.load_meta(place)["round"]) >= len(run.events)
     except (FedraxError, KeyError, TypeError, ValueError):
         return True  # it is damaged, which those say who read it
 
