@@ -37,7 +37,8 @@ def test_one_trace_a_run(plan: str, dtype: str):
     task = dataclasses.replace(TASK, loss=seen(TASK.loss), name=f"traced {plan} {dtype}")
     for seed in (0, 1):
         run(fedrax.FedAvg(local=LOCAL), task=task, plan=plan, dtype=dtype, rounds=2, seed=seed)
-    assert len(seen.shapes) == 1
+    checked, *traced = seen.shapes
+    assert len(traced) == 1 and checked.x[0] != traced[0].x[0]  # and once before, whether it fits the samples
 
 
 def test_found_again_in_a_mesh_and_under_vmap():

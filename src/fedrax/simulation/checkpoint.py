@@ -95,8 +95,13 @@ def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool
             text = json.dumps({"format": FORMAT, "digests": digests, "meta": meta})
             np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
     if not keep_previous:
-        with suppress(OSError):
-            (directory / PREVIOUS).unlink()
+        forget_previous(directory)
+
+
+def forget_previous(directory: Path) -> None:
+    """Remove the checkpoint before the last one: what is there is whole."""
+    with suppress(OSError):
+        (directory / PREVIOUS).unlink()
 
 
 def _keep_previous(directory: Path) -> None:

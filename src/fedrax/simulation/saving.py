@@ -90,6 +90,8 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
         )
     if ledger is not None:
         ledger.restore(saved.ledger, done)
+    if done == rounds:  # it was cut short after its last checkpoint
+        checkpoint.forget_previous(where)
     return setup.engine.put(saved.server, saved.statistics, _stored(setup, storage, saved)), events[:done]
 
 
