@@ -11,7 +11,7 @@ from tests.compiler import compile_quickly
 
 jax.config.update("jax_num_cpu_devices", 2)
 compile_quickly()
-gc.set_threshold(50_000, 20, 50)  # by default an eighth of the suite's time goes into looking through what JAX keeps
+gc.set_threshold(50_000, 20, 50)  # or it looks through all that JAX keeps, over and over
 
 MAPS = Path("/proc/self/maps")
 MANY = 20_000

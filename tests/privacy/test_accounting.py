@@ -1,5 +1,6 @@
 """Accountants against closed forms, published values, and a composition of their own in NumPy."""
 
+import dp_accounting
 import numpy as np
 import pytest
 from scipy.stats import norm
@@ -62,6 +63,13 @@ def test_gaussian_answers_cost_what_the_closed_form_says(noise: float, count: in
 def test_several_answers_a_round_are_one_with_less_noise():
     several = Accountant([Release(2.0, times=3), Release(5.0)], DELTA).epsilon(4)
     assert several == pytest.approx(Accountant([Release((3 / 4 + 1 / 25) ** -0.5)], DELTA).epsilon(4), rel=1e-9)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3, 1.0, 4.0, 30.0, 1e4])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.1])
+def test_gaussians_are_those_of_dp_accounting(noise: float, delta: float):
+    theirs = dp_accounting.get_epsilon_gaussian(noise, delta)
+    assert Accountant([Release(noise)], delta).bound(1)[0] == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def fedrax_square(leaf: Array) -> Array:
 
 @jax.jit
 def fedrax_square_of_difference(a: Array, b: Array) -> Array:
+    """What takes its place."""
     return tree.square_of(jnp.subtract, a, b)
 
 

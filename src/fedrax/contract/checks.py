@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,13 +208,20 @@ def _place(algorithm: Any, error: Exception) -> str:
         file = inspect.getfile(type(algorithm))
     except (TypeError, OSError):
         file = ""
-    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", _PACKAGE, "<"))]
-    if own and own[-1].filename != file:
-        name, file = "your code", own[-1].filename
+    own = own_frame(error)
+    if own is not None and own.filename != file:
+        name, file = "your code", own.filename
     frames = [frame for frame in frames if frame.filename == file]
     if not frames:
         return name
     return f"{name} ({Path(file).name}, line {frames[-1].lineno}, in {frames[-1].name})"
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The last place on an error's way that lies in code of the user's own, in no package."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if not frame.filename.startswith((*_FOREIGN, "<"))), None)
+
+
+_FOREIGN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+"""Where code lies that is nobody's own."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fedrax.contract.checks import in_words
+from fedrax.contract.checks import in_words, own_frame
 from fedrax.errors import FedraxError
 
 _ROWS = 13
 """Of the batch that is traced: a number that shapes in messages are not taken for."""
-_FOREIGN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-"""Where code lies that is nobody's own."""
 
 
 def check_function(what: str, function: Any, arguments: str) -> None:
@@ -75,8 +71,8 @@ def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
 
 def _place(error: BaseException) -> str:
     """' (in apply, file.py, line 12)', of the last frame in a user's own code, or nothing."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_FOREIGN, "<"))]
-    return f" (in {frames[-1].name}, {Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    frame = own_frame(error)
+    return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
 def _one_a_sample(what: str, found: Any) -> None:

@@ -293,7 +293,7 @@ def _loss_distribution(interval: float, noise: float, rate: float = 1.0) -> Any:
 def _gaussian(noise: float, delta: float) -> float:
     """The smallest epsilon of a Gaussian answer with this noise multiplier (Balle and Wang 2018, Theorem 8).
 
-    As dp-accounting has it, in a fiftieth of its time: a run asks in every round.
+    The value of dp-accounting's ``get_epsilon_gaussian``, which takes too long to be asked in every round.
     """
     if math.isinf(noise):
         return 0.0

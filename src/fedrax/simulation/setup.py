@@ -100,8 +100,8 @@ def prepare(
     _check(algorithm, settings, federation)
     key = jax.random.key(settings.seed)
     start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
-    variables = Variables(start, statistics) if statistics else start
-    check_task(task, variables, Batch(*federation.train), federation.num_classes)
+    samples = Batch(*federation.train)
+    check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
     with explained(algorithm):
         initial = jax.jit(partial(Kept.at_first, algorithm))(start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
@@ -114,7 +114,6 @@ def prepare(
     planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size, chunk)
     if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
-    samples = Batch(*federation.train)
     store_bytes = planner.capacity * tree.num_bytes(initial) if planner.stateful else 0
     streamed, spilled = choose(settings, mesh, samples, store_bytes)
     fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
@@ -126,6 +125,7 @@ def prepare(
         directory = None  # the first process writes
     words = describe(mesh, plan, chunk, streamed, spilled)
     info = _info(algorithm, settings, sampler, words, traced, start, directory)
+    identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(
         algorithm=algorithm,
         task=task,
@@ -146,9 +146,7 @@ def prepare(
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=info,
         traced=traced,
-        identity=identify(algorithm, settings, federation, script, sampler.from_file, traced.program, start)
-        if directory
-        else None,
+        identity=identity() if directory else None,
     )
 
 
