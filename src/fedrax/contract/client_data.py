@@ -18,6 +18,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.pieces import TRACED, Pieces, pieces_of, summed
 from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
@@ -299,17 +300,35 @@ class ClientData:
             loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
             return loss, gradient, self.carried.statistics
 
-        def objective(params: Tree) -> tuple[Array, Tree]:
+        count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
+
+        def objective(params: Tree, samples: Tree, weights: Array | None) -> tuple[Array, Tree]:
             recorded: list[Tree] = []
             losses = self.losses(recorded)(params, samples, key)
             if weights is None:
-                loss = scale * losses.mean()
+                loss = scale * (losses.sum() / count)
             else:
-                loss = scale * jnp.where(weights, losses, 0).sum() / weights.sum()
+                loss = scale * jnp.where(weights, losses, 0).sum() / count
             return loss, recorded[0] if recorded else self.carried.statistics
 
-        (loss, statistics), gradient = self._quick(jax.value_and_grad(objective, has_aux=True))(params)
-        return loss, gradient, statistics
+        def gradient(params: Tree, samples: Tree, weights: Array | None) -> tuple[Array, Tree, Tree]:
+            (loss, statistics), found = self._quick(jax.value_and_grad(objective, has_aux=True))(
+                params, samples, weights
+            )
+            return loss, found, statistics
+
+        if self.carried.statistics:  # of the whole batch
+            return gradient(params, samples, weights)
+        pieces = self._pieces(params, samples, key)
+        return *summed(lambda *batch: gradient(*batch)[:2], pieces, params, samples, weights), ()
+
+    def _pieces(self, params: Tree, samples: Tree, key: Array) -> Pieces | None:
+        """How the gradient of a batch is best cut."""
+        rows = len(jax.tree.leaves(samples)[0])
+        if self._loss_rules:  # which may hold arrays of as many rows
+            return pieces_of(self.losses(), params, samples, key, rows)
+        looked_at = jax.tree.map(lambda a: jax.ShapeDtypeStruct((TRACED, *a.shape[1:]), a.dtype), samples)
+        return pieces_of(self.task.loss, params, looked_at, key, rows)
 
     @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
@@ -320,14 +339,16 @@ class ClientData:
         self.refuse_uncounted("gradients of all of a client's data, or of a block")
         losses = self.losses()
 
-        def summed(params: Tree, samples: Tree, inside: Array | None, key: Array) -> Array:
+        def total(params: Tree, samples: Tree, inside: Array | None, key: Array) -> Array:
             values = losses(params, samples, key)
             return values.sum() if inside is None else jnp.where(inside, values, 0).sum()
 
         def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
             if self._gradient_rule is not None:
                 return self._gradient_rule(losses, params, samples, inside, key)
-            return self._quick(jax.value_and_grad(summed))(params, samples, inside, key)
+            quick = self._quick(jax.value_and_grad(total))
+            pieces = None if self.carried.statistics else self._pieces(params, samples, key)
+            return summed(lambda *batch: quick(*batch, key), pieces, params, samples, inside)
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
             return gradient(params, self._slice(start, rows), None, key)
@@ -339,7 +360,7 @@ class ClientData:
             samples = self.gather(start + jnp.where(inside, i * chunk + lanes, 0))
             return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
-        dtype = jax.eval_shape(lambda p: summed(p, self._slice(0, 1), None, key), params).dtype
+        dtype = jax.eval_shape(lambda p: total(p, self._slice(0, 1), None, key), params).dtype
         zero = (jnp.zeros((), dtype), tree.zeros_like(params))
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import use_abstract_mesh
 
+from fedrax.compiled.pieces import TRACED
+from fedrax.compiled.tracing import NO_MESH
 from fedrax.contract.checks import in_words, own_frame
 from fedrax.errors import FedraxError
-
-_ROWS = 13
-"""Of the batch that is traced: a number that shapes in messages are not taken for."""
 
 
 def check_function(what: str, function: Any, arguments: str) -> None:
@@ -35,7 +35,7 @@ def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None)
 
     FedraxError where the model does not take such samples, and for other results than one number a sample.
     """
-    shapes = [jax.ShapeDtypeStruct((_ROWS, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
+    shapes = [jax.ShapeDtypeStruct((TRACED, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
     batch = type(samples)(*shapes)
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     _one_a_sample("loss", _traced("loss", about, task.loss, variables, batch, jax.random.key(0)))
@@ -55,7 +55,8 @@ def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:
 
 def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
     try:
-        return jax.eval_shape(function, *arguments)
+        with use_abstract_mesh(NO_MESH):  # so that the trace is found again when gradients are laid out
+            return jax.eval_shape(function, *arguments)
     except FedraxError:
         raise
     except (TypeError, ValueError) as error:  # what shapes and types that do not fit are to JAX
@@ -76,10 +77,10 @@ def _place(error: BaseException) -> str:
 
 
 def _one_a_sample(what: str, found: Any) -> None:
-    if getattr(found, "shape", None) == (_ROWS,):
+    if getattr(found, "shape", None) == (TRACED,):
         return
     if getattr(found, "shape", None) == ():
         raise FedraxError(f"the task's {what} must be one number a sample, [B], not one for all: leave the mean out")
-    shape = [("B" if n == _ROWS else str(n)) for n in found.shape] if hasattr(found, "shape") else None
+    shape = [("B" if n == TRACED else str(n)) for n in found.shape] if hasattr(found, "shape") else None
     had = f"[{', '.join(shape)}]" if shape is not None else f"a {type(found).__name__}"
     raise FedraxError(f"the task's {what} must be one number a sample, [B], not {had}")

@@ -33,8 +33,13 @@ def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tup
     return plan, max(1, min(share, int(budget / (12 * max(tree.num_bytes(params), 1)))))
 
 
-def describe(mesh: Any, plan: str, chunk: int, streamed: bool = False, spilled: bool = False) -> str:
-    """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'."""
+def describe(
+    mesh: Any, plan: str, chunk: int, streamed: bool = False, spilled: bool = False, piece: int | None = None
+) -> str:
+    """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'.
+
+    piece: samples of the pieces that batches are cut into, if any.
+    """
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
     where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
@@ -44,7 +49,8 @@ def describe(mesh: Any, plan: str, chunk: int, streamed: bool = False, spilled: 
         "loop": "one compiled call a client",
         "debug": "step by step without compilation",
     }[plan]
-    extra = ", samples streamed" * streamed + ", client states on disk" * spilled
+    extra = f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
+    extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
 
 

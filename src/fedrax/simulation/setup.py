@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from fedrax import tree
+from fedrax.compiled.pieces import rows_in
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method, explained
 from fedrax.contract.client_data import Layout
@@ -123,7 +124,7 @@ def prepare(
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place)
     if jax.process_index() > 0:
         directory = None  # the first process writes
-    words = describe(mesh, plan, chunk, streamed, spilled)
+    words = describe(mesh, plan, chunk, streamed, spilled, rows_in(traced.program))
     info = _info(algorithm, settings, sampler, words, traced, start, directory)
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(

@@ -1,0 +1,94 @@
+"""Gradients of a batch in pieces that stay in a CPU's caches, summed.
+
+A convolutional network makes a megabyte or so of every sample, all of which its gradient reads once more. Of a whole
+batch that is more than the caches hold, and passing over it takes longer than the arithmetic. What is chosen depends
+on the network and its shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend import core
+
+from fedrax import tree
+from fedrax.compiled.samples import each_by_itself
+from fedrax.compiled.scopes import GRADIENT, scope
+from fedrax.tree import Tree
+
+_CACHED = 7 << 20
+"""Bytes that products and convolutions of a piece may give, of which a backward pass reads all."""
+_OF_WEIGHTS = 5
+"""Each piece reads the weights and adds to their gradient: it gives at least so many times their bytes."""
+_NAME = "pieces"
+_FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
+TRACED = 13
+"""Samples of a batch that is traced only to be looked at: a prime, which shapes of a model are not taken for."""
+
+
+class Pieces(NamedTuple):
+    """How a batch is cut."""
+
+    rows: int
+    """Samples of a piece."""
+    dtype: Any
+    """Of the losses."""
+
+
+def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, rows: int) -> Pieces | None:
+    """How to cut batches of ``rows`` samples such as ``batch`` for the gradient of ``losses(params, batch, key)`` [B].
+
+    ``batch`` may have another number of samples. None where the whole batch is best: where it is small, or the weights
+    are large beside it, where samples do not stand each for itself, and on accelerators.
+    """
+    if jax.default_backend() != "cpu" or rows < 2:
+        return None
+    seen = each_by_itself(losses, params, batch, key)
+    if seen is None or rows * seen.bytes <= _CACHED:
+        return None
+    most = max(_CACHED, _OF_WEIGHTS * tree.num_bytes(params)) // seen.bytes
+    fewest = -(-rows // max(1, most))
+    size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
+    return Pieces(size, seen.dtype) if size < rows else None
+
+
+def summed(gradient: Callable, pieces: Pieces | None, params: Tree, batch: Tree, counts: Array | None) -> Tree:
+    """``gradient(params, batch, counts)`` = (loss, gradient of the parameters), both sums over samples that count.
+
+    batch: pytree of arrays [B, ...]. counts: bool [B], or None where all do.
+    """
+    rows = len(jax.tree.leaves(batch)[0])
+    if pieces is None or pieces.rows >= rows:
+        return gradient(params, batch, counts)
+    number = -(-rows // pieces.rows)
+    if number * pieces.rows > rows:  # the last samples once more, which do not count
+        lanes = jnp.arange(number * pieces.rows)
+        batch, inside = jax.tree.map(lambda a: a[jnp.minimum(lanes, rows - 1)], batch), lanes < rows
+        counts = inside if counts is None else inside & counts[jnp.minimum(lanes, rows - 1)]
+    cut = jax.tree.map(lambda a: a.reshape(number, pieces.rows, *a.shape[1:]), (batch, counts))
+
+    def add(total: Tree, piece: Tree) -> tuple[Tree, None]:
+        with scope(GRADIENT):  # once more: the loop is not the model's own
+            return tree.add(total, gradient(params, *piece)), None
+
+    with jax.named_scope(_NAME):
+        return jax.lax.scan(add, (jnp.zeros((), pieces.dtype), tree.zeros_like(params)), cut)[0]
+
+
+def rows_in(program: core.ClosedJaxpr) -> int | None:
+    """Samples of the largest pieces into which a traced program cuts batches; None where it cuts none."""
+    return max(_pieces_in(program.jaxpr), default=None)
+
+
+def _pieces_in(jaxpr: core.Jaxpr) -> Iterator[int]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _NAME:
+            first: Any = equation.invars[equation.params["num_consts"] + equation.params["num_carry"]]
+            yield first.aval.shape[1]
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: isinstance(v, _FUNCTIONS)):
+            if isinstance(value, _FUNCTIONS):
+                yield from _pieces_in(value.jaxpr if isinstance(value, core.ClosedJaxpr) else value)
