@@ -183,9 +183,9 @@ def test_samples_together(name: str):
 
 def test_what_products_give_is_counted():
     dense = each_by_itself(lambda w, x, key: merged(w, x, key), SQUARE, images(), jax.random.key(0))
-    assert dense is not None and dense.bytes == 4 * 16 * 4
+    assert dense is not None and (dense.bytes, dense.weights) == (4 * 16 * 4, SQUARE.nbytes)
     looped = each_by_itself(pixels_in_turn, SQUARE, images(), jax.random.key(0))
-    assert looped is not None and looped.bytes == 4 * 16 * 4
+    assert looped is not None and (looped.bytes, looped.weights) == (4 * 16 * 4, 16 * SQUARE.nbytes)
 
 
 @pytest.mark.parametrize("rows", [5, 6, 7, 12])

@@ -23,7 +23,8 @@ from fedrax.tree import Tree
 _CACHED = 7 << 20
 """Bytes that products and convolutions of a piece may give, of which a backward pass reads all."""
 _OF_WEIGHTS = 5
-"""Each piece reads the weights and adds to their gradient: it gives at least so many times their bytes."""
+"""Each piece reads the weights, in a loop at every turn, and adds to their gradient: it gives at least so many times
+their bytes."""
 _NAME = "pieces"
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 TRACED = 13
@@ -50,7 +51,8 @@ def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, rows: int
     seen = each_by_itself(losses, params, batch, key)
     if seen is None or rows * seen.bytes <= _CACHED:
         return None
-    most = max(_CACHED, _OF_WEIGHTS * tree.num_bytes(params)) // seen.bytes
+    weights = max(seen.weights, tree.num_bytes(params))
+    most = max(_CACHED, _OF_WEIGHTS * weights) // seen.bytes
     fewest = -(-rows // max(1, most))
     size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
     return Pieces(size, seen.dtype) if size < rows else None

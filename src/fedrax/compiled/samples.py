@@ -44,6 +44,8 @@ class LookedAt(NamedTuple):
 
     bytes: int
     """What its products and convolutions give for one sample."""
+    weights: int
+    """Bytes that they read of arrays which are the same for all samples, in a loop once a turn."""
     dtype: Any
     """Of its values."""
 
@@ -66,7 +68,7 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Any) -> L
     found: Any = closed.out_avals[0]
     if out != Along(0) or found.shape != (samples,):
         return None
-    return LookedAt(walk.bytes // samples, found.dtype)
+    return LookedAt(walk.bytes // samples, walk.weights, found.dtype)
 
 
 class _Walk:
@@ -74,7 +76,7 @@ class _Walk:
 
     def __init__(self, samples: int):
         self.samples = samples
-        self.bytes = 0
+        self.bytes = self.weights = 0
         self.repeats = 1
         """How often the equations at hand are run, loops around them counted."""
 
@@ -94,25 +96,30 @@ class _Walk:
             else:
                 outputs = [Same()] * len(equation.outvars)
             if name in _PRODUCTS and isinstance(outputs[0], Along):
-                aval: Any = equation.outvars[0].aval
-                self.bytes += self.repeats * aval.size * aval.dtype.itemsize
+                shared = [atom for atom, state in zip(equation.invars, states, strict=True) if isinstance(state, Same)]
+                self.bytes += self.repeats * sum(map(_num_bytes, equation.outvars))
+                self.weights += self.repeats * sum(map(_num_bytes, shared))
             known.update(zip(equation.outvars, outputs, strict=True))
         return [of(atom) for atom in jaxpr.outvars]
 
     def in_loop(self, body: core.ClosedJaxpr, fixed: list[State], carry: list[State], rest: list[State], times: int):
         """(states of the carry, of the other outputs) that hold in every turn."""
         while True:
-            before, self.repeats = (self.bytes, self.repeats), self.repeats * times
+            before, self.repeats = (self.bytes, self.weights, self.repeats), self.repeats * times
             outputs = self.through(body, [*fixed, *carry, *rest])
             joined = [_joined([a, b]) for a, b in zip(carry, outputs, strict=False)]
             if joined == carry:
-                self.repeats = before[1]
+                self.repeats = before[-1]
                 return carry, outputs[len(carry) :]
-            carry, (self.bytes, self.repeats) = joined, before
+            carry, (self.bytes, self.weights, self.repeats) = joined, before
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
+
+
+def _num_bytes(atom: Any) -> int:
+    return atom.aval.size * atom.aval.dtype.itemsize
 
 
 def _joined(states: Sequence[State]) -> State:
