@@ -114,6 +114,15 @@ def padded_and_cut(w: Array, x: Array, key: Array) -> Array:
     return of_each(jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)))[:, 1:, ::2, ::-1])
 
 
+@jax.custom_vjp
+def of_the_batch(x: Array) -> Array:
+    """The same numbers, with a gradient that is the batch's mean."""
+    return x
+
+
+of_the_batch.defvjp(lambda x: (x, None), lambda _, g: (jnp.broadcast_to(g.mean(0), g.shape),))
+
+
 def labels_as_vectors(w: Array, x: Array, key: Array) -> Array:
     return (jax.nn.one_hot(x.reshape(len(x), -1).argmax(1), 64) * x.reshape(len(x), -1)).sum(1)
 
@@ -162,6 +171,7 @@ TOGETHER: dict[str, tuple[Callable, Any]] = {
     "the first sample": (lambda w, x, key: of_each(x) - x[0].sum(), SQUARE),
     "groups of samples": (lambda w, x, key: jnp.repeat(of_each(x).reshape(2, -1).mean(1), len(x) // 2), SQUARE),
     "rows from a table made of samples": (lambda w, x, key: of_each(x)[jnp.argsort(of_each(x))], SQUARE),
+    "a gradient of its own": (lambda w, x, key: of_each(of_the_batch(x @ w)), SQUARE),
     "one number for all": (lambda w, x, key: of_each(x).mean(), SQUARE),
     "no sample": (lambda w, x, key: jnp.ones(len(x)), SQUARE),
 }

@@ -2,7 +2,8 @@
 
 :func:`each_by_itself` follows the axis of the samples from equation to equation. It knows of each kind of operation
 whether numbers of two samples can meet in it, and takes for granted that they do where it does not know the operation.
-So batch norm, dropout (whose masks differ from sample to sample) and losses that compare samples are found out.
+So batch norm, dropout (whose masks differ from sample to sample), losses that compare samples and backward passes of
+the user's own (``jax.custom_vjp``) are found out. A ``jax.custom_jvp`` is taken to be the derivative of its function.
 """
 
 from __future__ import annotations
@@ -312,7 +313,7 @@ def _iota(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list
 
 
 def _call(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
-    inner = [equation.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params]
+    inner = [equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params]
     return walk.through(inner[0], states)
 
 
@@ -358,7 +359,7 @@ _RULES: dict[str, Rule] = {
     ),
     **_by(
         _call,
-        "checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2",
+        "checkpoint closed_call core_call custom_jvp_call jit pjit remat remat2",
     ),
     **_by(_each, "name optimization_barrier"),
     **_by(_reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"),
