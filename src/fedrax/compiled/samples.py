@@ -317,6 +317,14 @@ def _call(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list
     return walk.through(inner[0], states)
 
 
+def _own_backward(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
+    """A function with a backward pass that someone wrote: those of our layers treat samples alike, others may not."""
+    backward = equation.params.get("bwd")
+    if not getattr(getattr(backward, "f", backward), "__module__", "").startswith("fedrax."):
+        raise Mixed
+    return _call(states, equation, walk)
+
+
 def _scan(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
     fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
     taken = [_without(state, (0,)) for state in states[fixed + carried :]]
@@ -361,6 +369,7 @@ _RULES: dict[str, Rule] = {
         _call,
         "checkpoint closed_call core_call custom_jvp_call jit pjit remat remat2",
     ),
+    "custom_vjp_call": _own_backward,
     **_by(_each, "name optimization_barrier"),
     **_by(_reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"),
     **_by(_within, "cumsum cumprod cummax cummin cumlogsumexp concatenate sort rev split"),
