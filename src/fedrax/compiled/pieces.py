@@ -16,7 +16,7 @@ from jax import Array
 from jax.extend import core
 
 from fedrax import tree
-from fedrax.compiled.samples import each_by_itself
+from fedrax.compiled.samples import each_by_itself, parts_of_scan
 from fedrax.compiled.scopes import GRADIENT, scope
 from fedrax.tree import Tree
 
@@ -89,7 +89,7 @@ def rows_in(program: core.ClosedJaxpr) -> int | None:
 def _pieces_in(jaxpr: core.Jaxpr) -> Iterator[int]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _NAME:
-            first: Any = equation.invars[equation.params["num_consts"] + equation.params["num_carry"]]
+            first: Any = equation.invars[sum(parts_of_scan(equation))]
             yield first.aval.shape[1]
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: isinstance(v, _FUNCTIONS)):
             if isinstance(value, _FUNCTIONS):

@@ -217,11 +217,6 @@ def _within(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> li
     return [_unless(joined.axis in axes, joined)] * len(equation.outvars)
 
 
-def _last_axis(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
-    last = len(_shape(equation.invars[0])) - 1
-    return [_unless(states[0] == Along(last), states[0])] * len(equation.outvars)
-
-
 def _whole_axis(untouched: Callable[[dict, Any, int], bool]) -> Rule:
     """Operations on the first input that leave the samples' axis as it is; the other inputs are places, say."""
 
@@ -326,14 +321,28 @@ def _own_backward(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk)
 
 
 def _scan(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
-    fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
+    fixed, carried = parts_of_scan(equation)
     taken = [_without(state, (0,)) for state in states[fixed + carried :]]
     known, given = list(states[:fixed]), list(states[fixed : fixed + carried])
     carry, outputs = walk.in_loop(equation.params["jaxpr"], known, given, taken, equation.params["length"])
-    stacked = [
-        Along(s.axis + 1) if isinstance(s, Along) else Same(frozenset(i + 1 for i in s.uniform)) for s in outputs
-    ]
-    return [*carry, *stacked]
+    return [*carry, *map(_stacked, outputs)]
+
+
+def parts_of_scan(equation: core.JaxprEqn) -> tuple[int, int]:
+    """(inputs that are the same in every turn, those that one turn hands to the next); the others are cut.
+
+    By the shapes, since versions of JAX name the numbers otherwise.
+    """
+    body = equation.params["jaxpr"]
+    body = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
+    alike = lambda outer, inner: sum(len(_shape(a)) == len(_shape(b)) for a, b in zip(outer, inner, strict=True))  # noqa: E731
+    carried = alike(equation.outvars, body.outvars)
+    return alike(equation.invars, body.invars) - carried, carried
+
+
+def _stacked(state: State) -> State:
+    """With an axis before the others."""
+    return Along(state.axis + 1) if isinstance(state, Along) else Same(frozenset(i + 1 for i in state.uniform))
 
 
 def _while(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
@@ -365,16 +374,13 @@ _RULES: dict[str, Rule] = {
         "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
         "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
     ),
-    **_by(
-        _call,
-        "checkpoint closed_call core_call custom_jvp_call jit pjit remat remat2",
-    ),
+    **_by(_call, "checkpoint closed_call core_call custom_jvp_call jit pjit remat remat2"),
     "custom_vjp_call": _own_backward,
     **_by(_each, "name optimization_barrier"),
     **_by(_reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"),
     **_by(_within, "cumsum cumprod cummax cummin cumlogsumexp concatenate sort rev split"),
     **_by(_whole_axis(_window_leaves), "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
-    "top_k": _last_axis,
+    "top_k": _whole_axis(lambda params, eqn, axis: axis < len(_shape(eqn.invars[0])) - 1),
     "slice": _whole_axis(_slice_leaves),
     "dynamic_slice": _whole_axis(lambda params, eqn, axis: params["slice_sizes"][axis] == _shape(eqn.invars[0])[axis]),
     "pad": _whole_axis(lambda params, eqn, axis: tuple(params["padding_config"][axis]) == (0, 0, 0)),
