@@ -65,6 +65,7 @@ def port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.exhaustive
 def test_two_processes_of_two_devices_equal_one_of_four(port: int, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("first", "second", "alone")]
     children = [start(process, 2, 2, port, files[process]) for process in range(2)]
