@@ -35,7 +35,7 @@ def some_params() -> Any:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch):
     """Seven rows a chunk."""
-    monkeypatch.setattr(evaluate, "_ROWS", 7)
+    monkeypatch.setattr(evaluate, "_rows_of_a_chunk", lambda: 7)
     compiled_evaluation.cache_clear()
     yield
     compiled_evaluation.cache_clear()

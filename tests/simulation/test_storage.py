@@ -162,7 +162,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
     """The same value of each sample, whatever fits into a piece."""
-    monkeypatch.setattr(evaluate, "_ROWS", 7)
+    monkeypatch.setattr(evaluate, "_rows_of_a_chunk", lambda: 7)
     evaluate.compiled_evaluation.cache_clear()
     rng = np.random.default_rng(rows)
     batch = fedrax.Batch(rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32))
