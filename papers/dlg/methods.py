@@ -91,9 +91,9 @@ def methods(arguments: argparse.Namespace) -> int:
         "round. PSNR of the images that L-BFGS finds from a vector of the last round taken for the gradient, from "
         "vectors of all rounds, summed or differenced, and from all messages through the method's own client; of "
         f"several vectors, and of {RESTARTS} starts, the one that is matched best. '-': no vector goes up whose point "
-        "is known, or the client has no useful derivative (for GradMA-W's, FedAvg's is taken). The server knows the "
-        "bound of a private method, not its noise, here of the same deviation as the bound (of objective "
-        "perturbation alpha is 10). Labels: recovered by the best matched attack. "
+        "is known, or the client has no useful derivative. The server knows the bound of a private method, not its "
+        "noise, here of the same deviation as the bound (of objective perturbation alpha is 10). Labels: recovered by "
+        "the best matched attack. "
         f"The median of {len(arguments.seeds or SEEDS)} draws of images; "
         "above 25 dB an image is plainly recognised. The library's other methods send nothing of a new kind: "
         + "; ".join(f"{', '.join(some)} what {row} sends" for row, some in ALIKE.items())
@@ -136,16 +136,13 @@ def study(method: fedrax.Algorithm, seeds: list[int], steps: int) -> dict[str, A
 
 
 def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed: int, attack: Any) -> Any:
-    """The method's own client matched; of a wrapper that rounds, the client inside, of one with noise, without it, of
-    GradMA-W without the quadratic program, whose loop has no derivative.
+    """The method's own client matched; of a wrapper that rounds, the client inside, of one with noise, without it.
 
     None without a derivative.
     """
     inside = method.inner if isinstance(method, fedrax.Quantised | fedrax.ObjectivePerturbation) else method
     if isinstance(method, fedrax.ClientDP | fedrax.SampleDP):
         inside = dataclasses.replace(method, noise=0.0)
-    if isinstance(method, fedrax.GradMAW):
-        inside = fedrax.FedAvg(local=method.local)
     if isinstance(method, fedrax.OutputPerturbation):
         inside = dataclasses.replace(method, sigma=0.0)
     if isinstance(method, fedrax.SignSGD):
