@@ -312,7 +312,7 @@ def draw(arguments: argparse.Namespace, of: Figure, every: Every) -> matplotlib.
     sets = list(dict.fromkeys(data for data, _ in every))
     rows = 3 if of.number == 3 else 2
     sketch = matplotlib.figure.Figure(figsize=(1.2 + 3.9 * len(sets), 2.9 * rows + 0.8), layout="constrained")
-    grid = sketch.subplots(rows, len(sets), squeeze=False, sharey="row")
+    grid = sketch.subplots(rows, len(sets), squeeze=False)
     for column, data in enumerate(sets):
         _losses(grid[0, column], arguments, of, {m: s for (d, m), s in every.items() if d == data})
         grid[0, column].set_title(data)
@@ -323,7 +323,14 @@ def draw(arguments: argparse.Namespace, of: Figure, every: Every) -> matplotlib.
     for axes in grid[1:, 0]:
         axes.set_ylabel("test accuracy, %")
     handles = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    sketch.legend(handles.values(), handles, loc="outside lower center", ncols=max(2, min(4, 2 * len(sets))), frameon=False, fontsize="small")
+    sketch.legend(
+        handles.values(),
+        handles,
+        loc="outside lower center",
+        ncols=max(2, min(4, 2 * len(sets))),
+        frameon=False,
+        fontsize="small",
+    )
     return sketch
 
 
