@@ -80,7 +80,9 @@ def figure(arguments: argparse.Namespace) -> None:
             if found is not None and not arguments.only_write:
                 print(f"{data}, {method}: {time.monotonic() - began:.0f} s", flush=True)
                 text = write(arguments, every)
-    print(write(arguments, every) if arguments.only_write and every else text)
+    if not every:
+        raise FedraxError(f"there are no sweeps of {arguments.what} below {arguments.out} yet: leave --only-write out")
+    print(write(arguments, every) if arguments.only_write else text)
 
 
 def sweeps_of(arguments: argparse.Namespace, data: str, method: str) -> Sweeps | None:
@@ -96,7 +98,8 @@ def sweeps_of(arguments: argparse.Namespace, data: str, method: str) -> Sweeps |
         parts.append({way: there[kind].only(allowed) for way, (kind, allowed) in WAYS.items() if kind in there})
     federation = federation_of(data, "test", arguments.data_dir)
     labels = np.zeros(1, int) if federation.test is None else np.asarray(federation.test[1])
-    return Sweeps(*parts, federation.sizes, 100 * np.bincount(labels).max() / len(labels))
+    test, held_out = parts
+    return Sweeps(test, held_out, federation.sizes, 100 * np.bincount(labels).max() / len(labels))
 
 
 # -- tables --------------------------------------------------------------------------------------------------------
