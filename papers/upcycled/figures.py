@@ -250,7 +250,7 @@ def write(arguments: argparse.Namespace, every: Every) -> str:
     lines = [
         f"# Upcycled-FL, Figure {of.number} ({of.mechanism}, synthetic sets)",
         "",
-        note(arguments, of),
+        note(arguments, of, every),
         "",
         "## The printed epsilons of Syn(iid)",
         "",
@@ -288,11 +288,12 @@ AGAINST = (
 )
 
 
-def note(arguments: argparse.Namespace, of: Figure) -> str:
+def note(arguments: argparse.Namespace, of: Figure, every: Every) -> str:
     """What was run, and by which command."""
     command = f"python -m papers.upcycled {arguments.what}"
-    for option, value, default in (("data", arguments.data, SETS), ("methods", arguments.methods, METHODS)):
-        if list(value) != list(default):
+    data, methods = (list(dict.fromkeys(names)) for names in zip(*every, strict=True))
+    for option, value, default in (("data", data, SETS), ("methods", methods, METHODS)):
+        if value != list(default):
             command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
     command += f" --rounds {arguments.rounds}" if arguments.rounds != 80 else ""
     command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds != [0, 1, 2, 3] else ""
