@@ -155,6 +155,21 @@ def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
+def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() -> None:
+    lion = fedrax.FedLion(local=LocalSGD(lr=1e-3, steps=2, batch_size="full"))
+    sent = recorded(lion)
+    view = as_client_program(TASK, lion, START, sent, CLIENTS, CLIENTS)
+    (momentum,) = view.target
+    jax.tree.map(np.testing.assert_array_equal, momentum, sent[0].sent.upload.momentum)
+    batch = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
+    (made,) = view.predict(view.known, batch, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, momentum)
+    inside = as_client_program(
+        TASK, fedrax.Quantised(lion), START, recorded(fedrax.Quantised(lion)), CLIENTS, CLIENTS, program=lion
+    )
+    assert len(inside.target) == len(inside.predict(inside.known, batch, None))
+
+
 # -- several rounds --------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,17 @@ def parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
     return tuple(part for part in found if floating(part))
 
 
+def without_whole_numbers(read: Tree, sent: Tree) -> Tree:
+    """What was ``read`` of a message without what travelled as whole numbers, where reading keeps its structure.
+
+    Counts of signs, say, have no derivative, and would drown what has one.
+    """
+    if jax.tree.structure(read) != jax.tree.structure(sent):
+        return read
+    floating = lambda r, s: r if jnp.issubdtype(jnp.result_type(s), jnp.floating) else None  # noqa: E731
+    return jax.tree.map(floating, read, sent)
+
+
 def decoded(algorithm: Algorithm, exchange: Exchange) -> Sent:
     """What the server reads of what a client sent: the upload received, and what it sent besides."""
     return exchange.sent._replace(upload=algorithm.phases[exchange.phase].receive(exchange.sent.upload))
