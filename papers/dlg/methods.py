@@ -96,8 +96,8 @@ def methods(arguments: argparse.Namespace) -> int:
         "the best matched attack. "
         f"The median of {len(arguments.seeds or SEEDS)} draws of images; "
         "above 25 dB an image is plainly recognised. The library's other methods send nothing of a new kind: "
-        + "; ".join(f"{', '.join(some)} what {row} sends" for row, some in ALIKE.items())
-        + ", with at most the vector's length, the number of its steps or its delay beside it."
+        + "; ".join(f"as {row}, {', '.join(some)}" for row, some in ALIKE.items())
+        + "; with at most the vector's length, the number of its steps or its delay beside it."
     )
     write_table(
         arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows, "papers.dlg"

@@ -301,8 +301,8 @@ def note(arguments: argparse.Namespace, of: Figure, every: Every) -> str:
         f"The figure prints curves of the loss and no numbers. {len(arguments.seeds)} seeds, mean ± standard "
         f"deviation; all devices take part in each of {arguments.rounds} rounds, upcycled methods in "
         f"{arguments.rounds // 2} of as many iterations, with {of.share:g} of the plain ones' {of.level}; no "
-        f"stragglers. delta = {DELTA:g}. 'own' sets are our generator's; sets and methods that are not in the tables were "
-        f"not run. Written by `{command}` ({processor()}, "
+        f"stragglers. delta = {DELTA:g}. 'own' sets are our generator's; sets and methods that are not in the tables "
+        f"were not run. Written by `{command}` ({processor()}, "
         f"{os.cpu_count()} cores, {datetime.date.today().isoformat()})."
     )
 
