@@ -37,16 +37,37 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "EPISODE": fedrax.Episode(local=FULL, gamma=1.0),
     "FedSaga": fedrax.FedSaga(local=BLOCK),
     "LoSAC": fedrax.LoSAC(local=BLOCK),
+    "GradMA-W": fedrax.GradMAW(local=FULL),
+    "pFedMe": fedrax.PFedMe(local=FULL, lam=1.0, inner_lr=0.1),
+    "q-FedAvg": fedrax.QFedAvg(local=FULL),
+    "FedLion": fedrax.FedLion(local=dataclasses.replace(FULL, lr=1e-3)),
+    "Personalised FedAvg, last layer at home": fedrax.Personalised(fedrax.FedAvg(local=FULL), at_home=("output/*",)),
     "SignSGD": fedrax.SignSGD(local=dataclasses.replace(FULL, steps=1)),
     "ClientDP of FedAvg, noise at the client": fedrax.ClientDP(fedrax.FedAvg(local=FULL), at="client"),
     "ClientDP of FedAvg, noise at the server": fedrax.ClientDP(fedrax.FedAvg(local=FULL)),
     "SampleDP of FedAvg": fedrax.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),
+    "OutputPerturbation of FedAvg": fedrax.OutputPerturbation(fedrax.FedAvg(local=FULL)),
+    "ObjectivePerturbation of FedProx": fedrax.ObjectivePerturbation(fedrax.FedProx(local=FULL), guarantee="none"),
     "Quantised (8 bits) of FedAvg": fedrax.Quantised(inner=fedrax.FedAvg(local=FULL), bits=8),
     "FedADMM": fedrax.FedADMM(local=FULL),
     "MIFA": fedrax.MIFA(local=FULL),
     "TopK (10 %) of FedAvg": fedrax.TopK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
 }
-"""Full batches, T = 3, step size 0.1; each with one block of memory where it has blocks."""
+"""Full batches, T = 3, step size 0.1 (FedLion's 0.001); each with one block of memory where it has blocks."""
+
+ALIKE: dict[str, tuple[str, ...]] = {
+    "FedAvg": (
+        *("Attacked", "Ditto", "FedBuff", "FedExP", "FedMLB", "FedNova", "GradMAS", "MOON", "QuantisedDown"),
+        *("Robust", "Scaffnew", "Upcycled"),
+    ),
+    "FedSGD": ("NaiveParallelClip",),
+    "GradMA-W": ("GradMA",),
+    "MimeSVRG": ("Mime",),
+    "SignSGD": ("EFSign",),
+    "TopK (10 %) of FedAvg": ("RandomK",),
+}
+"""The other methods of the library, by the row that sends what they send: a vector made in the same way, or it with
+its length, the number of its steps or its delay beside it."""
 
 
 def methods(arguments: argparse.Namespace) -> int:
@@ -69,11 +90,14 @@ def methods(arguments: argparse.Namespace) -> int:
         "honest-but-curious server. Sends: the vectors of the parameters' size that go up in each phase, and bytes a "
         "round. PSNR of the images that L-BFGS finds from a vector of the last round taken for the gradient, from "
         "vectors of all rounds, summed or differenced, and from all messages through the method's own client; of "
-        f"several vectors, and of {RESTARTS} starts, the one that is matched best. '-': the client has no useful "
-        "derivative. The server knows the bound of a private method, not its noise, here of the same deviation as the "
-        "bound. Labels: recovered by the best matched attack. "
+        f"several vectors, and of {RESTARTS} starts, the one that is matched best. '-': no vector goes up whose point "
+        "is known, or the client has no useful derivative. The server knows the bound of a private method, not its "
+        "noise, here of the same deviation as the bound (of objective perturbation alpha is 10). Labels: recovered by "
+        "the best matched attack. "
         f"The median of {len(arguments.seeds or SEEDS)} draws of images; "
-        "above 25 dB an image is plainly recognised."
+        "above 25 dB an image is plainly recognised. The library's other methods send nothing of a new kind: "
+        + "; ".join(f"as {row}, {', '.join(some)}" for row, some in ALIKE.items())
+        + "; with at most the vector's length, the number of its steps or its delay beside it."
     )
     write_table(
         arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows, "papers.dlg"
@@ -116,9 +140,11 @@ def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed:
 
     None without a derivative.
     """
-    inside = method.inner if isinstance(method, fedrax.Quantised) else method
+    inside = method.inner if isinstance(method, fedrax.Quantised | fedrax.ObjectivePerturbation) else method
     if isinstance(method, fedrax.ClientDP | fedrax.SampleDP):
         inside = dataclasses.replace(method, noise=0.0)
+    if isinstance(method, fedrax.OutputPerturbation):
+        inside = dataclasses.replace(method, sigma=0.0)
     if isinstance(method, fedrax.SignSGD):
         return None
     try:

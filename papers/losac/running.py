@@ -65,11 +65,17 @@ def write_table(
     command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""
     machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
     lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]
-    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += markdown("|".join(columns), rows)
     text = "\n".join(lines) + "\n"
     files.write_text(arguments.results / f"{name}.md", text)
     print(text)
+
+
+def markdown(columns: str, rows: list[list[str]]) -> list[str]:
+    """A Markdown table's lines; columns are divided by |."""
+    names = columns.split("|")
+    head = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return head + ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def processor() -> str:

@@ -1,4 +1,5 @@
-"""``python -m papers.upcycled table1|table3``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %).
+"""``python -m papers.upcycled WHAT``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %), and the
+private methods of Figures 3 (output perturbation) and 4 (objective perturbation).
 
 Every sweep is kept below --out and not run again: break the command off when you like, and type it again to go on.
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from fedrax import FedraxError, files
-from papers.losac.running import processor, spread
+from papers.losac.running import markdown, processor, spread
+from papers.upcycled import figures, private
 from papers.upcycled.grid import DATA, EVERY, METHODS, Point, measured, place_of
 
 HERE = Path(__file__).parent
@@ -27,17 +29,21 @@ Found = list[tuple[Point, dict[str, np.ndarray]]]
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.upcycled", description=__doc__)
-    parser.add_argument("what", choices=list(STRAGGLERS))
-    parser.add_argument("--data", nargs="+", choices=list(DATA), default=list(DATA), help="which sets")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    parser.add_argument("what", choices=[*STRAGGLERS, *private.FIGURES])
+    parser.add_argument("--data", nargs="+", choices=list(DATA), help="which sets")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--rounds", type=int, default=80, help="of 10 local epochs each; upcycled, two iterations each")
     parser.add_argument("--out", type=Path, default=Path("runs/upcycled"), help="where sweeps are kept")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of what there is")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where tables go")
+    arguments = parser.parse_args()
+    private_ones = arguments.what in private.FIGURES
+    arguments.data = arguments.data or list(private.SETS if private_ones else DATA)
+    arguments.methods = arguments.methods or list(private.METHODS if private_ones else METHODS)
     try:
-        table(parser.parse_args())
+        figures.figure(arguments) if private_ones else table(arguments)
     except FedraxError as error:
         print(f"papers.upcycled: {error}", file=sys.stderr)
         return 1
@@ -196,13 +202,6 @@ def write(arguments: argparse.Namespace, rows: list[list[str]], gains: list[list
     arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / f"{arguments.what}.md", text)
     return text
-
-
-def markdown(columns: str, rows: list[list[str]]) -> list[str]:
-    """A Markdown table's lines; columns are divided by |."""
-    names = columns.split("|")
-    head = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return head + ["| " + " | ".join(row) + " |" for row in rows]
 
 
 if __name__ == "__main__":

@@ -118,10 +118,13 @@ DATA = {
 """The published sets, and our generator's of the same kind: 30 devices, 20 features, two classes as published."""
 
 
-def federation_of(data: str, part: str, data_dir: str | None) -> Federation:
-    """A set's federation; of the part "held out" the test rows are held out of the training rows."""
+def federation_of(
+    data: str, part: str, data_dir: str | None, change: Callable[[Dataset], Dataset] | None = None
+) -> Federation:
+    """A set's federation, changed first; of the part "held out" the test rows are held out of the training rows."""
     name, options = DATA[data]
     dataset = load(name, data_dir, **options)
+    dataset = dataset if change is None else change(dataset)
     if part == "held out":
         dataset = held_out(dataset)
     return Federation.from_dataset(dataset, Natural(), 0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from fedrax.compiled.cone import multipliers
+from fedrax.compiled.cone import multipliers, project
 from tests.reference_gradma import nearest
 from tests.thinning import thinned
 
@@ -244,3 +244,26 @@ def test_the_oracle_satisfies_the_conditions_itself():
         np.testing.assert_allclose(np.einsum("kd,kd->k", move, given.nearest) / given.sizes[:, 0] ** 2, 0, atol=1e-9)
         for units, step, size in zip(given.units[:20], move, given.sizes[:, 0], strict=False):
             assert scipy.optimize.nnls(units, step / size)[1] < 1e-9
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["apart", "nearly parallel"])
+def test_the_projection_has_a_derivative(parallel: bool) -> None:
+    """Attackers differentiate a worker's program; nearly parallel columns take the pass that refines in a loop."""
+    rng = np.random.default_rng(0)
+    p, a, b = rng.normal(size=(3, 6))
+    b = b - 1.1 * p
+    a = b + 1e-3 * a if parallel else a
+
+    def weighed(p: Any, a: Any, b: Any) -> Any:
+        return project(p, (a, b), lambda a, b: (a, b)) @ jnp.arange(6.0)
+
+    found = jax.jit(jax.grad(weighed, argnums=(0, 1, 2)))(*(jnp.asarray(v, jnp.float32) for v in (p, a, b)))
+    with jax.enable_x64(True):
+        weighed = jax.jit(weighed)
+        for k, gradient in enumerate(found):
+            for i in range(6):
+                moved = [np.array([p, a, b]) for _ in range(2)]
+                moved[0][k, i] += 1e-6
+                moved[1][k, i] -= 1e-6
+                slope = (float(weighed(*moved[0])) - float(weighed(*moved[1]))) / 2e-6
+                assert float(gradient[i]) == pytest.approx(slope, rel=1e-3, abs=1e-3)

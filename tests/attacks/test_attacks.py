@@ -143,6 +143,33 @@ def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
     np.testing.assert_allclose(found.distances[:2], [apart(found.frames[0]), apart(found.frames[1])], rtol=1e-4)
 
 
+def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
+    """Nobody but the client knows the point where it would have been taken; its program is matched all the same."""
+    personal = fedrax.Personalised(fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), at_home=("output/*",))
+    sent = recorded(personal)
+    assert gradients_seen(personal, sent, START) == []
+    view = as_client_program(TASK, personal, START, sent, CLIENTS, CLIENTS)
+    batch = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
+    made = view.predict(view.known, batch, None)
+    for mine, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() -> None:
+    lion = fedrax.FedLion(local=LocalSGD(lr=1e-3, steps=2, batch_size="full"))
+    sent = recorded(lion)
+    view = as_client_program(TASK, lion, START, sent, CLIENTS, CLIENTS)
+    (momentum,) = view.target
+    jax.tree.map(np.testing.assert_array_equal, momentum, sent[0].sent.upload.momentum)
+    batch = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
+    (made,) = view.predict(view.known, batch, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, momentum)
+    inside = as_client_program(
+        TASK, fedrax.Quantised(lion), START, recorded(fedrax.Quantised(lion)), CLIENTS, CLIENTS, program=lion
+    )
+    assert len(inside.target) == len(inside.predict(inside.known, batch, None))
+
+
 # -- several rounds --------------------------------------------------------------------------------------------------
 
 

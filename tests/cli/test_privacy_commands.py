@@ -1,6 +1,7 @@
 """``fedrax privacy``, ``fedrax audit``, and what the other commands say of a private run."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,28 @@ def test_privacy_prints_releases_answers_and_the_flag_for_them(fedrax: Any, priv
         assert text in shown.out
     amplified = fedrax("privacy", private, "--algorithm", "clientdp", "--picture", "None")
     assert "amplified by the draw of cohorts" in amplified.out and "picture" not in amplified.out
+
+
+def test_privacy_says_what_no_number_holds_of(fedrax: Any, private: Path):
+    silent = fedrax("privacy", private, "--algorithm.sigma", "0", "--picture", "None")
+    assert silent.status == 0 and "no finite epsilon holds, and no budget" in silent.out
+    leaks = PRIVATE.replace('"fedavg", local = { lr = 0.5, steps = 3 }', '"qfedavg", local = { steps = 3 }')
+    private.write_text(leaks)
+    refused = fedrax("privacy", private, "--picture", "None")
+    assert refused.status == 2 and "QFedAvg also sends upload/params/output/bias, computed from data" in refused.err
+
+
+def test_a_warning_is_a_sentence_too(fedrax: Any, private: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    show = lambda w: seen.append(warnings.formatwarning(w.message, w.category, w.filename, w.lineno))  # noqa: E731
+    monkeypatch.setattr(warnings, "_showwarnmsg_impl", show)  # pytest's own keeps them without a format
+    before = warnings.formatwarning
+    assert fedrax("privacy", private, "--run.delta", "0.3", "--picture", "None").status == 0
+    assert warnings.formatwarning is before
+    assert seen == [
+        "fedrax: delta = 0.3 is not below 1/8: a method may publish the data of one client of 8 and keep this promise;"
+        " take a smaller delta\n"
+    ]
 
 
 def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp_path: Path):

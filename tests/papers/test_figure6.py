@@ -11,6 +11,7 @@ import pytest
 
 import fedrax
 from fedrax.data import load
+from fedrax.experiments.methods import algorithms
 from papers.dlg import __main__ as dlg_main
 from papers.dlg import lenet, methods
 from papers.losac import __main__ as losac
@@ -93,3 +94,17 @@ def test_methods_shows_what_is_sent_and_runs_nothing_twice(tmp_path: Path, monke
     assert rows[1][1].endswith(f"({int(np.ceil(numbers / 8))} B)") and rows[1][4] == "-"
     monkeypatch.setattr(methods, "study", lambda *arguments: pytest.fail("it was run again"))
     assert command(dlg_main.main, "methods", tmp_path, monkeypatch, "--steps", "120") == rows
+
+
+def test_every_method_of_the_library_is_in_the_table_or_sends_what_one_of_its_rows_sends() -> None:
+    shown = {type(part).__name__ for method in methods.METHODS.values() for part in parts_of(method)}
+    alike = [name for some in methods.ALIKE.values() for name in some]
+    assert set(methods.ALIKE) <= set(methods.METHODS)
+    assert not set(alike) & shown and len(set(alike)) == len(alike)
+    assert {cls.__name__ for cls in algorithms().values()} == shown | set(alike)
+
+
+def parts_of(method: fedrax.Algorithm) -> list[fedrax.Algorithm]:
+    """A method and what it wraps."""
+    inner = getattr(method, "inner", None)
+    return [method, *([] if inner is None else parts_of(inner))]

@@ -9,7 +9,7 @@ import pytest
 
 from fedrax.data import load
 from papers.upcycled import __main__ as upcycled
-from papers.upcycled import grid
+from papers.upcycled import figures, grid, private
 
 
 def test_table1_prints_paper_ours_and_what_held_out_rows_say(
@@ -76,3 +76,60 @@ def test_the_grids_are_wide_and_hold_the_papers_extrapolations() -> None:
     assert {f"{1 + a:g}" for a in grid.EXTRAPOLATIONS} <= {f"{step:g}" for step in grid.SERVER_STEPS}
     for method in grid.EVERY.values():
         method.at(method.points[0])
+
+
+def test_figure3_compares_at_the_same_epsilon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = dataclasses.replace(private.FIGURES["figure3"], levels=(0.1, 1e-6), axes={"lr": (0.1,), "tau": (10.0,)})
+    monkeypatch.setitem(private.FIGURES, "figure3", small)
+    monkeypatch.setitem(private.KINDS, "upcycled", {"a": (0.0, 0.5)})
+    monkeypatch.setitem(private.KINDS, "server step", {"server lr": (1.5,)})
+    for module in (private, figures):
+        monkeypatch.setattr(module, "MEASURED", 2)
+    monkeypatch.setitem(grid.DATA, "own 0_0", ("synthetic", {"devices": 4, "features": 3, "classes": 2}))
+    command = ["upcycled", "figure3", "--data", "own 0_0", "--methods", "FedAvg", "--seeds", "0", "1", "--rounds", "4"]
+    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert upcycled.main() == 0
+    text = (tmp_path / "figure3.md").read_text()
+    assert (tmp_path / "figure3.png").stat().st_size > 10_000
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| own 0_0 | FedAvg | ")]
+    assert len(rows) == 4  # by test loss, by held-out loss, and two levels
+    paper, sound = [float(cell) for cell in rows[0][2:4]], [float(cell) for cell in rows[0][4:6]]
+    assert paper[1] < paper[0] and sound[1] < sound[0]  # half the rounds, 0.8 of the noise
+    found = {}
+    for kind in ("plain", "upcycled", "server step"):
+        options = {"out": tmp_path / "runs", "seeds": [0, 1], "rounds": 4, "data_dir": None, "only_kept": True}
+        found[kind] = private.measured("figure3", "own 0_0", "FedAvg", kind, "test", **options)
+        assert found[kind].loss.shape[1:] == (2, 2) and np.isfinite(found[kind].loss).all()
+    # without noise upcycle(FedAvg, 0.5) is FedAvg with server step 1.5
+    up, step = (found[kind].only(lambda p: p["sigma / tau"] < 1e-5) for kind in ("upcycled", "server step"))
+    np.testing.assert_allclose(up.only(lambda p: p["a"] == 0.5).loss, step.loss, rtol=1e-3)
+    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "8"])
+    capsys.readouterr()
+    assert upcycled.main() == 1
+    assert "another sweep" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["upcycled", "figure4", "--methods", "FedYogi"])
+    assert upcycled.main() == 1
+    assert "not FedYogi" in capsys.readouterr().err
+
+
+def test_figure4s_epsilons_are_those_of_theorem_6_3_and_of_fedprox_alone() -> None:
+    of, point, sizes = private.FIGURES["figure4"], {"lr": 0.1, "alpha": 20.0}, np.array([50, 200])
+    sound, paper = private.spent(of.at("FedProx", point | {"a": 0.5}), 40, sizes)
+    assert sound == np.inf
+    claims = 40 * (2 * 20 * 2**0.5 * 0.5 + 2.8 * 0.5) / (sizes * 0.5)
+    np.testing.assert_allclose(paper, claims.mean(), rtol=1e-6)
+    assert np.isnan(private.spent(of.at("SCAFFOLD", point), 40, sizes)[1])
+
+
+def test_rows_of_features_are_cut_to_length_one_and_shorter_ones_left() -> None:
+    data = load("synthetic", devices=3, features=3)
+    made = private.unit_rows(data)
+    lengths = np.linalg.norm(data.train.x, axis=1)
+    np.testing.assert_allclose(np.linalg.norm(made.train.x, axis=1), np.minimum(lengths, 1), rtol=1e-6)
+    np.testing.assert_array_equal(made.train.x[lengths < 1], data.train.x[lengths < 1])
+    np.testing.assert_allclose(
+        made.test.x, data.test.x / np.maximum(np.linalg.norm(data.test.x, axis=1), 1)[:, None], rtol=1e-6
+    )

@@ -290,6 +290,7 @@ def test_what_no_noise_covers_is_refused():
     refuse(ClientDP(Robust(inner)), "one by one")
     for outside in (Quantised, TopK, Robust):
         refuse(outside(ClientDP(inner)), "changes: put it inside")
+    refuse(Robust(fedrax.upcycle(ClientDP(inner))), "the noise of ClientDP is measured")
     assert run(Quantised(ClientDP(inner, at="client")), rounds=1).events
     refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "several: clip flat")
     refuse(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")

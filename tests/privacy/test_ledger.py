@@ -110,6 +110,11 @@ def test_objective_perturbation_has_its_papers_number_alone():
     ledger = Ledger(Accountant([release], 1e-5), np.array([4, 9]))
     event = ledger.spend(np.array([1])) and ledger.spend(np.array([0, 1]))
     assert event["epsilon"] is None and event["epsilon_paper"] == pytest.approx(release.paper_epsilon / 4)
+    # Theorem 6.3 needs u_2 <= n_i mu / 2: here n_i >= 5
+    few = ObjectivePerturbation(inner=fedrax.FedProx(mu=0.2, local=LOCAL), alpha=5.0).releases()
+    outside = Ledger(Accountant(few, 1e-5), np.array([4, 9]))
+    assert outside.spend(np.array([1]))["epsilon_paper"] == pytest.approx(few[0].paper_epsilon / 9)
+    assert outside.spend(np.array([0]))["epsilon_paper"] is None
 
 
 def test_an_amplified_budget_counts_rounds():

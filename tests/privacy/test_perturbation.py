@@ -211,6 +211,7 @@ def test_the_theorem_asks_for_a_model_a_bound_and_a_prox():
     assert np.isfinite(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)])).all()
     refuse(method, "linear in the features, not for classification/logistic")
     refuse(ObjectivePerturbation(FedAvg(local=STEPS)), "FedProx with mu above 0")
+    refuse(ObjectivePerturbation(fedrax.MOON(local=STEPS, mu=0.5)), "FedProx with mu above 0")  # its mu is no prox's
 
 
 def test_what_is_released():

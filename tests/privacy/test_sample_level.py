@@ -161,11 +161,18 @@ def test_gradients_that_nobody_counts_are_refused():
     asks = {
         "all of a client's data": (fedrax.Scaffold(local=LOCAL, option="I"), fedrax.Mime(local=LOCAL)),
         "besides those of its local steps": (fedrax.Episode(local=LOCAL), fedrax.NaiveParallelClip()),
+        "steps of what stays at home": (fedrax.Personalised(FedAvg(local=LOCAL), ("*bias",), alternate=LOCAL),),
         "a second gradient in a step": (fedrax.PFedMe(local=LocalSGD(lr=0.005, steps=2)),),
     }
     for words, methods in asks.items():
         for method in methods:
             refuse(SampleDP(method), f"one gradient in each local step, and this one also asks for .*{words}")
+
+
+def test_steps_without_noise_before_those_with_noise_are_refused():
+    """What stays at home would be exact, and move the gradient of every other sample."""
+    outside = fedrax.Personalised(SampleDP(FedAvg(local=LOCAL)), ("*bias",), alternate=LOCAL)
+    refuse(outside, "look at samples without the noise of SampleDP")
 
 
 def test_local_work_that_cannot_be_counted_is_refused():

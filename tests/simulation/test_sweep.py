@@ -1,5 +1,7 @@
 """Grids and seeds in one program against the same runs one after another."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,14 @@ def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
     assert np.isfinite(calm.events[-1]["test_loss"])
     assert lost.stopped == "diverged"
     assert len(lost.events) < 4
+
+
+def test_all_blocks_of_rounds_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, traced = importlib.import_module("fedrax.simulation.sweep"), []
+    block = module.run_block
+    monkeypatch.setattr(module, "run_block", lambda *a, **k: [traced.append(1), block(*a, **k)][1])
+    fedrax.sweep(grid(fedrax.FedAvg, steps=1)[:2], TASK, FEDERATION, rounds=3, eval_every=1, mode="together")
+    assert len(traced) == 1
 
 
 def test_what_cannot_run_together_is_refused() -> None:

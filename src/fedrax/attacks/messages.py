@@ -32,6 +32,17 @@ def parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
     return tuple(part for part in found if floating(part))
 
 
+def without_whole_numbers(read: Tree, sent: Tree) -> Tree:
+    """What was ``read`` of a message without what travelled as whole numbers, where reading keeps its structure.
+
+    Counts of signs, say, have no derivative, and would drown what has one.
+    """
+    if jax.tree.structure(read) != jax.tree.structure(sent):
+        return read
+    floating = lambda r, s: r if jnp.issubdtype(jnp.result_type(s), jnp.floating) else None  # noqa: E731
+    return jax.tree.map(floating, read, sent)
+
+
 def decoded(algorithm: Algorithm, exchange: Exchange) -> Sent:
     """What the server reads of what a client sent: the upload received, and what it sent besides."""
     return exchange.sent._replace(upload=algorithm.phases[exchange.phase].receive(exchange.sent.upload))
@@ -71,15 +82,16 @@ def gradients_seen(algorithm: Algorithm, exchanges: Sequence[Exchange], params: 
     exchanges: of one client, as far as the attacker saw them; those of a server are all. params: of the model's kind.
     Each vector of the client's messages, in the last one ("last"), summed up over all ("sum", which turns increments
     of a state that began at zero into the state), and less the one before ("difference"). A vector descends where it
-    is a gradient with the sign turned round, so each is there with both signs.
+    is a gradient with the sign turned round, so each is there with both signs. None where part of the parameters stays
+    at home: then nobody knows where a gradient was taken.
     """
     exchanges = of_one_client(exchanges)
     found: list[Seen] = []
     for p in sorted({one.phase for one in exchanges}):
         series = [one for one in exchanges if one.phase == p]
-        at = _parameters(exchanges, series[-1], params)
         histories = [vectors(decoded(algorithm, one), params) for one in series]
-        for name in histories[-1]:
+        at = _parameters(exchanges, series[-1], params)
+        for name in () if at is None else histories[-1]:
             history = [one[name] for one in histories]
             made = {"last": history[-1]}
             if len(history) > 1:
@@ -93,10 +105,12 @@ def gradients_seen(algorithm: Algorithm, exchanges: Sequence[Exchange], params: 
     return found
 
 
-def _parameters(exchanges: Sequence[Exchange], last: Exchange, params: Tree) -> Tree:
-    """The parameters that came with an exchange or, where it had none, in an earlier phase of its round."""
+def _parameters(exchanges: Sequence[Exchange], last: Exchange, params: Tree) -> Tree | None:
+    """The parameters that came with an exchange or, where it had none, in an earlier phase of its round; None where
+    the client was not sent all of them, and has others that the attacker does not know.
+    """
     for one in sorted((one for one in exchanges if one.round == last.round), key=lambda one: -one.phase):
         sent_down = vectors(one.received, params)
         if one.phase <= last.phase and sent_down:
             return sent_down.get("params", next(iter(sent_down.values())))
-    raise FedraxError(f"no message to client {last.client} in round {last.round} has the model's parameters")
+    return None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.attacks.messages import decoded, of_one_client, parts
+from fedrax.attacks.messages import decoded, of_one_client, parts, without_whole_numbers
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import Carried, ClientData, LossRule, Reduction
 from fedrax.contract.task import Batch, Task
@@ -86,6 +86,8 @@ class _Program:
     """Of each exchange, from 0."""
     phases: tuple[int, ...]
     matched: tuple[bool, ...]
+    own: bool
+    """Whether it is the method itself that is run."""
     num_clients: int
     cohort_size: int
 
@@ -101,7 +103,9 @@ class _Program:
             output = algorithm.phases[p].client(message, state, client)
             state, optimizer = output.state, carried.optimizer
             if self.matched[k]:
-                read = algorithm.phases[p].receive(output.upload), output.each, output.total
+                upload = algorithm.phases[p].receive(output.upload)
+                upload = without_whole_numbers(upload, output.upload) if self.own else upload
+                read = upload, output.each, output.total
                 found += [part for values in read for part in parts(values, params)]
         return tuple(found)
 
@@ -126,7 +130,8 @@ def as_client_program(
     helps an eavesdropper where the state depends on the last few rounds alone. program: the method whose client is
     run, where it is another than the one whose messages were seen: the one inside a wrapper that rounds, say, and has
     no derivative. key: what the attacker takes for the client's random draws, which it does not know. Batches other
-    than the full one are therefore drawn in another order than the client's, and matched as well as that goes.
+    than the full one are therefore drawn in another order than the client's, and matched as well as that goes. What
+    travels as whole numbers is not matched where the method itself is run, for it has no derivative.
     """
     exchanges = of_one_client(exchanges)
     rounds = {one.round for one in exchanges}
@@ -134,12 +139,16 @@ def as_client_program(
         raise FedraxError(f"none of the rounds to match was seen: they are {sorted(rounds)}")
     chosen = tuple(matched is None or one.round in matched for one in exchanges)
     read = [decoded(algorithm, one) for one, use in zip(exchanges, chosen, strict=True) if use]
+    if own := program is None or program is algorithm:
+        sent = [one.sent.upload for one, use in zip(exchanges, chosen, strict=True) if use]
+        read = [r._replace(upload=without_whole_numbers(r.upload, s)) for r, s in zip(read, sent, strict=True)]
     target = tuple(part for one in read for values in one[:3] for part in parts(values, params))
     run = _Program(
         task,
         tuple(one.round - 1 for one in exchanges),
         tuple(one.phase for one in exchanges),
         chosen,
+        own,
         num_clients,
         cohort_size,
     )

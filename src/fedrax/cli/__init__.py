@@ -10,8 +10,10 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from fedrax.errors import FedraxError
 from fedrax.text import plain_lines
@@ -51,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        with _warnings_as_sentences():
+            status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -66,6 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"fedrax: {plain_lines(sentence)}", file=sys.stderr)  # it may hold names that files have
         return 2
+
+
+@contextmanager
+def _warnings_as_sentences() -> Iterator[None]:
+    """The library's warnings without the place in its source, which is no user's; all others as they are."""
+    others, package = warnings.formatwarning, str(Path(__file__).parent.parent)
+
+    def sentence(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None):
+        if category is UserWarning and filename.startswith(package):
+            return f"fedrax: {plain_lines(str(message))}\n"
+        return others(message, category, filename, lineno, line)
+
+    warnings.formatwarning = sentence
+    try:
+        yield
+    finally:
+        warnings.formatwarning = others
 
 
 def _sentence(error: BaseException) -> str | None:

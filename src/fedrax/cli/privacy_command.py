@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedrax.experiments import experiment
 from fedrax.report.forecast import Forecast, Part, draw, forecast
 from fedrax.report.tables import wide_console
 from fedrax.simulation import Settings, use_all_cores
+from fedrax.simulation.setup import prepare
 
 DESCRIPTION = """What a private experiment spends: `fedrax privacy [FILE.toml] [flags]`.
 
@@ -47,9 +49,10 @@ def main(args: list[str]) -> int:
     if not all(epsilon > 0 for epsilon in options.epsilons):
         raise FedraxError(f"--epsilons must be greater than 0, not {' '.join(map(str, options.epsilons))}")
     use_all_cores()
-    sizes = experiment.load_federation(spec, options.data_dir).sizes
+    algorithm, task, federation = experiment.build(spec, options.data_dir)
     asked = sorted({*options.epsilons, *filter(None, [spec.run.epsilon_budget])})
-    made = forecast(spec.algorithm, spec.run, sizes, asked)
+    made = forecast(algorithm, spec.run, federation.sizes, asked)
+    prepare(algorithm, task, federation, spec.run)  # of a method that lets out more than it says no number holds
     pictures: tuple[Path, ...] = ()
     if options.picture is not None:
         from fedrax.report.curves import save_curves
@@ -71,6 +74,8 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
     console.print(f"{name}: {run.rounds} rounds; {spent.about}; delta {spent.delta:g}")
     console.print(f"counted: {spent.count} {counted}")
     console.print(_releases(made))
+    if not math.isfinite(spent.epsilon):
+        console.print("no finite epsilon holds, and no budget: a release has no noise that anything is proven of")
     if made.answers:
         console.print(_answers(made, run.rounds))
     for path, value in made.noise_fields.items():

@@ -199,15 +199,29 @@ def project(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_le
     z, sine = jax.lax.optimization_barrier(jax.vmap(_solve)(gram, inner))
     of_leaf = lambda z, k: z[k if by_leaf else 0]  # noqa: E731
 
+    given = jax.lax.stop_gradient((entries, gram, z, sine))
+
     def refined(_: Array, z: Array) -> Array:
+        entries, gram, _, sine = given
         slopes = [_slopes(columns, of_leaf(z, k), *arrays) for k, arrays in enumerate(entries)]
         better = jax.vmap(_refined)(gram, z, _gathered(slopes, by_leaf))
         return jnp.where(sine[:, None] < _NEARLY, better, z)
 
     # Not a condition, of which vmap would take both sides; and of z alone, so that p~ is not written to memory twice.
-    z = jax.lax.fori_loop(0, (sine < _NEARLY).any().astype(jnp.int32), refined, z)
+    z = _rounded_as(z, jax.lax.fori_loop(0, (sine < _NEARLY).any().astype(jnp.int32), refined, given[2]))
     moved = [_moved(columns, of_leaf(z, k), *arrays).astype(arrays[0].dtype) for k, arrays in enumerate(entries)]
     return jax.tree.unflatten(structure, moved)
+
+
+@jax.custom_jvp
+def _rounded_as(z: Array, refined: Array) -> Array:
+    """``refined``, which is z but for rounding errors, with the derivative of z: a loop has none in reverse mode."""
+    return refined
+
+
+@_rounded_as.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return primals[1], tangents[0]
 
 
 def _gathered(of_leaves: list[Array], by_leaf: bool) -> Array:

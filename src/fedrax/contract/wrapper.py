@@ -76,8 +76,11 @@ class Wrapper(Algorithm):
         """``inner``'s, with the wrapper around each."""
         inner = self.inner.phases
         if self.inner.requirements.plain_sum and (self.stacked or self._decodes):
+            noisy = self.inner
+            while isinstance(noisy, Wrapper) and noisy.inner.requirements.plain_sum:
+                noisy = noisy.inner
             raise FedraxError(
-                f"the noise of {type(self.inner).__name__} is measured by what clients add to a plain sum, which"
+                f"the noise of {type(noisy).__name__} is measured by what clients add to a plain sum, which"
                 f" {type(self).__name__} changes: put it inside, or let the noise be added at the clients"
             )
         return tuple(self._phase(phase, last=phase is inner[-1]) for phase in inner)

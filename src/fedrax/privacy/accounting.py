@@ -141,14 +141,16 @@ class Accountant:
         """What the methods' papers claim for ``count`` rounds of a client of ``samples`` samples; None: nothing else.
 
         Gaussian answers as Theorem 6.2 of Upcycled-FL composes them, others as Theorem 6.3, with what each release
-        gives as its paper's; see :mod:`fedrax.privacy.upcycled`.
+        gives as its paper's; see :mod:`fedrax.privacy.upcycled`. inf where a theorem does not hold for so few samples.
         """
         if not self.has_paper:
             return None
         kappa, pure = 0.0, 0.0
         for release in self.releases:
             noise = float(release.noise) if release.paper_noise is None else samples * float(release.paper_noise)
-            if release.paper_epsilon is not None:
+            if count and samples < release.paper_samples:
+                pure = math.inf
+            elif release.paper_epsilon is not None:
                 pure += count * release.times * float(release.paper_epsilon) / samples
             elif count:
                 kappa += math.inf if noise == 0 else count * release.times / (2 * noise**2)
@@ -165,7 +167,7 @@ class Accountant:
 
     def scaled(self, factor: float) -> Accountant:
         """With ``factor`` times the noise of every release."""
-        sound = {"paper_noise": None, "paper_epsilon": None}
+        sound = {"paper_noise": None, "paper_epsilon": None, "paper_samples": 0.0}
         grown = [dataclasses.replace(r, noise=r.noise * factor, **sound) for r in self.releases]
         return Accountant(grown, self.delta, self.cohorts)
 

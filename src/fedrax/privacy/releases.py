@@ -39,3 +39,5 @@ class Release:
     paper_epsilon: float | None = None
     """The epsilon (with delta 0) that the method's paper claims for one answer of a client of one sample; an n_i-th of
     it for one of n_i. None where its claim is another, or there is none."""
+    paper_samples: float = 0.0
+    """The least samples of a client that the claim holds for: the paper claims nothing of those with fewer."""

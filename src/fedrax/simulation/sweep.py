@@ -177,6 +177,7 @@ class _Together:
             return jax.lax.map(one_seed, (carry, keys, xs))
 
         lanes = P(None, AXIS)
+        self._lanes = NamedSharding(mesh, lanes)
         sharded = jax.shard_map(
             on_device,
             mesh=mesh,
@@ -202,7 +203,8 @@ class _Together:
     def run(self, line: Line | None) -> list[list[Result]]:
         """All rounds of all runs, evaluated as the settings say."""
         name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
-        carry, total, every = self._fresh(), self.settings.rounds, self.settings.eval_every
+        total, every = self.settings.rounds, self.settings.eval_every
+        carry = jax.device_put(self._fresh(), self._lanes)  # where a block leaves it, or the second would compile anew
         keys = jnp.stack([setup.key for setup in self.setups])
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
         done = 0

@@ -60,6 +60,11 @@ class Personalised(Wrapper):
         """Refuse methods whose states or phases know the parameters that stay."""
         if len(self.inner.phases) > 1 or self.inner.corrections:
             raise FedraxError("Personalised goes around methods of one phase that do not correct for drift")
+        if self.alternate is not None and any(release.unit == "sample" for release in self.inner.releases()):
+            raise FedraxError(
+                f"the steps of alternate look at samples without the noise of {type(self.inner).__name__}, and what"
+                " goes up starts from where they end: leave alternate out"
+            )
 
     @property
     def statistics_at_home(self) -> bool:
@@ -105,6 +110,7 @@ class Personalised(Wrapper):
     def _alternated(self, message: Any, own: dict, data: ClientData) -> LocalResult:
         """Steps of what stays."""
         assert self.alternate is not None
+        data.refuse_uncounted("steps of what stays at home")
         start = _filled(getattr(message, "params", message), own)
         rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
         apart = data.with_carried(Carried(data.carried.statistics)).with_loss(partial(_holding, rest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg, FedProx
+from fedrax.algorithms.fednova import FedNova
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
@@ -123,22 +125,29 @@ class ObjectivePerturbation(_LocalModels):
 
     def check(self) -> None:
         """Refuse methods outside of the theorem."""
-        if self.guarantee == "paper" and not float(getattr(self.inner, "mu", 0)) > 0:
+        if self.guarantee == "paper" and not self._mu > 0:
             raise FedraxError(
                 "objective perturbation needs strongly convex local losses: put it around FedProx with mu above 0, or"
                 " set guarantee = 'none'"
             )
 
+    @property
+    def _mu(self) -> float:
+        """The strong convexity that a proximal term gives; other methods' mu is something else."""
+        return float(self.inner.mu or 0) if isinstance(self.inner, FedProx | FedNova) else 0.0
+
     def releases(self) -> tuple[Release, ...]:
         """Nothing that holds for local steps. The paper's claim is for logistic loss: |F'| <= u_1, |F''| <= u_2.
 
-        With a bias the features are (x, 1), of squared length at most 2: u_1 = sqrt 2 and u_2 = 2 / 4.
+        With a bias the features are (x, 1), of squared length at most 2: u_1 = sqrt 2 and u_2 = 2 / 4. Clients of
+        fewer than 2 u_2 / mu samples are outside of the theorem.
         """
+        none = Release(noise=0.0, neighbours="replacement", unit="sample")
         if self.guarantee == "none":
-            return (Release(noise=0.0, neighbours="replacement", unit="sample"),)
-        alpha, mu = float(self.alpha), float(getattr(self.inner, "mu"))  # noqa: B009 - of whichever class has one
-        claim = 2 * alpha * 2**0.5 + 2.8 * 0.5 / mu
-        return (Release(noise=0.0, neighbours="replacement", unit="sample", paper_epsilon=claim),)
+            return (none,)
+        u1, u2 = 2**0.5, 0.5
+        claim = 2 * float(self.alpha) * u1 + 2.8 * u2 / self._mu
+        return (dataclasses.replace(none, paper_epsilon=claim, paper_samples=2 * u2 / self._mu),)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool

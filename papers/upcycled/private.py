@@ -1,0 +1,250 @@
+"""Figures 3 and 4: private methods, with output and with objective perturbation; their grids and compiled sweeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedrax import (
+    FedAvg,
+    Federation,
+    FedProx,
+    FedraxError,
+    LocalSGD,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    Scaffold,
+    Settings,
+    Task,
+    binary,
+    classification,
+    files,
+    sweep,
+    upcycle,
+)
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.server_optimizers import SGD
+from fedrax.data import Dataset, Samples
+from fedrax.models import Logistic
+from fedrax.privacy.accounting import Accountant
+from papers.upcycled.grid import DATA, Point, federation_of
+
+SETS = ("iid", "0.5_0.5", "own 0_0", "own 1_1")
+"""The figures' four: the published ones that are at hand, and our generator's for the others."""
+DELTA = 1e-4
+MU = 0.5
+"""FedProx's, in the caption of Figure 4."""
+STEPS = 63
+"""SCAFFOLD's local steps: ten epochs of a client of Syn(iid) with the mean number of samples."""
+EXTRAPOLATIONS = (0.0, 0.1, 0.5, 0.9)
+"""a of `upcycle`; 0 is the method itself, with half of the rounds."""
+SERVER_STEPS = (0.3, 0.6, 1.0, 1.5, 2.5)
+"""FedAvg's, with half of the rounds and nothing upcycled."""
+MEASURED = 8
+"""How often a run's loss and accuracy are measured, at even distances."""
+
+
+def _fedavg(point: Point) -> Algorithm:
+    return FedAvg(local=_local(point), server_optimizer=SGD(lr=point.get("server lr", 1.0)))
+
+
+def _fedprox(point: Point) -> Algorithm:
+    return FedProx(local=_local(point), mu=MU)
+
+
+def _scaffold(point: Point) -> Algorithm:
+    """Of so many plain steps, for only then follows all that a client sends from its noised model: c_i is divided by
+    their number, and epochs would tell how many samples there are."""
+    return Scaffold(local=LocalSGD(lr=point["lr"], steps=STEPS, batch_size=32))
+
+
+def _local(point: Point) -> LocalSGD:
+    return LocalSGD(lr=point["lr"], epochs=10, batch_size=32, momentum=0.5)
+
+
+METHODS: dict[str, Callable[[Point], Algorithm]] = {"FedAvg": _fedavg, "FedProx": _fedprox, "SCAFFOLD": _scaffold}
+KINDS: dict[str, dict[str, tuple[float, ...]]] = {
+    "plain": {},
+    "upcycled": {"a": EXTRAPOLATIONS},
+    "server step": {"server lr": SERVER_STEPS},
+}
+"""Ways to run a method, by what is tuned of them; only the first takes all the rounds, the others half."""
+
+
+def kinds_of(method: str) -> list[str]:
+    """Server steps are tuned of FedAvg alone."""
+    return [kind for kind in KINDS if kind != "server step" or method == "FedAvg"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A figure's mechanism, and what is tried of it."""
+
+    number: int
+    mechanism: str
+    wrap: Callable[[Algorithm, Point], Algorithm]
+    level: str
+    """The name of what says how strong the noise is."""
+    levels: tuple[float, ...]
+    """Of the plain methods with all rounds."""
+    share: float
+    """The level of all others over it, as in the paper."""
+    axes: dict[str, tuple[float, ...]]
+    """What else is tuned."""
+    printed: Point
+    """The paper's level and what comes with it, of plain methods."""
+
+    def points(self, kind: str) -> list[Point]:
+        """Every point of a kind's grid."""
+        factor = 1.0 if kind == "plain" else self.share
+        axes = self.axes | {self.level: tuple(factor * level for level in self.levels)} | KINDS[kind]
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+    def at(self, method: str, point: Point) -> Algorithm:
+        """The private method at a point."""
+        private = self.wrap(METHODS[method](point), point)
+        return upcycle(private, a=point["a"]) if "a" in point else private
+
+    def task(self, federation: Federation) -> Task:
+        """Softmax of both classes as published, or the one logit that Theorem 6.3 is about."""
+        shape = federation.train.x.shape[1:]
+        return classification(Logistic().build(shape, 2)) if self.number == 3 else binary(Logistic().build(shape, 1))
+
+
+def _output(inner: Algorithm, point: Point) -> Algorithm:
+    return OutputPerturbation(inner, tau=point["tau"], sigma=point["sigma / tau"] * point["tau"])
+
+
+def _objective(inner: Algorithm, point: Point) -> Algorithm:
+    """Theorem 6.3 speaks of losses with a prox: of the three methods, of FedProx."""
+    return ObjectivePerturbation(inner, point["alpha"], "paper" if isinstance(inner, FedProx) else "none")
+
+
+FIGURES = {
+    "figure3": Figure(
+        3,
+        "output perturbation",
+        _output,
+        "sigma / tau",
+        (0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+        0.8,
+        {"lr": (0.03, 0.1, 0.3, 1.0), "tau": (1.0, 10.0)},
+        {"sigma / tau": 0.1, "tau": 10.0},
+    ),
+    "figure4": Figure(
+        4,
+        "objective perturbation",
+        _objective,
+        "alpha",
+        (1.0, 3.0, 10.0, 30.0, 100.0),
+        2.0,
+        {"lr": (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)},
+        {"alpha": 10.0},
+    ),
+}
+"""sigma is 1 and 0.8, alpha 10 and 20; tau = 10 is the authors' program's, the paper does not print it."""
+
+
+class Found(NamedTuple):
+    """A grid's measurements on test rows, over all of them; nan where a run had diverged."""
+
+    points: list[Point]
+    loss: np.ndarray
+    """[points, seeds, MEASURED]."""
+    accuracy: np.ndarray
+    """In percent, of the same shape."""
+
+    def best(self, by: str, **fixed: float) -> int:
+        """The point with the best final mean over seeds among those at ``fixed``; by "loss" or "accuracy"."""
+        final = getattr(self, by)[:, :, -1].mean(1)
+        worth = np.nan_to_num(-final if by == "loss" else final, nan=-np.inf)
+        allowed = [i for i, point in enumerate(self.points) if all(point[k] == v for k, v in fixed.items())]
+        return max(allowed, key=lambda i: worth[i])
+
+    def only(self, allowed: Callable[[Point], bool]) -> Found:
+        """The points that are allowed."""
+        kept = [i for i, point in enumerate(self.points) if allowed(point)]
+        return Found([self.points[i] for i in kept], self.loss[kept], self.accuracy[kept])
+
+
+def spent(algorithm: Algorithm, rounds: int, sizes: np.ndarray, delta: float = DELTA) -> tuple[float, float]:
+    """(epsilon, epsilon by the paper) of clients that send in ``rounds`` rounds; the latter the mean over clients."""
+    accountant = Accountant(algorithm.releases(), delta)
+    claims = [accountant.epsilon_paper(rounds, int(size)) for size in sizes]
+    return accountant.epsilon(rounds), float(np.mean([np.nan if claim is None else claim for claim in claims]))
+
+
+def federation_for(figure: Figure, data: str, part: str, data_dir: str | None) -> Federation:
+    """As for the tables; for Theorem 6.3 every row's features are cut to length 1."""
+    return federation_of(data, part, data_dir, unit_rows if figure.number == 4 else None)
+
+
+def unit_rows(dataset: Dataset) -> Dataset:
+    """The same with each row of features divided by its length where that is above 1."""
+    cut = lambda x: x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1).astype(x.dtype)  # noqa: E731
+    parts = {name: Samples(cut(part.x), part.y) for name, part in (("train", dataset.train), ("test", dataset.test))}
+    return dataclasses.replace(dataset, **parts)
+
+
+def measured(
+    what: str,
+    data: str,
+    method: str,
+    kind: str,
+    part: str,
+    *,
+    out: Path,
+    seeds: list[int],
+    rounds: int,
+    data_dir: str | None,
+    only_kept: bool = False,
+) -> Found | None:
+    """A grid's measurements, kept in a file of their own; None where there is none and ``only_kept``."""
+    figure = FIGURES[what]
+    rounds = rounds if kind == "plain" else rounds // 2
+    facts = {"points": figure.points(kind), "seeds": seeds, "rounds": rounds, "data": list(DATA[data])}
+    place = out / f"{what} {data} {part} {method} {kind}.json".replace(" ", "-")
+    if not place.exists():
+        if only_kept:
+            return None
+        found = _run(figure, method, facts["points"], federation_for(figure, data, part, data_dir), seeds, rounds)
+        files.write_text(place, json.dumps(facts | found) + "\n")
+    kept = json.loads(place.read_text())
+    if any(kept[key] != json.loads(json.dumps(value)) for key, value in facts.items()):
+        raise FedraxError(f"{place} holds another sweep: choose another --out.")
+    return Found(facts["points"], np.array(kept["loss"], float), np.array(kept["accuracy"], float))
+
+
+def _run(
+    figure: Figure, method: str, points: list[Point], federation: Federation, seeds: list[int], rounds: int
+) -> dict[str, Any]:
+    """One compiled program for the whole grid: every client takes part, and there are no stragglers."""
+    if rounds % MEASURED:
+        raise FedraxError(f"take a multiple of {2 * MEASURED} rounds")
+    settings = Settings(
+        rounds=rounds,
+        cohort_size=federation.num_clients,
+        weights="uniform",
+        eval_every=rounds // MEASURED,
+        delta=DELTA,
+    )
+    algorithms = [figure.at(method, point) for point in points]
+    results = sweep(algorithms, figure.task(federation), federation, seeds, settings, mode="together")
+
+    def curves(metric: str, factor: float) -> list[list[list[float | None]]]:
+        of_run = lambda run: {e["round"]: factor * e[metric] for e in run.events if metric in e}  # noqa: E731
+        at = [rounds // MEASURED * (k + 1) for k in range(MEASURED)]
+        return [[[rounded(of_run(run).get(r)) for r in at] for run in runs] for runs in results]
+
+    return {"loss": curves("test_loss", 1), "accuracy": curves("test_accuracy", 100)}
+
+
+def rounded(value: float | None) -> float | None:
+    """To six digits."""
+    return None if value is None else float(f"{value:.6g}")
