@@ -103,11 +103,10 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         for method, cell in itertools.product(METHODS, cells)
     ]
     lines = [title, "", note, "", *markdown(columns, rows)]
-    tried = [row for cell in cells for method in METHODS for row in tried_of(runs, cell, method, arguments.seeds[0])]
+    tried = [row for key, paper in printed.items() for row in tried_of(runs, *key, arguments.seeds, *paper)]
     if tried:
-        head = "## Every point, where more than one was tried"
-        lines += ["", head, "", f"Seed {arguments.seeds[0]}; top and second half as above.", ""]
-        lines += markdown("(S, omega)|method|point|top|second half", tried)
+        lines += ["", "## Every point, where more than one was tried", ""]
+        lines += markdown("(S, omega)|method|paper|point|top|second half|seeds", tried)
     text = "\n".join(lines) + "\n"
     arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / f"table1-{arguments.data}.md", text)
@@ -129,13 +128,17 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
     return [*row, ours, gap, f"{usual:.2f}", str(len(tops)), tried, in_words(method, best)]
 
 
-def tried_of(runs: Runs, cell: Cell, method: str, seed: int) -> list[list[str]]:
+def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[list[str]]:
     """A row for each point of a method that was tried, nothing where it is one."""
-    known = runs.known(cell, method, seed)
-    rows = [
-        [column(cell), method, in_words(method, point), f"{top:.2f}", f"{runs.usual(cell, method, point, seed):.2f}"]
-        for point, top in known.items()
-    ]
+    tried = {seed: runs.known(cell, method, seed) for seed in seeds}
+    rows = []
+    for point in sorted({point for known in tried.values() for point in known}):
+        of = [seed for seed in seeds if point in tried[seed]]
+        tops, usual = [tried[seed][point] for seed in of], [runs.usual(cell, method, point, seed) for seed in of]
+        ours = [spread(values, ".2f") if len(of) > 1 else f"{values[0]:.2f}" for values in (tops, usual)]
+        rows.append(
+            [column(cell), method, f"{mean:.2f} ± {deviation:.2f}", in_words(method, point), *ours, str(len(of))]
+        )
     return rows if len(rows) > 1 else []
 
 
