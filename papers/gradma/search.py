@@ -88,7 +88,7 @@ class Runs:
         place = self._place(cell, method, point, seed)
         if not place.exists():
             return None
-        record = json.loads(place.read_text())
+        record = files.read_json(place)
         if record["experiment"] != self._text(cell, method, point, seed):
             raise FedraxError(f"{place} holds a run of another experiment: choose another --out.")
         return record

@@ -160,8 +160,8 @@ def measured(
     """
     spec, place = EVERY[method], place_of(out, data, stragglers, method, part)
     facts = {"seeds": seeds, "rounds": rounds, "data": list(DATA[data])}
-    kept = json.loads(place.read_text()) if place.exists() else {**facts, "points": [], "found": []}
-    if any(kept[key] != value for key, value in facts.items()):
+    kept = files.read_json(place) if place.exists() else {**facts, "points": [], "found": []}
+    if any(kept.get(key) != value for key, value in facts.items()):
         raise FedraxError(f"{place} holds another sweep: choose another --out.")
     missing = [point for point in spec.points if point not in kept["points"]]
     for start in range(0, len(missing), TOGETHER):
@@ -177,7 +177,7 @@ def measured(
 
 def has_all(place: Path, method: str) -> bool:
     """Whether a file has every point of a method's grid."""
-    points = json.loads(place.read_text())["points"] if place.exists() else []
+    points = files.read_json(place)["points"] if place.exists() else []
     return all(point in points for point in EVERY[method].points)
 
 
