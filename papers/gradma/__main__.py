@@ -28,6 +28,9 @@ SEARCHES = {
     "grid": "the whole grid",
 }
 
+Printed = dict[tuple[Cell, str], tuple[float, float]]
+"""The paper's mean and deviation, by column and method."""
+
 
 def main() -> int:
     """The command line."""
@@ -77,7 +80,7 @@ def table1(arguments: argparse.Namespace) -> None:
     print(write(arguments, runs, cells, printed))
 
 
-def read_printed(data: str) -> dict[tuple[Cell, str], tuple[float, float]]:
+def read_printed(data: str) -> Printed:
     """Mean and deviation that the paper prints, by column and method."""
     with (HERE / "table1_printed.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["data"] == data]
@@ -85,7 +88,7 @@ def read_printed(data: str) -> dict[tuple[Cell, str], tuple[float, float]]:
     return {(cell(row), row["method"]): (float(row["accuracy"]), float(row["deviation"])) for row in rows}
 
 
-def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: dict) -> str:
+def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: Printed) -> str:
     """The table of the runs that there are, in results/."""
     title = f"# GradMA, Table 1 ({'MNIST' if arguments.data == 'mnist' else 'CIFAR-10'})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
@@ -103,7 +106,11 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         for method, cell in itertools.product(METHODS, cells)
     ]
     lines = [title, "", note, "", *markdown(columns, rows)]
-    tried = [row for key, paper in printed.items() for row in tried_of(runs, *key, arguments.seeds, *paper)]
+    tried = [
+        row
+        for (cell, method), (mean, deviation) in printed.items()
+        for row in tried_of(runs, cell, method, arguments.seeds, mean, deviation)
+    ]
     if tried:
         lines += ["", "## Every point, where more than one was tried", ""]
         lines += markdown("(S, omega)|method|paper|point|top|second half|seeds", tried)
