@@ -32,6 +32,9 @@ WORKLOAD = "W1"
 STEPS, BATCH, TIMED_ROUNDS = 5, 12, 20
 CLIPPED = {"episode, clipped": ("episode", {"gamma": 1e-8}), "celgc": ("fedavg", {"local.clip": 1e-8})}
 """Methods with every step clipped: the algorithm, and the length of a step by its field."""
+OPTIONS: dict[str, dict[str, Any]] = {"scaffnew": {"p": 1 / STEPS}, "objectiveperturbation": {"guarantee": "none"}}
+"""What a method needs for this workload: as many steps on average where it draws their number, no proof where its own
+is of another model."""
 LEARNING_RATE = 1e-4  # small: only the cost counts here, and no method may diverge
 
 
@@ -101,7 +104,7 @@ def method(name: str) -> Algorithm:
     from fedrax.experiments.methods import find_algorithm
 
     kind, lengths = CLIPPED.get(name, (name, {}))
-    algorithm = adapted(find_algorithm(kind)())
+    algorithm = dataclasses.replace(adapted(find_algorithm(kind)()), **OPTIONS.get(kind, {}))  # type: ignore[call-arg]
     for field, length in lengths.items():
         owner, _, own = field.rpartition(".")
         change: dict[str, Any] = {own: length}
@@ -119,7 +122,7 @@ def adapted(algorithm: Algorithm) -> Algorithm:
     if local is None:
         return algorithm
     changes: dict[str, Any] = {"lr": LEARNING_RATE}
-    if local.steps != 1:
+    if local.steps != 1 and "p" not in OPTIONS.get(type(algorithm).__name__.lower(), {}):
         changes |= {"steps": STEPS, "epochs": None}
     if local.blocks is None and local.batch_size != "full":
         changes |= {"batch_size": BATCH}

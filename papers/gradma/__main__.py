@@ -9,22 +9,27 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
+import math
 import os
 import sys
 import time
 from pathlib import Path
 
 from fedrax import FedraxError, files
-from papers.gradma.search import AXES, METHODS, Cell, Runs, best_point, work
+from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
 from papers.losac.running import processor, spread
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SEARCHES = {
-    "none": "every method at the file's settings, the middle of each grid",
+    "none": "every method at one point: the file's, the middle of each grid, or that with --local-step",
     "axes": "one axis of the grid after another, keeping the best value",
     "grid": "the whole grid",
 }
+
+Printed = dict[tuple[Cell, str], tuple[float, float]]
+"""The paper's mean and deviation, by column and method."""
 
 
 def main() -> int:
@@ -32,9 +37,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m papers.gradma", description=__doc__)
     parser.add_argument("what", choices=["table1"])
     parser.add_argument("--data", choices=["mnist", "cifar10"], default="mnist", help="which columns of the table")
-    parser.add_argument("--search", choices=list(SEARCHES), default="grid", help="how much of each grid is tried")
+    parser.add_argument(
+        "--search", choices=list(SEARCHES), default="grid", help="; ".join(map(": ".join, SEARCHES.items()))
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one is the search's")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--cells", nargs="+", metavar="S,OMEGA", help="columns, such as 10,0.01 (default: all)")
+    parser.add_argument("--local-step", type=float, choices=AXES["local step"][1], help="where the search starts")
     parser.add_argument("--out", type=Path, default=Path("runs/gradma"), help="where runs are kept")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where tables go")
@@ -52,9 +61,14 @@ def table1(arguments: argparse.Namespace) -> None:
     """Run what is missing, and write the table after each step."""
     printed = read_printed(arguments.data)
     cells = list(dict.fromkeys(cell for cell, _ in printed))
-    runs = Runs(HERE / f"{arguments.data}.toml", arguments.out / arguments.data, arguments.rounds, arguments.data_dir)
+    wanted = [cell for cell in cells if arguments.cells is None or f"{cell.cohort},{cell.omega:g}" in arguments.cells]
+    if arguments.cells is not None and len(wanted) != len(set(arguments.cells)):
+        every = ", ".join(f"{cell.cohort},{cell.omega:g}" for cell in cells)
+        raise FedraxError(f"--cells: the table's columns are {every}, not {' '.join(arguments.cells)}.")
+    place = arguments.out / arguments.data
+    runs = Runs(HERE / f"{arguments.data}.toml", place, arguments.rounds, arguments.data_dir, arguments.local_step)
     if not arguments.only_write:
-        for cell, method, points, seed in work(runs, cells, arguments.methods, arguments.seeds, arguments.search):
+        for cell, method, points, seed in work(runs, wanted, arguments.methods, arguments.seeds, arguments.search):
             if all(runs.stored(cell, method, point, seed) for point in points):
                 continue
             began = time.monotonic()
@@ -66,7 +80,7 @@ def table1(arguments: argparse.Namespace) -> None:
     print(write(arguments, runs, cells, printed))
 
 
-def read_printed(data: str) -> dict[tuple[Cell, str], tuple[float, float]]:
+def read_printed(data: str) -> Printed:
     """Mean and deviation that the paper prints, by column and method."""
     with (HERE / "table1_printed.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["data"] == data]
@@ -74,46 +88,82 @@ def read_printed(data: str) -> dict[tuple[Cell, str], tuple[float, float]]:
     return {(cell(row), row["method"]): (float(row["accuracy"]), float(row["deviation"])) for row in rows}
 
 
-def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: dict) -> str:
+def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: Printed) -> str:
     """The table of the runs that there are, in results/."""
-    columns = ["", "(S, omega)", "paper", "ours", "gap", "seeds", "points tried", "best point"]
-    rows = []
-    for method in METHODS:
-        for cell in cells:
-            mean, deviation = printed[cell, method]
-            known = runs.known(cell, method, arguments.seeds[0])
-            row = [method, f"({cell.cohort}, {cell.omega:g})", f"{mean:.2f} ± {deviation:.2f}"]
-            if not known:
-                rows.append([*row, "not run", "", "", "", ""])
-                continue
-            best = best_point(runs, cell, method, arguments.seeds[0])
-            found = [runs.top(cell, method, best, seed) for seed in arguments.seeds]
-            tops = [top for top in found if top is not None]
-            of = 1
-            for axis in METHODS[method]:
-                of *= len(AXES[axis][1])
-            point = ", ".join(
-                f"{axis.removesuffix(' (GradMA)')} {value:g}" for axis, value in zip(METHODS[method], best, strict=True)
-            )
-            gap = f"{sum(tops) / len(tops) - mean:+.2f}"
-            ours = spread(tops, ".2f") if len(tops) > 1 else f"{tops[0]:.2f}"
-            rows.append([*row, ours, gap, str(len(tops)), f"{len(known)} of {of}", point])
     title = f"# GradMA, Table 1 ({'MNIST' if arguments.data == 'mnist' else 'CIFAR-10'})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
     command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
     note = (
         "Top test accuracy in % over all evaluations of a run, mean ± standard deviation over the seeds run; paper: "
-        "its Table 1, page 6; gap: ours - paper. The best point is that of the first seed with the highest top "
-        f"accuracy among the points tried. {runs.rounds} rounds. Search, as far as 'points tried' says: "
-        f"{SEARCHES[arguments.search]}. Written by "
+        "its Table 1, page 6; gap: ours - paper; second half: the mean over the evaluations of the second half of the "
+        "same runs. The best point is that of the first seed with the highest top "
+        f"accuracy among the points tried. {runs.rounds} rounds. Written by "
         f"`{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()})."
     )
-    lines = [title, "", note, "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point"
+    rows = [
+        row_of(runs, cell, method, arguments.seeds, *printed[cell, method])
+        for method, cell in itertools.product(METHODS, cells)
+    ]
+    lines = [title, "", note, "", *markdown(columns, rows)]
+    tried = [
+        row
+        for (cell, method), (mean, deviation) in printed.items()
+        for row in tried_of(runs, cell, method, arguments.seeds, mean, deviation)
+    ]
+    if tried:
+        lines += ["", "## Every point, where more than one was tried", ""]
+        lines += markdown("(S, omega)|method|paper|point|top|second half|seeds", tried)
     text = "\n".join(lines) + "\n"
     arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / f"table1-{arguments.data}.md", text)
     return text
+
+
+def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[str]:
+    """A method's row for a column of the paper's table."""
+    row, known = [method, column(cell), f"{mean:.2f} ± {deviation:.2f}"], runs.known(cell, method, seeds[0])
+    if not known:
+        return [*row, "not run", "", "", "", "", ""]
+    best = best_point(runs, cell, method, seeds[0])
+    seeds = [seed for seed in seeds if runs.stored(cell, method, best, seed)]
+    tops = [runs.top(cell, method, best, seed) or 0.0 for seed in seeds]
+    usual = sum(runs.usual(cell, method, best, seed) for seed in seeds) / len(seeds)
+    ours = spread(tops, ".2f") if len(tops) > 1 else f"{tops[0]:.2f}"
+    tried = f"{len(known)} of {math.prod(len(AXES[axis][1]) for axis in METHODS[method])}"
+    gap = f"{sum(tops) / len(tops) - mean:+.2f}"
+    return [*row, ours, gap, f"{usual:.2f}", str(len(tops)), tried, in_words(method, best)]
+
+
+def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[list[str]]:
+    """A row for each point of a method that was tried, nothing where it is one."""
+    tried = {seed: runs.known(cell, method, seed) for seed in seeds}
+    rows = []
+    for point in sorted({point for known in tried.values() for point in known}):
+        of = [seed for seed in seeds if point in tried[seed]]
+        tops, usual = [tried[seed][point] for seed in of], [runs.usual(cell, method, point, seed) for seed in of]
+        ours = [spread(values, ".2f") if len(of) > 1 else f"{values[0]:.2f}" for values in (tops, usual)]
+        rows.append(
+            [column(cell), method, f"{mean:.2f} ± {deviation:.2f}", in_words(method, point), *ours, str(len(of))]
+        )
+    return rows if len(rows) > 1 else []
+
+
+def column(cell: Cell) -> str:
+    """A column of the table as the paper heads it."""
+    return f"({cell.cohort}, {cell.omega:g})"
+
+
+def in_words(method: str, point: Point) -> str:
+    """A point of a method's grid."""
+    parts = zip(METHODS[method], point, strict=True)
+    return ", ".join(f"{axis.removesuffix(' (GradMA)')} {value:g}" for axis, value in parts)
+
+
+def markdown(columns: str, rows: list[list[str]]) -> list[str]:
+    """A Markdown table's lines; columns are divided by |."""
+    names = columns.split("|")
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedrax.data import Dataset, Partition
-from fedrax.data.dataset import generator
 from fedrax.errors import FedraxError
+
+STREAM = 5363
+"""What the authors add to a run's seed for the random numbers of its partition."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,9 @@ class DirichletWorkers:
     """Each class is divided over the workers in proportions drawn from Dir(omega, ..., omega).
 
     As in the authors' program every worker gets two rows of random classes first, so that none is left without: at
-    omega = 0.01 almost half of 100 workers have no more. Sizes are as uneven as labels.
+    omega = 0.01 almost half of 100 workers have no more. Sizes are as uneven as labels. The random numbers are drawn
+    by the generator and in the order of that program, so that a seed's partition is its own: which classes share a
+    worker moves accuracies at omega = 0.01 by ten points and more.
     """
 
     clients: int = 100
@@ -27,14 +31,17 @@ class DirichletWorkers:
         labels, classes = dataset.train.y, dataset.num_classes
         if classes is None or labels.ndim != 1 or not 1 <= self.clients <= len(labels) // 4:
             raise FedraxError(f"{len(labels)} rows of {dataset.name!r} cannot be dealt to {self.clients} workers.")
-        rng = generator(seed, "partition")
-        order = rng.permutation(len(labels))
-        first, rest = order[: 2 * self.clients], order[2 * self.clients :]
+        rng = np.random.RandomState(STREAM + seed)
+        shares = rng.dirichlet(np.full(self.clients, self.omega), size=classes)
+        left = [np.flatnonzero(labels == c).tolist() for c in range(classes)]
         owner = np.empty(len(labels), np.int64)
-        owner[first] = np.repeat(np.arange(self.clients), 2)
-        for c in range(classes):
-            rows = rest[labels[rest] == c]
-            share = rng.dirichlet(np.full(self.clients, self.omega))
+        for worker in (*range(self.clients), *range(self.clients)):
+            label = rng.randint(classes)
+            if not left[label]:
+                raise FedraxError(f"class {label} of {dataset.name!r} has too few rows for {self.clients} workers.")
+            owner[left[label].pop()] = worker
+        for rows, share in zip(left, shares, strict=True):
+            rng.shuffle(rows)
             edges = (np.cumsum(share)[:-1] * len(rows)).astype(np.int64)
             owner[rows] = np.searchsorted(edges, np.arange(len(rows)), side="right")
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=self.clients))])

@@ -67,15 +67,20 @@ class Cell:
 class Runs:
     """Runs of one experiment file's methods, each kept in a JSON file of its own."""
 
-    def __init__(self, file: Path, out: Path, rounds: int | None, data_dir: str | None):
+    def __init__(
+        self, file: Path, out: Path, rounds: int | None, data_dir: str | None, local_step: float | None = None
+    ):
         self.table, self.file, self.out, self.data_dir = files.read_table(file), file, out, data_dir
+        self.local_step = local_step
         self.rounds = rounds or self.table["run"]["rounds"]
         self.base = {entry["label"]: entry for entry in self.table["compare"]}
-        self._built: tuple[Cell | None, Any, Any] = (None, None, None)
+        self._built: tuple[tuple[Cell, int] | None, Any, Any] = (None, None, None)
 
     def start(self, method: str) -> Point:
-        """The point of the file."""
+        """The point of the file, or that with ``local_step``."""
         entry = merged(self.table["algorithm"], self.base[method])
+        if self.local_step is not None:
+            entry = merged(entry, {"local": {"lr": self.local_step}})
         return tuple(_value(entry, *AXES[axis]) for axis in METHODS[method])
 
     def stored(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any] | None:
@@ -83,7 +88,7 @@ class Runs:
         place = self._place(cell, method, point, seed)
         if not place.exists():
             return None
-        record = json.loads(place.read_text())
+        record = files.read_json(place)
         if record["experiment"] != self._text(cell, method, point, seed):
             raise FedraxError(f"{place} holds a run of another experiment: choose another --out.")
         return record
@@ -94,8 +99,8 @@ class Runs:
         if not points:
             return
         made = [self._experiment(cell, method, point, seed) for point in points]
-        if self._built[0] != cell:
-            self._built = (cell, *experiment.build(made[0], self.data_dir)[1:])
+        if self._built[0] != (cell, seed):
+            self._built = ((cell, seed), *experiment.build(made[0], self.data_dir)[1:])
         _, task, federation = self._built
         for point, (result,) in zip(
             points, sweep([m.algorithm for m in made], task, federation, (seed,), made[0].run), strict=True
@@ -114,6 +119,11 @@ class Runs:
         record = self.stored(cell, method, point, seed)
         return None if record is None else 100 * max(record["accuracy"], default=0.0)
 
+    def usual(self, cell: Cell, method: str, point: Point, seed: int) -> float:
+        """The mean test accuracy in percent over the second half of a stored run's evaluations."""
+        accuracy = (self.stored(cell, method, point, seed) or {"accuracy": []})["accuracy"]
+        return 100 * sum(accuracy[len(accuracy) // 2 :]) / max(1, (len(accuracy) + 1) // 2)
+
     def known(self, cell: Cell, method: str, seed: int) -> dict[Point, float]:
         """Every point of the grid that has been run, with its top accuracy."""
         every = itertools.product(*(AXES[axis][1] for axis in METHODS[method]))
@@ -129,7 +139,7 @@ class Runs:
         for axis, value in zip(METHODS[method], point, strict=True):
             over = merged(over, _nested(AXES[axis][0], value))
         table = {key: value for key, value in self.table.items() if key not in ("seeds", "compare")}
-        table["partition"] = table["partition"] | {"omega": cell.omega}
+        table["partition"] = table["partition"] | {"omega": cell.omega, "seed": seed}
         table["run"] = table["run"] | {"cohort_size": cell.cohort, "rounds": self.rounds}
         table["compare"] = [merged(self.base[method], over)]
         (made,) = comparison.from_table(table, str(self.file), self.file.parent).methods

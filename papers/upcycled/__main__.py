@@ -19,7 +19,7 @@ import numpy as np
 from fedrax import FedraxError, files
 from papers.losac.running import markdown, processor, spread
 from papers.upcycled import figures, private
-from papers.upcycled.grid import DATA, EVERY, METHODS, Point, measured, place_of
+from papers.upcycled.grid import DATA, EVERY, METHODS, Point, has_all, measured, place_of
 
 HERE = Path(__file__).parent
 STRAGGLERS = {"table1": 90, "table3": 30}
@@ -77,9 +77,9 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def kept(arguments: argparse.Namespace, data: str, method: str) -> list[bool]:
-    """Whether each of a method's two sweeps has been run."""
+    """Whether each of a method's two sweeps has been run, at every point."""
     where = (arguments.out, data, STRAGGLERS[arguments.what], method)
-    return [place_of(*where, part).exists() for part in ("test", "held out")]
+    return [has_all(place_of(*where, part), method) for part in ("test", "held out")]
 
 
 def sweep_of(arguments: argparse.Namespace, data: str, method: str, part: str) -> Found:

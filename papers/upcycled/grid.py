@@ -22,14 +22,16 @@ from fedrax.data import Dataset, Natural, Samples, load
 from fedrax.data.dataset import generator, split_test
 from fedrax.models import Logistic
 
-STEPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
+STEPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Local step sizes."""
 EXTRAPOLATIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 """a of `upcycle`; 0 is the method without it."""
-SERVER_STEPS = (0.3, 0.5, 0.7, 1.0, 1.1, 1.3, 1.5, 1.7, 1.9, 2.5, 3.0)
+SERVER_STEPS = (0.3, 0.5, 0.7, 1.0, 1.1, 1.3, 1.5, 1.7, 1.9, 2.5, 3.0, 4.0, 6.0)
 """FedAvg's: 1.1 to 1.9 are what `upcycle` with a = 0.1 to 0.9 makes of it."""
 HELD_OUT = 0.2
 """Share of each device's training rows on which points are chosen in the second place."""
+TOGETHER = 120
+"""Points that are run in one program."""
 
 Point = dict[str, float]
 
@@ -62,6 +64,11 @@ def _pfedme(point: Point) -> Algorithm:
     return PFedMe(local=_local(point["lr"], None), lam=point["lambda"], inner_lr=point["inner lr"], inner_steps=5)
 
 
+def _contracts(point: Point) -> bool:
+    """Whether neither pFedMe's inner steps leap over the device's model nor its outer ones over their result."""
+    return point["inner lr"] * point["lambda"] < 2 and point["lr"] * point["lambda"] < 1
+
+
 def _fedyogi(point: Point) -> Algorithm:
     return FedAvg(local=_local(point["lr"]), server_optimizer=Yogi(lr=point["server lr"]))
 
@@ -80,12 +87,15 @@ class Method:
     """Of the aggregation; SCAFFOLD's and FedDyn's are plain."""
     steps: tuple[float, ...] = STEPS
     upcycled: bool = True
+    allowed: Callable[[Point], bool] = lambda point: True
+    """Which points make sense."""
 
     @property
     def points(self) -> list[Point]:
         """Every point of the grid."""
         axes = {"lr": self.steps, **self.axes, **({"a": EXTRAPOLATIONS} if self.upcycled else {})}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        return [point for point in points if self.allowed(point)]
 
     def at(self, point: Point) -> Algorithm:
         """The method at a point."""
@@ -94,14 +104,17 @@ class Method:
 
 METHODS = {
     "FedAvg": Method(_fedavg),
-    "FedAvgM": Method(_fedavgm, {"beta": (0.3, 0.6, 0.9, 0.95)}),
-    "FedProx": Method(_fedprox, {"mu": (0.001, 0.01, 0.1, 1.0, 10.0)}),
+    "FedAvgM": Method(_fedavgm, {"beta": (0.3, 0.6, 0.9, 0.95, 0.98, 0.99, 0.995)}),
+    "FedProx": Method(_fedprox, {"mu": (0.01, 0.1, 1.0, 10.0, 30.0, 100.0)}),
     "SCAFFOLD": Method(_scaffold, weights="uniform"),
-    "FedDyn": Method(_feddyn, {"alpha": (0.01, 0.1, 1.0, 10.0)}, weights="uniform"),
+    "FedDyn": Method(_feddyn, {"alpha": (1e-4, 0.001, 0.01, 0.1, 1.0, 10.0, 30.0, 100.0)}, weights="uniform"),
     "pFedMe": Method(
-        _pfedme, {"lambda": (0.1, 1.0, 10.0), "inner lr": (1e-3, 1e-2, 0.1)}, steps=(1e-4, 1e-3, 1e-2, 0.1)
+        _pfedme,
+        {"lambda": (0.01, 0.1, 1.0, 10.0, 30.0, 100.0), "inner lr": (1e-2, 0.1, 1.0)},
+        steps=(1e-4, 1e-3, 1e-2, 0.1, 1.0),
+        allowed=_contracts,
     ),
-    "FedYogi": Method(_fedyogi, {"server lr": (0.01, 0.03, 0.1, 0.3, 1.0)}, steps=STEPS[:7]),
+    "FedYogi": Method(_fedyogi, {"server lr": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)}, steps=STEPS[:7]),
 }
 SERVER_STEP = Method(_server_step, {"server lr": SERVER_STEPS}, upcycled=False)
 """FedAvg with a tuned server step and nothing upcycled."""
@@ -144,17 +157,31 @@ def held_out(dataset: Dataset) -> Dataset:
 def measured(
     out: Path, data: str, stragglers: int, method: str, part: str, seeds: list[int], rounds: int, data_dir: str | None
 ) -> list[tuple[Point, dict[str, np.ndarray]]]:
-    """Final accuracies of every point of a method's grid, {name: [seeds]} in percent, kept in a file of their own."""
-    spec = EVERY[method]
-    facts = {"points": spec.points, "seeds": seeds, "rounds": rounds, "data": DATA[data]}
-    place = place_of(out, data, stragglers, method, part)
-    if not place.exists():
-        found = run(spec, federation_of(data, part, data_dir), stragglers, seeds, rounds)
-        files.write_text(place, json.dumps({**facts, "found": found}) + "\n")
-    kept = json.loads(place.read_text())
-    if any(kept[key] != json.loads(json.dumps(value)) for key, value in facts.items()):
+    """Final accuracies of every point of a method's grid, {name: [seeds]} in percent, kept in a file of their own.
+
+    Points that the file lacks are run, some at a time, and added to it.
+    """
+    spec, place = EVERY[method], place_of(out, data, stragglers, method, part)
+    facts = {"seeds": seeds, "rounds": rounds, "data": list(DATA[data])}
+    kept = files.read_json(place) if place.exists() else {**facts, "points": [], "found": []}
+    if any(kept.get(key) != value for key, value in facts.items()):
         raise FedraxError(f"{place} holds another sweep: choose another --out.")
-    return [(p, {k: np.array(v) for k, v in f.items()}) for p, f in zip(spec.points, kept["found"], strict=True)]
+    missing = [point for point in spec.points if point not in kept["points"]]
+    for start in range(0, len(missing), TOGETHER):
+        some = missing[start : start + TOGETHER]
+        kept["found"] += run(spec, some, federation_of(data, part, data_dir), stragglers, seeds, rounds)
+        kept["points"] += some
+        files.write_text(place, json.dumps(kept) + "\n")
+    found = [kept["found"][kept["points"].index(point)] for point in spec.points]
+    names = dict.fromkeys(name for values in found for name in values)  # a point that diverged lacks some
+    of = lambda values: {name: np.array(values.get(name, [0.0] * len(seeds))) for name in names}  # noqa: E731
+    return [(point, of(values)) for point, values in zip(spec.points, found, strict=True)]
+
+
+def has_all(place: Path, method: str) -> bool:
+    """Whether a file has every point of a method's grid."""
+    points = files.read_json(place)["points"] if place.exists() else []
+    return all(point in points for point in EVERY[method].points)
 
 
 def place_of(out: Path, data: str, stragglers: int, method: str, part: str) -> Path:
@@ -162,8 +189,10 @@ def place_of(out: Path, data: str, stragglers: int, method: str, part: str) -> P
     return out / f"{data} {part} {stragglers} {method}.json".replace(" ", "-").replace(",", "")
 
 
-def run(spec: Method, federation: Federation, stragglers: int, seeds: list[int], rounds: int) -> list[dict[str, Any]]:
-    """One compiled program for the whole grid."""
+def run(
+    spec: Method, points: list[Point], federation: Federation, stragglers: int, seeds: list[int], rounds: int
+) -> list[dict[str, Any]]:
+    """One compiled program for all points."""
     task = classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
     settings = Settings(
         rounds=rounds,
@@ -173,7 +202,7 @@ def run(spec: Method, federation: Federation, stragglers: int, seeds: list[int],
         eval_every=rounds,
         per_client=True,
     )
-    algorithms = [spec.at(point) for point in spec.points]
+    algorithms = [spec.at(point) for point in points]
     results = sweep(algorithms, task, federation, seeds, settings, mode="together")
     return [final([r.events[-1] if r.stopped == "rounds" else {} for r in runs]) for runs in results]
 

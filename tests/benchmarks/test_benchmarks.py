@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import methods
 from benchmarks.fedrax_clock import Times, time_rounds
 from benchmarks.fedrax_problems import federation_of, model_of, parameters_of, random_images
 from benchmarks.make_arrays import ensure_arrays, make_arrays
@@ -20,7 +21,10 @@ from benchmarks.sessions import Session
 from benchmarks.starting_weights import WEIGHTS
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, read_array, steps_per_round
-from fedrax import FedAvg, LocalSGD, Script, classification
+from fedrax import FedAvg, LocalSGD, Script, Settings, classification
+from fedrax.contract.hyperparameters import check
+from fedrax.experiments.methods import algorithms
+from fedrax.simulation.setup import prepare
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +200,11 @@ def test_parameters_have_the_models_shapes():
         ours = parameters_of(workload, WEIGHTS[workload.name](np.random.default_rng(0)))
         models = jax.eval_shape(model_of(workload).init, jax.random.key(0))
         assert jax.tree.map(np.shape, ours) == jax.tree.map(lambda leaf: leaf.shape, models)
+
+
+def test_every_method_has_a_form_whose_cost_is_measured():
+    for name in (*algorithms(), *methods.CLIPPED):
+        check(methods.method(name))
+    task = classification(model_of(WORKLOADS["W1"]))
+    for name in methods.OPTIONS:
+        prepare(methods.method(name), task, random_images(6, 12, 10), Settings(rounds=1, cohort_size=5, devices=1))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedrax import FedraxError
 from fedrax.data import Dataset, as_samples
 from fedrax.experiments import comparison
 from papers.gradma import __main__ as gradma
@@ -26,8 +27,34 @@ def test_workers_get_two_rows_and_shares_of_every_class() -> None:
     assert sorted(indices) == list(range(3000))
     assert sizes.min() == 2
     assert (sizes == 2).sum() > 10
+    assert not np.array_equal(sizes, np.diff(DirichletWorkers(50, 0.01).assign(dataset, 2).offsets))
     even = np.diff(DirichletWorkers(50, 1e5).assign(dataset, 1).offsets)
     assert np.abs(even - 60).max() < 10
+
+
+def test_workers_are_those_of_the_authors_program() -> None:
+    # Drawn by hand in the order in which that program draws: shares, two rows a worker from each class's end, the rest.
+    rng, labels = np.random.RandomState(5363 + 7), np.array([0, 1] * 6)
+    shares = rng.dirichlet([0.5, 0.5], size=2)
+    rows, first = {0: [0, 2, 4, 6, 8, 10], 1: [1, 3, 5, 7, 9, 11]}, {0: [], 1: []}
+    for _ in range(2):
+        for worker in (0, 1):
+            first[worker].append(rows[rng.randint(0, 2)].pop())
+    for label in (0, 1):
+        rng.shuffle(rows[label])
+        cut = int(shares[label][0] * len(rows[label]))
+        first[0] += rows[label][:cut]
+        first[1] += rows[label][cut:]
+    samples = as_samples(np.zeros((12, 2)), labels)
+    indices, offsets = DirichletWorkers(2, 0.5).assign(Dataset("made", samples, samples, 2), 7)
+    found = [sorted(rows) for rows in np.split(indices, offsets[1:-1])]
+    assert found == [sorted(first[0]), sorted(first[1])]
+
+
+def test_a_class_that_runs_out_is_a_sentence() -> None:
+    samples = as_samples(np.zeros((40, 2)), np.array([0] * 39 + [1]))
+    with pytest.raises(FedraxError, match=r"class 1 of 'made' has too few rows for 10 workers\."):
+        DirichletWorkers(10, 0.1).assign(Dataset("made", samples, samples, 2), 0)
 
 
 def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
@@ -37,7 +64,7 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
         place = runs._place(cell, "FedProx", point, 0)
         place.parent.mkdir(parents=True)
         text = runs._text(cell, "FedProx", point, 0)
-        place.write_text(json.dumps({"experiment": text, "round": [5], "accuracy": [accuracy]}))
+        place.write_text(json.dumps({"experiment": text, "round": [5, 10], "accuracy": [accuracy, 0.4]}))
 
     start = (0.01, 1.0, 0.01)
     assert candidates(runs, cell, "FedProx", 0, 0, "axes") == [start]
@@ -48,6 +75,10 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
     assert candidates(runs, cell, "FedProx", 0, 2, "axes") == [(0.1, lr, 0.01) for lr in (0.1, 1.0, 10.0)]
     assert len(candidates(runs, cell, "FedProx", 0, 1, "grid")) == 27
     assert candidates(runs, cell, "FedProx", 0, 1, "none") == []
+    assert runs.top(cell, "FedProx", (0.1, 1.0, 0.01), 0) == pytest.approx(70)
+    assert runs.usual(cell, "FedProx", (0.1, 1.0, 0.01), 0) == pytest.approx(40)
+    elsewhere = Runs(HERE / "mnist.toml", tmp_path, None, None, local_step=0.1)
+    assert elsewhere.start("FedProx") == (0.1, 1.0, 0.01)
 
 
 def test_table1_prints_paper_ours_and_what_was_run(
@@ -77,6 +108,9 @@ def test_table1_prints_paper_ours_and_what_was_run(
     assert "seed 0" in capsys.readouterr().out
     assert gradma.main() == 0
     assert "seed 0," not in capsys.readouterr().out  # kept, not run again
+    monkeypatch.setattr(sys, "argv", [*command, "--cells", "7,0.01"])
+    assert gradma.main() == 1
+    assert "--cells: the table's columns are 5,0.01, not 7,0.01." in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command, "--rounds", "2"])
     assert gradma.main() == 1
     assert "another experiment" in capsys.readouterr().err
@@ -88,6 +122,8 @@ def test_the_experiment_files_are_the_papers(data: str) -> None:
     spec.check()
     assert [method.name for method in spec.methods] == list(METHODS)
     assert {(m.run.rounds, m.partition.clients) for m in spec.methods} == {(500 if data == "mnist" else 1000, 100)}
+    uniform = {method.name for method in spec.methods if method.run.weights == "uniform"}
+    assert uniform == {"Scaffold", "MIFA", "MIFAM", "FedDyn"}  # which are not defined for others
     for method in spec.methods:
         local = method.algorithm.local  # type: ignore[attr-defined]
         assert (local.steps, local.batch_size) == (5, 64)

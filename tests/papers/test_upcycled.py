@@ -1,6 +1,7 @@
 """The command for Upcycled-FL's tables, on a few devices and points."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -40,6 +41,20 @@ def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     monkeypatch.setattr(sys, "argv", [*command, "--only-write"])
     assert upcycled.main() == 0
     assert (tmp_path / "table1.md").stat().st_mtime_ns > before
+    # A wider grid runs its new points alone; what a point that diverged lacks is 0.
+    ran, run = [], grid.run
+    monkeypatch.setattr(grid, "run", lambda spec, points, *rest: ran.append(points) or run(spec, points, *rest))
+    monkeypatch.setitem(every, "FedAvg", dataclasses.replace(fedavg, steps=(1e-3, 0.1, 0.2)))
+    place = grid.place_of(*where, "FedAvg", "test")
+    assert not grid.has_all(place, "FedAvg")
+    kept = json.loads(place.read_text())
+    del kept["found"][0]["samples"]
+    place.write_text(json.dumps(kept))
+    wider = grid.measured(*where, "FedAvg", "test", [0, 1], 2, None)
+    assert ran == [[{"lr": 0.2, "a": 0.0}, {"lr": 0.2, "a": 0.5}]]
+    assert [point for point, _ in wider] == every["FedAvg"].points
+    np.testing.assert_array_equal(wider[0][1]["samples"], [0, 0])
+    np.testing.assert_array_equal(dict_of(wider)[0.1, 0.5], up[0.1, 0.5])
     monkeypatch.setattr(sys, "argv", [*command, "--rounds", "3"])
     capsys.readouterr()
     assert upcycled.main() == 1
@@ -76,6 +91,7 @@ def test_the_grids_are_wide_and_hold_the_papers_extrapolations() -> None:
     assert {f"{1 + a:g}" for a in grid.EXTRAPOLATIONS} <= {f"{step:g}" for step in grid.SERVER_STEPS}
     for method in grid.EVERY.values():
         method.at(method.points[0])
+    assert all(point["inner lr"] * point["lambda"] < 2 for point in grid.METHODS["pFedMe"].points)
 
 
 def test_figure3_compares_at_the_same_epsilon(
