@@ -113,8 +113,11 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
         ((3, 3, 1, 12), dict(feature_group_count=6, window_strides=(2, 1))),
         ((3, 3, 2, 6), dict(feature_group_count=3)),
         ((3, 3, 6, 0), dict()),
+        ((4, 4, 6, 5), dict(window_strides=(4, 4), padding="VALID")),
+        ((2, 3, 6, 5), dict(window_strides=(2, 5), padding="VALID")),
+        ((1, 2, 6, 5), dict(window_strides=(1, 2))),
     ],
-    ids=["a product", "one place", "depthwise", "groups", "no channels"],
+    ids=["a product", "one place", "depthwise", "groups", "no channels", "patches", "patches apart", "pairs"],
 )
 @EACH_TYPE
 def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):

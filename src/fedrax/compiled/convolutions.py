@@ -103,14 +103,15 @@ def _over_all_pixels(x: Array, kernel: Array, numbers: Any, window: Window, para
     out, *over = numbers.rhs_spec
     last = (x.ndim - 1, kernel.ndim - 1)
     single = params["feature_group_count"] == params["batch_group_count"] == 1 and (batch, out) == last
-    if not single or any(map(any, window.pads)) or any(gap > 1 for gap in window.gaps):
+    places = math.prod(_out_shape(x, kernel, params)[axis] for axis in numbers.out_spec[2:])
+    if not single or places > 1 or any(map(any, window.pads)) or any(gap > 1 for gap in window.gaps):
         return None
     order = sorted(range(len(summed)), key=lambda i: summed[i])
     if [over[i] for i in order] != list(range(last[1])):  # the two go over the pixels in another order
         return None
     steps = dict(zip(summed[1:], window.dilation, strict=True))
     seen = x[tuple(slice(None, None, steps.get(axis, 1)) for axis in range(x.ndim))]
-    if seen.shape[:-1] != kernel.shape[:-1]:  # the kernel has several places
+    if seen.shape[:-1] != kernel.shape[:-1]:  # pixels at the end that no place of the kernel saw
         return None
     pixels = math.prod(kernel.shape[:-1])
     columns, upstream = seen.reshape(pixels, -1), kernel.reshape(pixels, -1)

@@ -73,6 +73,9 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     if primitive.name in rules:
         out = rules[primitive.name](inputs, params)
         if out is not None:
+            wanted: Any = equation.outvars[0].aval
+            # of another shape it would be broadcast somewhere, and wrong in silence
+            assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype), f"{primitive.name}: {out.shape} for {wanted}"
             return [out]
     if primitive.name in _CALLS:
         return _replay(params["jaxpr"], inputs, rules)
