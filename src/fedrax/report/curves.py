@@ -18,6 +18,8 @@ from fedrax.text import for_picture
 # Okabe and Ito's palette, distinguishable with any kind of colour vision; yellow, too light for lines, left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", "-.", ":")
+WIDEST = 1800
+"""Pixels across a PNG; wider pictures are drawn with fewer a point, and their SVG beside them is sharp at any size."""
 METRICS = {
     "frobenius_error": "distance from the true matrix",
     "rank": "rank",
@@ -100,7 +102,8 @@ def save_curves(figure: Figure, path: Path) -> tuple[Path, Path]:
     for suffix in ("png", "svg"):
         content, target = io.BytesIO(), path.with_name(f"{path.name}.{suffix}")
         with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
-            figure.savefig(content, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else {})
+            dpi = min(160, WIDEST / figure.get_figwidth())
+            figure.savefig(content, format=suffix, dpi=dpi, metadata={"Date": None} if suffix == "svg" else {})
         write_bytes(target, content.getvalue())
         saved.append(target)
     return saved[0], saved[1]
