@@ -76,7 +76,7 @@ def convolution(inputs: list[Array], params: dict) -> Array | None:
     if params["batch_group_count"] == x.shape[batch] > 1 and math.prod(places) <= _MOST_TAPS:
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         y = _depthwise_gradient(images, upstream, window, places)[None]
-    elif (y := _over_all_pixels(x, kernel, numbers, window, params)) is not None:
+    elif math.prod(places) == 1 and (y := _over_all_pixels(x, kernel, numbers, window, params)) is not None:
         pass
     else:
         kernel = kernel.transpose(*entries, into, out)
@@ -103,8 +103,7 @@ def _over_all_pixels(x: Array, kernel: Array, numbers: Any, window: Window, para
     out, *over = numbers.rhs_spec
     last = (x.ndim - 1, kernel.ndim - 1)
     single = params["feature_group_count"] == params["batch_group_count"] == 1 and (batch, out) == last
-    places = math.prod(_out_shape(x, kernel, params)[axis] for axis in numbers.out_spec[2:])
-    if not single or places > 1 or any(map(any, window.pads)) or any(gap > 1 for gap in window.gaps):
+    if not single or any(map(any, window.pads)) or any(gap > 1 for gap in window.gaps):
         return None
     order = sorted(range(len(summed)), key=lambda i: summed[i])
     if [over[i] for i in order] != list(range(last[1])):  # the two go over the pixels in another order

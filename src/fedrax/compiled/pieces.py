@@ -40,14 +40,17 @@ class Pieces(NamedTuple):
     """Of the losses."""
 
 
-def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, rows: int) -> Pieces | None:
-    """How to cut batches of ``rows`` samples such as ``batch`` for the gradient of ``losses(params, batch, key)`` [B].
+def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None) -> Pieces | None:
+    """How to cut ``batch``, arrays [B, ...], for the gradient of ``losses(params, batch, key)`` [B].
 
-    ``batch`` may have another number of samples. None where the whole batch is best: where it is small, or the weights
-    are large beside it, where samples do not stand each for itself, and on accelerators.
+    traced: with how many samples ``losses`` is traced to look at it, where any number will do. None where the whole
+    batch is best: where it is small, or the weights are large beside it, where samples do not stand each for itself,
+    and on accelerators.
     """
+    rows = len(jax.tree.leaves(batch)[0])
     if jax.default_backend() != "cpu" or rows < 2:
         return None
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((traced or rows, *a.shape[1:]), a.dtype), batch)
     seen = each_by_itself(losses, params, batch, key)
     if seen is None or rows * seen.bytes <= _CACHED:
         return None
@@ -63,9 +66,9 @@ def summed(gradient: Callable, pieces: Pieces | None, params: Tree, batch: Tree,
 
     batch: pytree of arrays [B, ...]. counts: bool [B], or None where all do.
     """
-    rows = len(jax.tree.leaves(batch)[0])
-    if pieces is None or pieces.rows >= rows:
+    if pieces is None:
         return gradient(params, batch, counts)
+    rows = len(jax.tree.leaves(batch)[0])
     number = -(-rows // pieces.rows)
     if number * pieces.rows > rows:  # the last samples once more, which do not count
         lanes = jnp.arange(number * pieces.rows)

@@ -308,8 +308,7 @@ def _iota(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list
 
 
 def _call(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
-    inner = [equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params]
-    return walk.through(inner[0], states)
+    return walk.through(equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"], states)
 
 
 def _own_backward(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:

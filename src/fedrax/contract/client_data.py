@@ -18,7 +18,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.compiled.convolutions import fast_on_cpu
-from fedrax.compiled.pieces import TRACED, Pieces, pieces_of, summed
+from fedrax.compiled.pieces import TRACED, pieces_of, summed
 from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
@@ -311,24 +311,22 @@ class ClientData:
                 loss = scale * jnp.where(weights, losses, 0).sum() / count
             return loss, recorded[0] if recorded else self.carried.statistics
 
-        def gradient(params: Tree, samples: Tree, weights: Array | None) -> tuple[Array, Tree, Tree]:
-            (loss, statistics), found = self._quick(jax.value_and_grad(objective, has_aux=True))(
-                params, samples, weights
-            )
-            return loss, found, statistics
-
+        quick = self._quick(jax.value_and_grad(objective, has_aux=True))
         if self.carried.statistics:  # of the whole batch
-            return gradient(params, samples, weights)
-        pieces = self._pieces(params, samples, key)
-        return *summed(lambda *batch: gradient(*batch)[:2], pieces, params, samples, weights), ()
+            (loss, statistics), gradient = quick(params, samples, weights)
+            return loss, gradient, statistics
 
-    def _pieces(self, params: Tree, samples: Tree, key: Array) -> Pieces | None:
-        """How the gradient of a batch is best cut."""
-        rows = len(jax.tree.leaves(samples)[0])
+        def additive(*batch: Any) -> tuple[Array, Tree]:
+            (loss, _), gradient = quick(*batch)
+            return loss, gradient
+
+        return *self._in_pieces(additive, params, samples, weights, key), ()
+
+    def _in_pieces(self, gradient: Callable, params: Tree, samples: Tree, counts: Array | None, key: Array) -> Tree:
+        """``gradient(params, samples, counts)``, of the batch cut as is best for this machine."""
         if self._loss_rules:  # which may hold arrays of as many rows
-            return pieces_of(self.losses(), params, samples, key, rows)
-        looked_at = jax.tree.map(lambda a: jax.ShapeDtypeStruct((TRACED, *a.shape[1:]), a.dtype), samples)
-        return pieces_of(self.task.loss, params, looked_at, key, rows)
+            return summed(gradient, pieces_of(self.losses(), params, samples, key), params, samples, counts)
+        return summed(gradient, pieces_of(self.task.loss, params, samples, key, TRACED), params, samples, counts)
 
     @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
@@ -346,9 +344,10 @@ class ClientData:
         def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
             if self._gradient_rule is not None:
                 return self._gradient_rule(losses, params, samples, inside, key)
-            quick = self._quick(jax.value_and_grad(total))
-            pieces = None if self.carried.statistics else self._pieces(params, samples, key)
-            return summed(lambda *batch: quick(*batch, key), pieces, params, samples, inside)
+            quick = self._quick(jax.value_and_grad(lambda p, samples, inside: total(p, samples, inside, key)))
+            if self.carried.statistics:
+                return quick(params, samples, inside)
+            return self._in_pieces(quick, params, samples, inside, key)
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
             return gradient(params, self._slice(start, rows), None, key)

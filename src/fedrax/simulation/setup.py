@@ -122,8 +122,7 @@ def prepare(
     engine = ENGINES[plan](program, mesh, None if streamed else samples)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place)
-    if jax.process_index() > 0:
-        directory = None  # the first process writes
+    directory = directory if jax.process_index() == 0 else None  # the first process writes
     words = describe(mesh, plan, chunk, streamed, spilled, rows_in(traced.program))
     info = _info(algorithm, settings, sampler, words, traced, start, directory)
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
