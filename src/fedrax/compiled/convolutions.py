@@ -72,7 +72,7 @@ def convolution(inputs: list[Array], params: dict) -> Array | None:
         return None
     batch, channel, *pixels = numbers.lhs_spec
     out, into, *entries = numbers.rhs_spec
-    places = tuple(_out_shape(x, kernel, params)[axis] for axis in numbers.out_spec[2:])
+    places = _out_space([x.shape[axis] for axis in pixels], [kernel.shape[axis] for axis in entries], window)
     if params["batch_group_count"] == x.shape[batch] > 1 and math.prod(places) <= _MOST_TAPS:
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         y = _depthwise_gradient(images, upstream, window, places)[None]
@@ -128,10 +128,6 @@ def _last_to_first(x: Array) -> Array:
     return jnp.moveaxis(turned.reshape(*x.shape[1:], len(x)), -2, 0)
 
 
-def _out_shape(x: Array, kernel: Array, params: dict) -> tuple[int, ...]:
-    return jax.eval_shape(lambda *inputs: lax.conv_general_dilated_p.bind(*inputs, **params), x, kernel).shape
-
-
 def _is_depthwise(kernel: Array) -> bool:
     """[k, C, G D]: each channel by itself, and few entries."""
     return kernel.shape[-2] == 1 and math.prod(kernel.shape[:-2]) <= _MOST_TAPS
@@ -159,11 +155,11 @@ def _padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
     return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
-def _out_space(x: Array, kernel_space: tuple[int, ...], window: Window) -> tuple[int, ...]:
-    """Height, width, ... of the result."""
-    padded = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(x.shape[1:-1], window.gaps, window.pads, strict=True)]
+def _out_space(space: Sequence[int], kernel_space: Sequence[int], window: Window) -> tuple[int, ...]:
+    """Height, width, ... of the result, from those of the images and of the kernel."""
+    padded = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(space, window.gaps, window.pads, strict=True)]
     reach = [(k - 1) * d + 1 for k, d in zip(kernel_space, window.dilation, strict=True)]
-    return tuple((n - r) // s + 1 for n, r, s in zip(padded, reach, window.strides, strict=True))
+    return tuple(max(0, (n - r) // s + 1) for n, r, s in zip(padded, reach, window.strides, strict=True))
 
 
 def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
@@ -171,7 +167,7 @@ def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: 
     if groups == 1:
         return _dense(x, kernel, window, precision)
     if _is_depthwise(kernel):
-        return _depthwise(x, kernel, window, _out_space(x, kernel.shape[:-2], window))
+        return _depthwise(x, kernel, window, _out_space(x.shape[1:-1], kernel.shape[:-2], window))
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
 
@@ -180,7 +176,7 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
     """[N, space, C], [k, C, D] -> [N, space, D]."""
     entries, unit = kernel.shape[:-2], (1,) * len(window.strides)
     unpadded = not any(low or high for low, high in window.pads)
-    out = _out_space(x, entries, window)
+    out = _out_space(x.shape[1:-1], entries, window)
     if math.prod(entries) == 1 and unpadded and window.gaps == unit:
         x = lax.slice(x, (0,) * x.ndim, x.shape, (1, *window.strides, 1))
         return lax.dot_general(x, kernel.reshape(kernel.shape[-2:]), (((x.ndim - 1,), (0,)), ((), ())), precision)

@@ -32,6 +32,19 @@ class Batch(NamedTuple):
     y: Array | np.ndarray  # [B] or, a label for each position, [B, ...]
 
 
+@dataclass(frozen=True)
+class OfOutputs:
+    """A metric that looks at a model's outputs alone, so that all such metrics of a task can share them."""
+
+    outputs: Callable[..., Array]
+    """As of `Task`."""
+    value: Callable[[Array, Any], Array]
+    """(outputs [B, ...], y [B, ...]) -> values [B]."""
+
+    def __call__(self, parameters: Params, batch: Batch) -> Array:
+        return self.value(self.outputs(parameters, batch.x), batch.y)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """A learning problem as pure functions. Compared and hashed by identity: a static argument of `jit`.
@@ -84,11 +97,13 @@ class Task:
         named = ", ".join(["loss", *self.metrics, *self.whole_set])
         return f"Task {self.name!r}: {named}"
 
-    def evaluation_loss(self, params: Params, batch: Batch) -> Array:
-        """Losses [B] in evaluation mode; of a task that does not know its outputs, those of `loss` with a fixed key."""
+    @property
+    def evaluation_loss(self) -> Callable[[Params, Batch], Array]:
+        """(parameters, batch) -> losses [B] in evaluation mode; of a task that does not know its outputs, those of
+        `loss` with a fixed key."""
         if self.outputs is None or self.loss_of_outputs is None:
-            return self.loss(params, batch, jax.random.key(0))
-        return self.loss_of_outputs(self.outputs(params, batch.x), batch.y)
+            return lambda params, batch: self.loss(params, batch, jax.random.key(0))
+        return OfOutputs(self.outputs, self.loss_of_outputs)
 
 
 def scale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
@@ -246,9 +261,6 @@ def supervised(
             raise FedraxError(f"a model's outputs are an array, not {type(outputs).__name__}.")
         return outputs
 
-    def of_outputs(value):
-        return lambda params, batch: value(apply(params, batch.x), batch.y)
-
     def training_loss(params: Params, batch: Batch, key: Array) -> Array:
         return loss(apply(params, batch.x, key), batch.y)
 
@@ -261,7 +273,7 @@ def supervised(
     return Task(
         init=model.init,
         loss=training_loss if model.train is None else lambda *arguments: loss_and_statistics(*arguments)[0],
-        metrics={metric: of_outputs(value) for metric, value in (metrics or {}).items()},
+        metrics={metric: OfOutputs(apply, value) for metric, value in (metrics or {}).items()},
         features=None if model.features is None else on_inputs(model.features),
         name=f"{name}/{model.name}",
         loss_and_statistics=None if model.train is None else loss_and_statistics,

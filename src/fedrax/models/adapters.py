@@ -46,7 +46,8 @@ def from_linen(module: Any, sample_input: Array, *, features: Part | None = None
     def variables_of(key: Array) -> dict[str, Any]:
         return module.init({"params": key}, sample_input, **modes(call, train=False))
 
-    shapes = jax.eval_shape(variables_of, jax.random.key(0))
+    with jax.default_matmul_precision("highest"):  # as a run sets it, so that the trace is found again
+        shapes = jax.eval_shape(variables_of, jax.random.key(0))
     collections = [name for name in shapes if name != "params"]
 
     def init(key: Array) -> Params:

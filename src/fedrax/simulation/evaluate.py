@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.contract.task import OfOutputs
 from fedrax.simulation.engine import AXIS
 from fedrax.simulation.storage import release
 from fedrax.tree import Tree
@@ -23,25 +24,28 @@ _PIECE_BYTES = 16 << 20
 """Of streamed samples at a time."""
 
 
+_OUTPUTS = "outputs of the model"
+
+
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and every metric of each sample."""
-
-    def values(params: Tree, samples: Any) -> dict[str, Array]:
-        loss = {"loss": task.evaluation_loss(params, samples)}
-        return loss | {name: metric(params, samples) for name, metric in task.metrics.items()}
-
-    return fast_on_cpu(values)(params, samples)
-
-
-_OUTPUTS = "outputs of the model"
+    return {name: values for name, values in evaluated(task, params, samples).items() if name != _OUTPUTS}
 
 
 def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """The values of each sample, and the model's outputs where metrics of all samples ask for them."""
-    values = sample_values(task, params, samples)
-    if task.whole_set:
-        values[_OUTPUTS] = fast_on_cpu(lambda params, x: task.outputs(params, x))(params, samples[0])
-    return values
+
+    def found(params: Tree, samples: Any) -> dict[str, Array]:
+        outputs = cache(lambda: task.outputs(params, samples.x))  # once for all that look at them
+
+        def value(metric: Any) -> Array:
+            shared = isinstance(metric, OfOutputs) and metric.outputs is task.outputs
+            return metric.value(outputs(), samples.y) if shared else metric(params, samples)
+
+        metrics = {"loss": task.evaluation_loss, **task.metrics}
+        return {name: value(metric) for name, metric in metrics.items()} | ({_OUTPUTS: outputs()} if task.whole_set else {})
+
+    return fast_on_cpu(found)(params, samples)
 
 
 def measured(task: Any, params: Tree) -> dict[str, float]:
