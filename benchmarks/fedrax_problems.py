@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.runners import jax_models
 from benchmarks.workloads import Arrays, Workload
 from fedrax.data import Federation
 from fedrax.data.federation import aligned
@@ -24,6 +25,18 @@ LSTM_ARRAYS = {
     "bias_ih_l0": "input_bias",
     "bias_hh_l0": "hidden_bias",
 }
+
+
+def plain_problem(workload: Workload, initial: dict[str, np.ndarray]) -> tuple[Model, dict[str, Any]]:
+    """The network of W1 to W4 and its starting parameters as a user without the zoo would write them."""
+    params = jax_models.parameters(workload, initial)
+    apply = jax_models.MODELS[workload.name]
+    return Model(lambda key: params, lambda params, x, key=None: apply(params, x), name="plain"), params
+
+
+def problem(workload: Workload, initial: dict[str, np.ndarray]) -> tuple[Model, dict[str, Any]]:
+    """The workload's model and starting parameters: of fedrax's zoo, or a Flax module."""
+    return model_of(workload), parameters_of(workload, initial)
 
 
 def model_of(workload: Workload) -> Model:

@@ -217,7 +217,8 @@ def introduction(session: Session) -> str:
         f"`{session.header['id']}` of `peers.jsonl`. All simulators train the same models from the same "
         "weights on the same arrays, cohorts and batches, weighted by samples; each run is a fresh process "
         "on a quiet machine. Medians of the repeats' medians; the first round is reported apart. For W1 to W4 "
-        "fedrax has models of its own, FedJAX plain functions; for W5 to W10 both run the same Flax Linen modules. "
+        "fedrax has models of its own and runs, in a setting apart, the plain functions that FedJAX is given; for W5 "
+        "to W10 both run the same Flax Linen modules. "
         f"All other simulators run PyTorch's.{note}\n\n"
         f"{session.machine_text()} No accelerator is used."
     )

@@ -14,15 +14,10 @@ from benchmarks.workloads import WORKLOADS
 OURS = "fedrax"
 REPOSITORY = Path(__file__).parents[1]
 ALL = tuple(WORKLOADS)
-LARGE = (
-    "W3",
-    "W4",
-    "W5",
-    "W6",
-    "W7",
-    "W8",
-    "W9",
-)  # the workloads whose matrix products are large enough for a second thread to help
+LARGE = tuple(f"W{i}" for i in range(3, 10))
+"""The workloads whose matrix products are large enough for a second thread to help."""
+ZOO = ("W1", "W2", "W3", "W4")
+"""The workloads whose networks fedrax has layers of its own for."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,7 @@ def settings() -> list[Setting]:
     found = [
         Setting(OURS, "nothing compiled before", "run_fedrax", None, ("--forget", "1"), variables=ours),
         Setting(OURS, "compiled before", "run_fedrax", None, variables=ours),
+        Setting(OURS, "without the zoo's layers", "run_fedrax", None, ("--plain", "1"), workloads=ZOO, variables=ours),
         Setting("PyTorch loop", "1 thread", "run_torch", "torch"),
         Setting("PyTorch loop", f"{n} threads", "run_torch", "torch", threads, workloads=LARGE),
         Setting("pfl-research", "1 process", "run_pfl", "pfl"),

@@ -9,7 +9,7 @@ from benchmarks.timing import report, runner_arguments
 
 
 def main() -> None:
-    arguments, workload, arrays = runner_arguments("fedrax.", channels_last=True, forget=0)
+    arguments, workload, arrays = runner_arguments("fedrax.", channels_last=True, forget=0, plain=0)
     if arguments.forget:  # the compiled programs of earlier runs, which JAX keeps on disk
         shutil.rmtree(os.path.join(os.environ["FEDRAX_CACHE"], "compiled"), ignore_errors=True)
 
@@ -17,17 +17,18 @@ def main() -> None:
 
     import fedrax
     from benchmarks.fedrax_clock import time_rounds
-    from benchmarks.fedrax_problems import federation_of, model_of, parameters_of
+    from benchmarks.fedrax_problems import federation_of, plain_problem, problem
 
     local = fedrax.LocalSGD(
         lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch, order="stored"
     )
+    model, params = (plain_problem if arguments.plain else problem)(workload, arrays.initial)
     clock, result = time_rounds(
         fedrax.FedAvg(local=local),
-        fedrax.classification(model_of(workload)),
+        fedrax.classification(model),
         federation_of(arrays),
         workload.total_rounds,
-        params=parameters_of(workload, arrays.initial),
+        params=params,
         script=fedrax.Script(cohorts=arrays.cohorts),
         cohort_size=workload.cohort,
         weights="samples",
