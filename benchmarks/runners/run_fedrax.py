@@ -22,6 +22,7 @@ def main() -> None:
     local = fedrax.LocalSGD(
         lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch, order="stored"
     )
+    fedrax.use_all_cores()  # before the first array
     model, params = (plain_problem if arguments.plain else problem)(workload, arrays.initial)
     clock, result = time_rounds(
         fedrax.FedAvg(local=local),
