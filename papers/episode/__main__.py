@@ -22,7 +22,7 @@ from fedrax.experiments import comparison, experiment
 from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
 from papers.losac import running as losac
-from papers.losac.running import processor, spread
+from papers.losac.running import few_seeds, processor, spread
 
 HERE = Path(__file__).parent
 HETEROGENEITY = (1, 2, 4, 8)
@@ -124,10 +124,11 @@ def similarity(arguments: argparse.Namespace) -> None:
     chosen = argparse.Namespace(
         **vars(arguments) | {"seeds": list(range(arguments.seeds)) if arguments.seeds else None}
     )
-    rows = []
+    rows, few = [], ""
     for percent in SIMILARITY:
         out = arguments.out / name / f"s={percent}"
         methods = losac.run(HERE / f"{name}.toml", out, chosen, "--partition.percent", str(percent))
+        few = few_seeds(methods)
         for method in methods:
             ends = [last_values(one.events) for one in method.runs if one.failure is None]
             cells = [spread([100 * end["test_accuracy"] for end in ends], ".2f")]
@@ -144,7 +145,7 @@ def similarity(arguments: argparse.Namespace) -> None:
         f"# EPISODE, {'SNLI' if arguments.what == 'snli' else 'CIFAR-10'}",
         "",
         f"Run {kind} `{name}.toml`. The paper prints curves, no numbers. Mean ± standard deviation over seeds after "
-        f"the last round. Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
+        f"the last round.{few} Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
         f"{datetime.date.today().isoformat()}).",
         "",
         "| similarity % | method | test accuracy % | test loss | diverged |",
