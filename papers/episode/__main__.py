@@ -133,7 +133,9 @@ def similarity(arguments: argparse.Namespace) -> None:
             ends = [last_values(one.events) for one in method.runs if one.failure is None]
             cells = [spread([100 * end["test_accuracy"] for end in ends], ".2f")]
             cells += [spread([end["test_loss"] for end in ends], ".4f")]
-            rows.append([f"{percent}", method.label, *cells, str(len(method.runs) - len(ends))])
+            clipped = [100 * event["clipped"] for one in method.runs for event in one.events if "clipped" in event]
+            cells += [f"{sum(clipped) / len(clipped):.0f}" if clipped else "-", str(len(method.runs) - len(ends))]
+            rows.append([f"{percent}", method.label, *cells])
         save_curves(
             draw_curves(methods, title=f"{name}, similarity {percent} %"), arguments.results / f"{name}-s{percent}"
         )
@@ -145,11 +147,11 @@ def similarity(arguments: argparse.Namespace) -> None:
         f"# EPISODE, {'SNLI' if arguments.what == 'snli' else 'CIFAR-10'}",
         "",
         f"Run {kind} `{name}.toml`. The paper prints curves, no numbers. Mean ± standard deviation over seeds after "
-        f"the last round.{few} Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
-        f"{datetime.date.today().isoformat()}).",
+        "the last round; in a round EPISODE clips all steps or none."
+        f"{few} Written by `{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
         "",
-        "| similarity % | method | test accuracy % | test loss | diverged |",
-        "|---|---|---|---|---|",
+        "| similarity % | method | test accuracy % | test loss | rounds clipped % | diverged |",
+        "|---|---|---|---|---|---|",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
     text = "\n".join(lines) + "\n"
