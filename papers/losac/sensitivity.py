@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import tomlkit
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from fedrax import files
 from fedrax.report import curves
@@ -111,6 +112,9 @@ def draw(found: dict[Panel, list[Method]]) -> Figure:
             if row == 0:
                 axes.set_title(title(panel, list(found)), fontsize="medium")
                 axes.set_yscale("log", nonpositive="clip")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter(NullFormatter())
             else:
                 axes.axhline(TARGET, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
                 axes.set_ylim(0, 1)
@@ -121,7 +125,7 @@ def draw(found: dict[Panel, list[Method]]) -> Figure:
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    sketch.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), len(found)), frameon=False)
+    sketch.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return sketch
 
 
