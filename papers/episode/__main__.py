@@ -7,6 +7,7 @@ are kept below --out, and an interrupted command goes on where it was.
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import datetime
 import os
@@ -22,12 +23,19 @@ from fedrax.experiments import comparison, experiment
 from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
 from papers.losac import running as losac
-from papers.losac.running import processor, spread
+from papers.losac.running import few_seeds, processor, spread
 
 HERE = Path(__file__).parent
 HETEROGENEITY = (1, 2, 4, 8)
 SEEDS = 200
 SIMILARITY = (30, 10)
+PRINTED = {
+    "snli": (
+        Path(__file__).with_name("snli_printed.csv"),
+        "Printed: the paper's Table 3, for I = 4, at its own sizes.",
+    ),
+    "cifar10": (None, "The paper prints curves, no numbers, at similarity 50 and 70 %."),
+}
 EARLY = 30
 """The rounds that the figure shows."""
 
@@ -124,15 +132,20 @@ def similarity(arguments: argparse.Namespace) -> None:
     chosen = argparse.Namespace(
         **vars(arguments) | {"seeds": list(range(arguments.seeds)) if arguments.seeds else None}
     )
-    rows = []
+    rows, few = [], ""
+    file, remark = PRINTED[arguments.what]
+    printed = {(r["similarity"], r["method"]): r["accuracy"] for r in csv.DictReader(file.open())} if file else {}
     for percent in SIMILARITY:
         out = arguments.out / name / f"s={percent}"
         methods = losac.run(HERE / f"{name}.toml", out, chosen, "--partition.percent", str(percent))
+        few = few_seeds(methods)
         for method in methods:
             ends = [last_values(one.events) for one in method.runs if one.failure is None]
             cells = [spread([100 * end["test_accuracy"] for end in ends], ".2f")]
             cells += [spread([end["test_loss"] for end in ends], ".4f")]
-            rows.append([f"{percent}", method.label, *cells, str(len(method.runs) - len(ends))])
+            clipped = [100 * event["clipped"] for one in method.runs for event in one.events if "clipped" in event]
+            cells += [f"{sum(clipped) / len(clipped):.0f}" if clipped else "-", str(len(method.runs) - len(ends))]
+            rows.append([f"{percent}", method.label, printed.get((f"{percent}", method.label), "-"), *cells])
         save_curves(
             draw_curves(methods, title=f"{name}, similarity {percent} %"), arguments.results / f"{name}-s{percent}"
         )
@@ -143,12 +156,12 @@ def similarity(arguments: argparse.Namespace) -> None:
     lines = [
         f"# EPISODE, {'SNLI' if arguments.what == 'snli' else 'CIFAR-10'}",
         "",
-        f"Run {kind} `{name}.toml`. The paper prints curves, no numbers. Mean ± standard deviation over seeds after "
-        f"the last round. Written by `{command}` ({processor()}, {os.cpu_count()} cores, "
-        f"{datetime.date.today().isoformat()}).",
+        f"Run {kind} `{name}.toml`. {remark} Ours: mean ± standard deviation over seeds after the last "
+        "round; in a round EPISODE clips all steps or none."
+        f"{few} Written by `{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
         "",
-        "| similarity % | method | test accuracy % | test loss | diverged |",
-        "|---|---|---|---|---|",
+        "| similarity % | method | printed accuracy % | test accuracy % | test loss | rounds clipped % | diverged |",
+        "|---|---|---|---|---|---|---|",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
     text = "\n".join(lines) + "\n"

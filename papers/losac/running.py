@@ -14,7 +14,13 @@ from pathlib import Path
 
 from fedrax import files
 from fedrax.cli import main as fedrax_main
-from fedrax.report.runs import Method, find_runs
+from fedrax.report.runs import Method, Run, find_runs, last_values
+from fedrax.simulation.result import to_target
+
+TARGET = 0.85
+"""The accuracy of Table 2."""
+SEEDS = 3
+"""What the files have."""
 
 
 def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> list[Method]:
@@ -33,12 +39,38 @@ def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> li
 
 
 def stored(out: Path) -> list[Method]:
-    """The methods of a comparison directory, in its order."""
-    order = [row["label"] for row in json.loads((out / "comparison.json").read_text())["methods"]]
-    found: dict[str, list] = {label: [] for label in order}
+    """The methods and seeds of the comparison last made in a directory, in its order; runs of others may lie there."""
+    made = json.loads((out / "comparison.json").read_text())
+    found: dict[str, list[Run]] = {row["label"]: [] for row in made["methods"]}
     for one in find_runs(out):
-        found[str(one.table["name"])].append(one)
+        if str(one.table["name"]) in found and one.seed in made["seeds"]:
+            found[str(one.table["name"])].append(one)
     return [Method(label, runs) for label, runs in found.items()]
+
+
+def final(method: Method) -> tuple[list[float], list[float], list[float]]:
+    """Rounds to the target, final test loss and accuracy of every run that reached the end."""
+    events = [one.events for one in method.runs if one.failure is None]
+    reached = [to_target(e, "test_accuracy", TARGET) for e in events]
+    last = [last_values(e) for e in events]
+    return [t["rounds"] for t in reached if t], [v["test_loss"] for v in last], [v["test_accuracy"] for v in last]
+
+
+def summary(method: Method) -> list[str]:
+    """Rounds to the target, loss, accuracy and runs that diverged, as text."""
+    rounds, loss, accuracy = final(method)
+    reached = f"{spread(rounds, '.0f')}" + ("" if len(rounds) == len(method.runs) else f" ({len(rounds)} runs)")
+    diverged = sum(one.failure is not None for one in method.runs)
+    return [reached if rounds else "-", spread(loss, ".4f"), spread([100 * a for a in accuracy], ".2f"), str(diverged)]
+
+
+def few_seeds(methods: Sequence[Method]) -> str:
+    """A sentence for a table's note, with a blank before it, where methods have fewer seeds than the files'."""
+    seeds = sorted({one.seed for method in methods for one in method.runs})
+    if len(seeds) >= SEEDS:
+        return ""
+    named = " and ".join(map(str, seeds))
+    return f" One seed only ({named}): the deviations say nothing." if len(seeds) < 2 else f" Two seeds only ({named})."
 
 
 def spread(values: Sequence[float], form: str) -> str:

@@ -239,24 +239,38 @@ def test_npz_that_is_no_zip_or_damaged(tmp_path):
         read_npz(path, ["x"])
 
 
+def save_har(path, x, **more):
+    path.parent.mkdir(exist_ok=True)
+    arrays = {
+        "x_train": x[:4],
+        "y_train": np.array([1, 2, 6, 3]),
+        "subject_train": np.array([1, 1, 2, 2], np.int16),
+        "x_test": x[4:],
+        "y_test": np.array([4, 5]),
+        "subject_test": np.array([1, 9], np.int16),
+    }
+    np.savez(path, **arrays | more)
+
+
 def test_har_subjects_and_channels_last(tmp_path):
-    (tmp_path / "har").mkdir()
     x = np.random.default_rng(0).random((6, 9, 128), np.float32)
-    np.savez(
-        tmp_path / "har" / "har_inertial.npz",
-        x_train=x[:4],
-        y_train=np.array([1, 2, 6, 3]),
-        subject_train=np.array([1, 1, 2, 2], np.int16),
-        x_test=x[4:],
-        y_test=np.array([4, 5]),
-        subject_test=np.array([1, 9], np.int16),
-        activities=np.array(["W", "U", "D", "S", "T", "L"]),
-    )
+    save_har(tmp_path / "har" / "har_inertial.npz", x, activities=np.array(["W", "U", "D", "S", "T", "L"]))
     dataset = load("har_inertial", tmp_path)
     assert np.array_equal(dataset.train.x, x[:4].transpose(0, 2, 1)) and list(dataset.train.y) == [0, 1, 5, 2]
     assert dataset.class_names == tuple("WUDSTL")
     federation = Federation.from_dataset(dataset, Natural(), 0)
     assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
+
+
+def test_har_features_stay_as_they_are(tmp_path):
+    x = np.random.default_rng(0).random((6, 5), np.float32)
+    save_har(tmp_path / "har" / "har_features561_recomputed.npz", x)
+    dataset = load("har_features", tmp_path)
+    assert np.array_equal(dataset.train.x, x[:4]) and list(dataset.test.y) == [3, 4]
+    assert dataset.class_names[5] == "LAYING" and dataset.num_classes == 6
+    save_har(tmp_path / "har" / "har_features561_recomputed.npz", x[..., None])
+    with pytest.raises(FedraxError, match="must be \\[n, 561\\]"):
+        load("har_features", tmp_path)
 
 
 # The real thing

@@ -81,7 +81,8 @@ def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "argv", command)
     assert episode.main() == 0
     text = (tmp_path / "snli_small.md").read_text()
-    assert "| 10 | CELGC | " in text
+    assert "| 10 | CELGC | 73.3 | " in text
+    assert "One seed only (0)" in text
     assert "`python -m papers.episode snli --small --rounds 1`" in text
     assert (tmp_path / "snli_small-s10.png").stat().st_size > 10_000
 

@@ -33,7 +33,7 @@ def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkey
     table["compare"] = [entry for entry in table["compare"] if "T=2, M=5" in entry["label"]]
     (tmp_path / "table2.toml").write_text(tomlkit.dumps(table))
     lines = (HERE / "table2_printed.csv").read_text().splitlines()
-    kept = [lines[0], *(line for line in lines if ",2,5," in line)]
+    kept = [lines[0], *(line for line in lines if line.startswith("MNIST") and ",2,5," in line)]
     (tmp_path / "table2_printed.csv").write_text("\n".join(kept) + "\n")
     monkeypatch.setattr(losac, "HERE", tmp_path)
     out, results = tmp_path / "runs", tmp_path / "results"
@@ -67,7 +67,7 @@ def test_tuned_finds_the_best_step_size(data_dir: Path, tmp_path: Path, monkeypa
     assert max(accuracy, key=lambda lr: accuracy[lr]) == 2e-4
 
 
-@pytest.mark.parametrize(("file", "methods"), [("table2.toml", 18), ("figure2.toml", 6)])
+@pytest.mark.parametrize(("file", "methods"), [("table2.toml", 18), ("figure2.toml", 8)])
 def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
     spec = comparison.read([HERE / file])
     spec.check()

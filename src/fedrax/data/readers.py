@@ -24,6 +24,9 @@ from fedrax.data.tables import load_csv, spread_notes
 from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
 
+ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
+"""UCI HAR's classes, for files that do not name them."""
+
 
 @dataclass(frozen=True)
 class DatasetEntry:
@@ -146,17 +149,27 @@ def load_har(data_dir: Path) -> Dataset:
 
     Natural clients are the subjects; the official test subjects are all different from the training ones.
     """
-    keys = ("x_train", "y_train", "subject_train", "x_test", "y_test", "subject_test", "activities")
-    path = data_dir / "har" / "har_inertial.npz"
-    arrays = read_npz(path, keys)
+    return _load_har(data_dir / "har" / "har_inertial.npz", "har_inertial", windows=True)
+
+
+def load_har_features(data_dir: Path) -> Dataset:
+    """561 features of UCI HAR's windows, recomputed from them: float32 [n, 561] in [-1, 1]; clients as ``load_har``."""
+    return _load_har(data_dir / "har" / "har_features561_recomputed.npz", "har_features", windows=False)
+
+
+def _load_har(path: Path, name: str, windows: bool) -> Dataset:
+    keys = ("x_train", "y_train", "subject_train", "x_test", "y_test", "subject_test")
+    arrays = read_npz(path, keys, ("activities",))
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        if x.ndim != 3 or y.dtype.kind not in "iu":
-            raise FedraxError(f"{path}: x_{part} must be [n, 9, 128] and y_{part} integers 1 .. 6.")
-        arrays[f"x_{part}"] = np.ascontiguousarray(x.transpose(0, 2, 1))
+        if x.ndim != (3 if windows else 2) or y.dtype.kind not in "iu":
+            shape = "[n, 9, 128]" if windows else "[n, 561]"
+            raise FedraxError(f"{path}: x_{part} must be {shape} and y_{part} integers 1 .. 6.")
+        if windows:
+            arrays[f"x_{part}"] = np.ascontiguousarray(x.transpose(0, 2, 1))
         arrays[f"y_{part}"] = y.astype(np.int64) - 1  # UCI counts from 1
-    names = tuple(str(name) for name in arrays.pop("activities"))
-    return _from_npz(arrays, "har_inertial", path, client="subject", class_names=names)
+    names = tuple(str(name) for name in arrays.pop("activities", ACTIVITIES))
+    return _from_npz(arrays, name, path, client="subject", class_names=names)
 
 
 def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
@@ -311,6 +324,12 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
         DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
+        DatasetEntry(
+            "har_features",
+            "561 features of those windows, recomputed",
+            load_har_features,
+            ("har/har_features561_recomputed.npz",),
+        ),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
         DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
         DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),

@@ -1,0 +1,139 @@
+"""Figures 3 to 5: how many clients take part (S) and how many steps they take (T), IID and sorted by label.
+
+All are Figure 2's experiment with other constants; so are FedCM and FedADMM, which were added to Figure 2 later. The
+paper's text does not print the values of S and T that it draws, but T = 2 and T = 8 on HAR, nor HAR's rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+import tomlkit
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from fedrax import files
+from fedrax.report import curves
+from fedrax.report.runs import Method
+from papers.losac.running import TARGET, few_seeds, run, summary, write_table
+
+FILE = Path(__file__).with_name("figure2.toml")
+HAR = "har_features"
+RECOMPUTED = "HAR's 561 features are recomputed from its windows; they are not UCI's own."
+METRICS = {"test_loss": "test loss", "test_accuracy": "test accuracy"}
+COMPARED = ("FedAvg", "FedSaga", "FedCM", "SCAFFOLD", "MimeSVRG", "LoSAC (printed)", "LoSAC (consistent)")
+"""MimeSVRG is on MNIST alone, as in the paper."""
+HAR_SETTINGS = {"rounds": 500, "eval_every": 5}
+HAR_ETA, HAR_CLIENTS = 1e-4, 100
+
+
+class Panel(NamedTuple):
+    """A setting of Figure 2's experiment."""
+
+    percent: int
+    """Of the data sorted by label; 0 is IID."""
+    cohort: int = 50
+    steps: int = 5
+    data: str = "MNIST"
+    methods: tuple[str, ...] = COMPARED
+
+
+FIGURES = {
+    "figure2-added": [Panel(percent, methods=("FedCM", "FedADMM")) for percent in (0, 25, 50, 75, 100)],
+    "figure3": [Panel(percent, cohort) for percent in (0, 100) for cohort in (20, 50, 100)],
+    "figure4": [Panel(percent, steps=steps) for percent in (0, 100) for steps in (2, 5, 8)],
+    "figure5": [
+        Panel(100, cohort, steps, "HAR", tuple(label for label in COMPARED if label != "MimeSVRG"))
+        for cohort, steps in ((5, 5), (10, 5), (20, 5), (10, 2), (10, 8))
+    ],
+}
+TITLES = {
+    "figure2-added": "LoSAC, Figure 2, the methods added to it",
+    "figure3": "LoSAC, Figure 3 (MNIST, clients a round)",
+    "figure4": "LoSAC, Figure 4 (MNIST, local steps)",
+    "figure5": "LoSAC, Figure 5 (HAR, clients a round and local steps)",
+}
+
+
+def figure(arguments: argparse.Namespace) -> int:
+    """All panels of a figure: a table of what the methods reach, and their loss and accuracy against rounds."""
+    what, rows = arguments.what, []
+    found: dict[Panel, list[Method]] = {}
+    for panel in FIGURES[what]:
+        found[panel] = measured(panel, arguments)
+        setting = [str(panel.percent), str(panel.cohort), str(panel.steps)]
+        rows += [[*setting, method.label, *summary(method)] for method in found[panel]]
+    columns = ["c %", "S", "T", "method", "rounds to 85 %", "loss", "accuracy %", "diverged"]
+    note = "The paper prints curves, no numbers. Mean ± standard deviation over seeds after the last round."
+    note += few_seeds([method for methods in found.values() for method in methods])
+    if any(panel.data == "HAR" for panel in found):
+        note += f" {RECOMPUTED}"
+    write_table(arguments, what, TITLES[what], note, columns, rows)
+    curves.save_curves(draw(found), arguments.results / what)
+    return 0
+
+
+def measured(panel: Panel, arguments: argparse.Namespace) -> list[Method]:
+    """A panel's methods; figures that have a panel in common have its runs in common."""
+    out = arguments.out / "panels" / f"{panel.data},c={panel.percent},S={panel.cohort},T={panel.steps}"
+    files.write_text(out / "comparison.toml", tomlkit.dumps(experiment(panel)))
+    return run(out / "comparison.toml", out, arguments)
+
+
+def experiment(panel: Panel) -> dict:
+    """Figure 2's table with a panel's constants and methods."""
+    table = files.read_table(FILE)
+    table["partition"]["percent"] = float(panel.percent)
+    table["run"]["cohort_size"] = panel.cohort
+    table["algorithm"]["local"]["steps"] = panel.steps
+    if panel.data == "HAR":
+        table["data"]["name"] = HAR
+        table["partition"]["clients"] = HAR_CLIENTS
+        table["algorithm"]["local"]["lr"] = HAR_ETA
+        table["run"] |= HAR_SETTINGS
+    entries = {entry["label"]: entry for entry in table["compare"]}
+    table["compare"] = [entries[label] for label in panel.methods]
+    return table
+
+
+def draw(found: dict[Panel, list[Method]]) -> Figure:
+    """Losses above, accuracies below, a column for each panel."""
+    sketch = Figure(figsize=(2.4 * len(found), 5), layout="constrained")
+    grid = sketch.subplots(len(METRICS), len(found), squeeze=False, sharex=True, sharey="row")
+    for column, (panel, methods) in enumerate(found.items()):
+        for row, (metric, name) in enumerate(METRICS.items()):
+            axes = grid[row][column]
+            for i, method in enumerate(methods):
+                table = curves.curve(method, metric)
+                axes.plot(table["round"], table["mean"], color=curves.PALETTE[i], linewidth=1.6, label=method.label)
+                axes.fill_between(table["round"], table["low"], table["high"], color=curves.PALETTE[i], alpha=0.15)
+            if row == 0:
+                axes.set_title(title(panel, list(found)), fontsize="medium")
+                axes.set_yscale("log", nonpositive="clip")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            else:
+                axes.axhline(TARGET, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+                axes.set_ylim(0, 1)
+                axes.set_xlabel("communication rounds")
+            if column == 0:
+                axes.set_ylabel(name)
+            axes.grid(color="0.92", linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    sketch.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return sketch
+
+
+def title(panel: Panel, panels: list[Panel]) -> str:
+    """What a panel has otherwise than the ones beside it."""
+    shown = {
+        "percent": {0: "IID", 100: "sorted"}.get(panel.percent, f"c = {panel.percent} %"),
+        "cohort": f"S = {panel.cohort}",
+        "steps": f"T = {panel.steps}",
+    }
+    return ", ".join(text for name, text in shown.items() if len({getattr(one, name) for one in panels}) > 1)
