@@ -15,7 +15,7 @@ compile_quickly()
 gc.set_threshold(50_000, 20, 50)  # or it looks through all that JAX keeps, over and over
 
 MAPS = Path("/proc/self/maps")
-MANY = 30_000
+MANY = 20_000
 """Pieces of memory. A compiled program has dozens, and without another (Linux allows 65,530) a process crashes."""
 
 
