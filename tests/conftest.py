@@ -10,6 +10,7 @@ import pytest
 from tests.compiler import compile_quickly
 
 jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks where in Python an operation came from
 compile_quickly()
 gc.set_threshold(50_000, 20, 50)  # or it looks through all that JAX keeps, over and over
 
@@ -32,5 +33,4 @@ def full_compilation() -> Iterator[None]:
     jax.clear_caches()
     compile_quickly(False)
     yield
-    compile_quickly()
-    jax.clear_caches()
+    compile_quickly()  # what is compiled wholly may stay

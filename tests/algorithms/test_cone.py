@@ -167,7 +167,7 @@ def assert_safe(given: Problems, dtype: str) -> None:
     assert (np.linalg.norm(found, axis=1) <= 1.001 * np.linalg.norm(given.p, axis=1)).all()
 
 
-@pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 1200), (100, 40, 600)])
+@pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 600), (100, 40, 200)])
 @pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))
 def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
     """Columns that span all dimensions but one: the last to come in is independent, or a rounding error."""
@@ -176,9 +176,11 @@ def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
     assert_safe(rounded(columns, rng.normal(size=(count, d)), dtype), dtype)
 
 
-@pytest.mark.parametrize("m", [2, 3, 4, 10, 50])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_nearly_opposite_columns(m: int, dtype: str):
+NEARLY = [(dtype, m) for dtype in ("float64", "float32") for m in (2, 3, 4, 10, 50)]
+
+
+@pytest.mark.parametrize(("dtype", "m"), thinned(NEARLY, NEARLY[1::2]))
+def test_nearly_opposite_columns(dtype: str, m: int):
     """Opposite up to 1 ... 1e-16, half of them where float64 just sees that they are not, as full-batch GradMA has them
     from its second step on: the answer jumps from a wedge to a plane where rounding errors decide which it is.
     """

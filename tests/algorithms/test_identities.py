@@ -18,6 +18,7 @@ from tests.algorithms.problems import (
     state_of,
     vectors,
 )
+from tests.thinning import thinned
 
 LOCAL = {"lr": 0.1, "epochs": 2, "batch_size": 3}
 FULL = {"lr": 0.1, "steps": 4, "batch_size": "full"}
@@ -133,20 +134,21 @@ def test_upcycling_is_a_longer_server_step(inner: str):
     close(run("Upcycled", {"inner": (inner, {"local": LOCAL}), "a": 0.4}), run(inner, longer))
 
 
-@pytest.mark.parametrize(
-    ("local", "options", "same"),
-    [
-        ({}, {}, "FedAvg"),
-        ({"momentum": 0.6}, {}, "FedAvg"),
-        ({}, {"mu": 0.8}, "FedProx"),
-        ({}, {"mu": 1e-9}, "FedAvg"),
-        ({}, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}, "FedAvg"),
-    ],
-    ids=["plain", "momentum", "proximal", "hardly proximal", "server rule"],
-)
-@pytest.mark.parametrize("weights", ["uniform", "samples"])
-def test_fednova_with_equal_steps_is_plain_averaging(local: dict, options: dict, same: str, weights: str):
+NOVA: dict[str, tuple[dict, dict, str]] = {
+    "plain": ({}, {}, "FedAvg"),
+    "momentum": ({"momentum": 0.6}, {}, "FedAvg"),
+    "proximal": ({}, {"mu": 0.8}, "FedProx"),
+    "hardly proximal": ({}, {"mu": 1e-9}, "FedAvg"),
+    "server rule": ({}, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}, "FedAvg"),
+}
+WEIGHED = [(name, weights) for name in NOVA for weights in ("uniform", "samples")]
+TURNS = {(name, ("uniform", "samples")[i % 2]) for i, name in enumerate(NOVA)}
+
+
+@pytest.mark.parametrize(("name", "weights"), thinned(WEIGHED, TURNS))
+def test_fednova_with_equal_steps_is_plain_averaging(name: str, weights: str):
     """T_i = T: what each update is divided by is what the mean is multiplied with."""
+    local, options, same = NOVA[name]
     local = {"lr": 0.1, "steps": 5, "batch_size": 3} | local
     plain = {name: value for name, value in options.items() if (name, same) != ("mu", "FedAvg")}
     ours, theirs = (run(m, {"local": local} | o, weights=weights) for m, o in (("FedNova", options), (same, plain)))

@@ -1,6 +1,7 @@
 """Batches cut into pieces: only where samples stand each for itself, and to the same gradient."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +34,9 @@ def of_each(x: Array) -> Array:
 
 
 def module(made: nn.Module, **more: Any) -> tuple[Function, Any]:
-    variables = made.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, images(2), **more)
+    """A function, and one that draws its weights."""
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = partial(jax.jit(partial(made.init, **more)), keys, images(2))
 
     def function(v: Any, x: Array, key: Array) -> Array:
         out, _ = made.apply(v, x, rngs={"dropout": key}, mutable=["batch_stats"], **more)
@@ -177,17 +180,23 @@ TOGETHER: dict[str, tuple[Callable, Any]] = {
 }
 
 
+def drawn(table: dict[str, tuple[Callable, Any]], name: str) -> tuple[Function, Any]:
+    """The function and its weights; those of a module are drawn here, not when the tests are collected."""
+    function, w = table[name]
+    return function, w() if callable(w) else w
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_samples_alone(name: str):
-    function, w = ALONE[name]
+    function, w = drawn(ALONE, name)
     assert each_by_itself(function, w, images(), jax.random.key(0)) is not None
-    x, key = images(), jax.random.key(0)
-    np.testing.assert_allclose(function(w, x, key)[2:5], function(w, x[2:5], key), rtol=2e-6, atol=1e-6)
+    (x, key), compiled = (images(), jax.random.key(0)), jax.jit(function)
+    np.testing.assert_allclose(compiled(w, x, key)[2:5], compiled(w, x[2:5], key), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_samples_together(name: str):
-    function, w = TOGETHER[name]
+    function, w = drawn(TOGETHER, name)
     assert each_by_itself(function, w, images(), jax.random.key(0)) is None
 
 

@@ -16,6 +16,7 @@ from fedrax.contract.task import Batch
 from fedrax.models import from_linen
 from fedrax.simulation.setup import prepare
 from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_close, assert_identical, run
+from tests.thinning import thinned
 
 # -- sweeps --------------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ def normed() -> fedrax.Result:
     return run(WHOLE, **OPTIONS)
 
 
-@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
+@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"], 2))
 def test_statistics_agree_on_every_plan(normed: fedrax.Result, plan: str):
     other = run(WHOLE, **OPTIONS, plan=plan)
     assert_close(other, normed, 1e-4)

@@ -1,6 +1,7 @@
 """Every model of the zoo: shapes, sizes, starts, float types, and the sentences for impossible inputs."""
 
 import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ NETWORKS = sorted(set(MODELS) - OTHERS)
 INPUTS = {"lstm": (6, 5), "lenet": (18, 20, 3), "cnn": (8, 9, 3)}  # the others read anything
 
 
+@cache
 def build(name, num_outputs=4):
     return compiled(MODELS[name]().build(INPUTS.get(name, (3, 4)), num_outputs))
 
@@ -49,8 +51,8 @@ def test_outputs_are_the_last_layer_on_the_features(name):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_one_after_the_other_are_the_model(name):
-    model = MODELS[name]().build(INPUTS.get(name, (3, 4)), 4)
-    params, x = jax.jit(model.init)(jax.random.key(0)), inputs(name)
+    model, whole = MODELS[name]().build(INPUTS.get(name, (3, 4)), 4), build(name)
+    params, x = whole.init(jax.random.key(0)), inputs(name)
     assert model.blocks is not None
     expected = {"linear": 1, "logistic": 1, "2nn": 3, "mlp": 3, "lenet": 5, "cnn": 4, "lstm": 2}
     assert len(model.blocks) == expected[name]
@@ -58,7 +60,7 @@ def test_blocks_one_after_the_other_are_the_model(name):
         h = x
         for block in model.blocks:
             h = jax.jit(block)(params, h, key)
-        np.testing.assert_allclose(h, jax.jit(model.apply)(params, x, key), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(h, whole.apply(params, x, key), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -10,6 +10,8 @@ import numpy as np
 
 import fedrax
 from fedrax.models import Logistic
+from fedrax.simulation.process import arithmetic
+from fedrax.simulation.setup import prepare
 
 FEATURES, CLASSES = 4, 3
 SIZES = (3, 7, 4, 12, 6, 5, 9, 4)
@@ -42,6 +44,13 @@ def run(
     defaults: dict[str, Any] = {"rounds": 4, "cohort_size": 3, "eval_every": 100}
     task = options.pop("task", TASK)
     return fedrax.simulate(algorithm or fedrax.FedAvg(local=LOCAL), task, federation, **(defaults | options))
+
+
+def travels(algorithm: fedrax.Algorithm, dtype: str = "float32") -> tuple[int, int]:
+    """(bytes down, bytes up) of one client a round. They follow from shapes: nothing is compiled."""
+    with arithmetic(dtype):
+        info = prepare(algorithm, TASK, FEDERATION, fedrax.Settings(cohort_size=3, dtype=dtype)).info
+    return info.bytes_down, info.bytes_up
 
 
 def without_times(events: list[dict]) -> list[dict]:

@@ -141,7 +141,10 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
     travels += 0 if at_home else tree.num_bytes(mean)
     assert [event["bytes_up"] for event in result.events] == [2 * travels * r for r in (1, 2, 3)]
     assert [event["bytes_down"] for event in result.events] == [2 * travels * r for r in (1, 2, 3)]
-    losses = []  # of each client's own model on its own samples; test data belong to nobody
+    loss, losses = (
+        jax.jit(task.evaluation_loss),
+        [],
+    )  # of each client's own model on its own samples; test data belong to nobody
     for client in range(FEDERATION.num_clients):
         x = jax.tree.map(
             lambda mine, g, h: mine if h else g, own.get(client, params), params, home_of(params, patterns)
@@ -149,7 +152,7 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
         moving = statistics.get(client, start[1]) if at_home else mean
         rows = slice(*FEDERATION.offsets[client : client + 2])
         model = Variables(x, moving) if isinstance(start, Variables) else x
-        losses.extend(task.evaluation_loss(model, Batch(*(np.asarray(a)[rows] for a in FEDERATION.train))))
+        losses.extend(loss(model, Batch(*(np.asarray(a)[rows] for a in FEDERATION.train))))
     np.testing.assert_allclose(result.events[-1]["train_personal_loss"], np.mean(losses), rtol=1e-4)
 
 

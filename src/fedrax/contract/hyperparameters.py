@@ -124,6 +124,8 @@ def _shown(value: Any, nested: bool) -> str:
 
 def _check_role(field: Field, value: Any, where: str) -> None:
     """Refuse what JAX cannot take, as part of the key of a compiled program or as an input of it."""
+    if type(value) in (bool, int, float):  # which is both, as most fields are
+        return
     try:
         (hash if field.static else partial(jax.eval_shape, lambda value: value))(value)
     except TypeError as error:

@@ -246,8 +246,9 @@ def run_block(
     xs = jax.tree.map(jnp.asarray, xs)
     xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.places))
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
-    step = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
-    shapes = jax.eval_shape(lambda c: step(c, here=at(0))[1], carry)
+    one = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
+    step = jax.jit(one, inline=True)  # traced once, for the records' shapes and for the loop
+    _, shapes = jax.eval_shape(lambda c: step(c, here=at(0)), carry)
     records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
 
     def unfinished(loop: tuple) -> Array:
