@@ -43,7 +43,8 @@ def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
             return metric.value(outputs(), samples.y) if shared else metric(params, samples)
 
         metrics = {"loss": task.evaluation_loss, **task.metrics}
-        return {name: value(metric) for name, metric in metrics.items()} | ({_OUTPUTS: outputs()} if task.whole_set else {})
+        values = {name: value(metric) for name, metric in metrics.items()}
+        return values | {_OUTPUTS: outputs()} if task.whole_set else values
 
     return fast_on_cpu(found)(params, samples)
 
