@@ -129,7 +129,7 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
     seeds = [seed for seed in seeds if runs.stored(cell, method, best, seed)]
     tops = [runs.top(cell, method, best, seed) or 0.0 for seed in seeds]
     usual = sum(runs.usual(cell, method, best, seed) for seed in seeds) / len(seeds)
-    ours = spread(tops, ".2f") if len(tops) > 1 else f"{tops[0]:.2f}"
+    ours = spread(tops, ".2f")
     tried = f"{len(known)} of {math.prod(len(AXES[axis][1]) for axis in METHODS[method])}"
     gap = f"{sum(tops) / len(tops) - mean:+.2f}"
     return [*row, ours, gap, f"{usual:.2f}", str(len(tops)), tried, in_words(method, best)]
@@ -142,7 +142,7 @@ def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float,
     for point in sorted({point for known in tried.values() for point in known}):
         of = [seed for seed in seeds if point in tried[seed]]
         tops, usual = [tried[seed][point] for seed in of], [runs.usual(cell, method, point, seed) for seed in of]
-        ours = [spread(values, ".2f") if len(of) > 1 else f"{values[0]:.2f}" for values in (tops, usual)]
+        ours = [spread(values, ".2f") for values in (tops, usual)]
         rows.append(
             [column(cell), method, f"{mean:.2f} ± {deviation:.2f}", in_words(method, point), *ours, str(len(of))]
         )

@@ -70,15 +70,15 @@ def few_seeds(methods: Sequence[Method]) -> str:
     if len(seeds) >= SEEDS:
         return ""
     named = " and ".join(map(str, seeds))
-    return f" One seed only ({named}): the deviations say nothing." if len(seeds) < 2 else f" Two seeds only ({named})."
+    return f" One seed only ({named})." if len(seeds) < 2 else f" Two seeds only ({named})."
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation."""
+    """Mean ± standard deviation; one value by itself, which says nothing of a deviation."""
     if not values:
         return "-"
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):{form}} ± {deviation:{form}}"
+    mean = f"{statistics.mean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
 
 
 def write_table(
