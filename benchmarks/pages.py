@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedrax.files import write_picture
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -33,7 +35,4 @@ def write_page(path: Path, sections: Iterable[str]) -> Path:
 def save_picture(figure: Figure, path: Path) -> list[Path]:
     """Saves ``path``.png and ``path``.svg."""
     figure.tight_layout()
-    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    figure.savefig(paths[0], dpi=150)
-    figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return [write_picture(path.with_suffix(suffix), figure) for suffix in (".png", ".svg")]

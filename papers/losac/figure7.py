@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method, Run, last_values
+from papers.losac.panels import draw
 from papers.losac.running import run, spread, write_table
 
 FILE = Path(__file__).with_name("figure7.toml")
@@ -42,7 +41,8 @@ def figure(arguments: argparse.Namespace) -> int:
         "round': from which evaluation on all runs had the true rank."
     )
     write_table(arguments, "figure7", "LoSAC, Figure 7 (low-rank matrix sensing)", note, columns, rows)
-    curves.save_curves(draw(found), arguments.results / "figure7")
+    drawn = draw({f"true rank {rank}": methods for rank, methods in found.items()}, METRICS, RANKS)
+    curves.save_curves(drawn, arguments.results / "figure7")
     return 0
 
 
@@ -111,34 +111,3 @@ def exact_from(one: Run, rank: int) -> int | None:
         if "rank" in event:
             since = None if event["rank"] != rank else since or event["round"]
     return since
-
-
-def draw(found: dict[int, list[Method]]) -> Figure:
-    """Errors above, ranks below, a column for each true rank."""
-    sketch = Figure(figsize=(2.4 * len(found), 5), layout="constrained")
-    grid = sketch.subplots(len(METRICS), len(found), squeeze=False, sharex=True)
-    for column, (rank, methods) in enumerate(found.items()):
-        for row, (metric, name) in enumerate(METRICS.items()):
-            axes = grid[row][column]
-            for i, method in enumerate(methods):
-                table = curves.curve(method, metric)
-                axes.plot(table["round"], table["mean"], color=curves.PALETTE[i], linewidth=1.6, label=method.label)
-                axes.fill_between(table["round"], table["low"], table["high"], color=curves.PALETTE[i], alpha=0.15)
-            if metric == "rank":
-                axes.axhline(rank, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-                axes.set_ylim(bottom=0)
-                axes.set_xlabel("communication rounds")
-            else:
-                axes.set_title(f"true rank {rank}", fontsize="medium")
-                axes.set_yscale("log")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter(NullFormatter())
-            if column == 0:
-                axes.set_ylabel(name)
-            axes.grid(color="0.92", linewidth=0.7)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    sketch.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return sketch

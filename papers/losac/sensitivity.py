@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tomlkit
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method
+from papers.losac.panels import draw
 from papers.losac.running import TARGET, few_seeds, run, summary, write_table
 
 FILE = Path(__file__).with_name("figure2.toml")
@@ -71,7 +70,9 @@ def figure(arguments: argparse.Namespace) -> int:
     if any(panel.data == "HAR" for panel in found):
         note += f" {RECOMPUTED}"
     write_table(arguments, what, TITLES[what], note, columns, rows)
-    curves.save_curves(draw(found), arguments.results / what)
+    titled = {title(panel, list(found)): methods for panel, methods in found.items()}
+    drawn = draw(titled, METRICS, [TARGET] * len(found), top=1, legend=len(COMPARED))
+    curves.save_curves(drawn, arguments.results / what)
     return 0
 
 
@@ -96,37 +97,6 @@ def experiment(panel: Panel) -> dict:
     entries = {entry["label"]: entry for entry in table["compare"]}
     table["compare"] = [entries[label] for label in panel.methods]
     return table
-
-
-def draw(found: dict[Panel, list[Method]]) -> Figure:
-    """Losses above, accuracies below, a column for each panel."""
-    sketch = Figure(figsize=(2.4 * len(found), 5), layout="constrained")
-    grid = sketch.subplots(len(METRICS), len(found), squeeze=False, sharex=True, sharey="row")
-    for column, (panel, methods) in enumerate(found.items()):
-        for row, (metric, name) in enumerate(METRICS.items()):
-            axes = grid[row][column]
-            for i, method in enumerate(methods):
-                table = curves.curve(method, metric)
-                axes.plot(table["round"], table["mean"], color=curves.PALETTE[i], linewidth=1.6, label=method.label)
-                axes.fill_between(table["round"], table["low"], table["high"], color=curves.PALETTE[i], alpha=0.15)
-            if row == 0:
-                axes.set_title(title(panel, list(found)), fontsize="medium")
-                axes.set_yscale("log", nonpositive="clip")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter(NullFormatter())
-            else:
-                axes.axhline(TARGET, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-                axes.set_ylim(0, 1)
-                axes.set_xlabel("communication rounds")
-            if column == 0:
-                axes.set_ylabel(name)
-            axes.grid(color="0.92", linewidth=0.7)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    sketch.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    return sketch
 
 
 def title(panel: Panel, panels: list[Panel]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import stat
@@ -18,6 +19,7 @@ from fedrax.errors import FedraxError
 
 if TYPE_CHECKING:
     import polars as pl
+    from matplotlib.figure import Figure
 
 MAX_FILE = 1 << 20
 """Bytes of an experiment file, and of a CSV file's header."""
@@ -134,6 +136,21 @@ def write_bytes(path: Path, content: bytes) -> None:
     """As ``write_text``, for bytes."""
     with replacing(path) as file:
         file.write(content)
+
+
+def write_picture(path: Path, figure: Figure) -> Path:
+    """A figure as PNG or SVG, by the name's ending, whole or not at all; the same figure is the same file."""
+    import matplotlib as mpl  # which takes a while, and few need it
+    from PIL import Image
+
+    kind, content = path.suffix.removeprefix("."), io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "fedrax"}):
+        figure.savefig(content, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {})
+    if kind == "png" and not any(axes.images for axes in figure.axes):  # images have more colours than lines
+        drawn, content = Image.open(content).convert("RGB"), io.BytesIO()
+        drawn.quantize(256, dither=Image.Dither.NONE).save(content, kind, optimize=True)  # a third of the bytes
+    write_bytes(path, content.getvalue())
+    return path
 
 
 @contextmanager

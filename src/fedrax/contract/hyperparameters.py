@@ -124,7 +124,7 @@ def _shown(value: Any, nested: bool) -> str:
 
 def _check_role(field: Field, value: Any, where: str) -> None:
     """Refuse what JAX cannot take, as part of the key of a compiled program or as an input of it."""
-    if type(value) in (bool, int, float):  # which is both, as most fields are
+    if type(value) in (bool, int, float):  # most fields; they can be either, and asking JAX takes time
         return
     try:
         (hash if field.static else partial(jax.eval_shape, lambda value: value))(value)

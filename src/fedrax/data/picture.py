@@ -1,9 +1,7 @@
 """A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
 
-import io
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -11,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from fedrax.data.federation import Federation
 from fedrax.data.heterogeneity import label_counts
 from fedrax.errors import FedraxError
-from fedrax.files import write_bytes
+from fedrax.files import write_picture
 from fedrax.text import for_picture
 
 COLOUR = "#1f5a94"
@@ -64,12 +62,5 @@ def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> 
     figure = draw_labels(federation, clients)
     path = Path(path)
     stem = path.name.removesuffix(".png").removesuffix(".svg")
-    saved = []
-    for suffix in ("png", "svg"):
-        target = path.with_name(f"{stem}.{suffix}")
-        content = io.BytesIO()
-        with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
-            figure.savefig(content, format=suffix, dpi=200, metadata={"Date": None} if suffix == "svg" else {})
-        write_bytes(target, content.getvalue())
-        saved.append(target)
-    return saved[0], saved[1]
+    png, svg = (write_picture(path.with_name(f"{stem}.{kind}"), figure) for kind in ("png", "svg"))
+    return png, svg

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -13,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fedrax.files import write_bytes
+from fedrax.files import write_picture
 from fedrax.profiling.advice import Heavy
 from fedrax.profiling.profile import Part, Profile
 from fedrax.report.curves import PALETTE
@@ -140,7 +138,4 @@ def draw(profile: Profile) -> Figure:
 
 def save(profile: Profile, path: Path) -> None:
     """Save the picture as PNG or SVG, by the name's ending, whole or not at all."""
-    content, kind = io.BytesIO(), path.suffix.removeprefix(".")
-    with mpl.rc_context({"svg.hashsalt": "fedrax"}):
-        draw(profile).savefig(content, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {})
-    write_bytes(path, content.getvalue())
+    write_picture(path, draw(profile))

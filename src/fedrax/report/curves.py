@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.files import write_bytes
+from fedrax.files import write_picture
 from fedrax.report.runs import Method, curve
 from fedrax.text import for_picture
 
 # Okabe and Ito's palette, distinguishable with any kind of colour vision; yellow, too light for lines, left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", "-.", ":")
-WIDEST = 1800
-"""Pixels across a PNG; wider pictures are drawn with fewer a point, and their SVG beside them is sharp at any size."""
 METRICS = {
     "frobenius_error": "distance from the true matrix",
     "rank": "rank",
@@ -98,12 +94,5 @@ def _scale(axes: Axes, tables: Sequence[pl.DataFrame], key: str) -> None:
 
 def save_curves(figure: Figure, path: Path) -> tuple[Path, Path]:
     """Save as ``path``.png and ``path``.svg, each whole or not at all; returns both paths."""
-    saved = []
-    for suffix in ("png", "svg"):
-        content, target = io.BytesIO(), path.with_name(f"{path.name}.{suffix}")
-        with mpl.rc_context({"svg.hashsalt": "fedrax"}):  # the same picture is the same file
-            dpi = min(160, WIDEST / figure.get_figwidth())
-            figure.savefig(content, format=suffix, dpi=dpi, metadata={"Date": None} if suffix == "svg" else {})
-        write_bytes(target, content.getvalue())
-        saved.append(target)
-    return saved[0], saved[1]
+    png, svg = (write_picture(path.with_name(f"{path.name}.{kind}"), figure) for kind in ("png", "svg"))
+    return png, svg

@@ -22,8 +22,6 @@ _ROWS_ON_CPU, _ROWS = 16, 100
 """Of one chunk. What a network makes of 16 images mostly stays in a core's cache; accelerators want more at a time."""
 _PIECE_BYTES = 16 << 20
 """Of streamed samples at a time."""
-
-
 _OUTPUTS = "outputs of the model"
 
 
