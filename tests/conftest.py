@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -18,6 +19,8 @@ MAPS = Path("/proc/self/maps")
 MANY = 20_000
 """Pieces of memory. A compiled program has dozens, and without another (Linux allows 65,530) a process crashes."""
 
+TASKS: dict[Any, Any] = {}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
@@ -25,6 +28,33 @@ def room_for_programs() -> Iterator[None]:
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def tasks_once() -> Iterator[None]:
+    """Commands in this process are about the same task where they say the same of it: programs belong to a task.
+
+    Of a user each command has a process. Tasks of own models, or of data that say more than their shapes, stay apart.
+    """
+    from fedrax.contract import task as tasks
+    from fedrax.experiments import experiment
+
+    made, makers = experiment.make_task, (tasks.classification, tasks.regression, tasks.binary, tasks.margin)
+
+    def once(spec: Any, federation: Any) -> Any:
+        (x, y), kind = federation.train, type(spec.model)
+        if kind.__module__ != "fedrax.models.zoo" or federation.truth is not None or federation.vocabulary:
+            return made(spec, federation)
+        now = tuple(getattr(tasks, maker.__name__) for maker in makers)
+        says = (federation.num_classes, federation.padding, federation.pixels, federation.mean, federation.std)
+        about = (spec.model, spec.task, spec.normalise, now, *says, x.shape[1:], x.dtype.str, y.shape[1:], y.dtype.str)
+        if about not in TASKS:
+            TASKS[about] = made(spec, federation)
+        return TASKS[about]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "make_task", once)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ SIZES = {
 NUM_CLIENTS = 7
 
 
+@cache
 def quadratic_task() -> fedrax.Task:
     """Loss (a w - b)^2 / 2."""
     return fedrax.Task(
@@ -39,6 +40,7 @@ def quadratic_task() -> fedrax.Task:
     )
 
 
+@cache
 def softmax_task() -> fedrax.Task:
     """Cross entropy of a linear model with a bias."""
 
@@ -74,10 +76,13 @@ class Problem:
         return [reference.Client(self.problem, x[i:j], y[i:j], local) for i, j in ranges]
 
 
-@cache
 def make_problem(kind: str = "softmax", sizes: str | tuple[int, ...] = "uneven") -> Problem:
     """A problem whose clients differ in their features, labels and sizes."""
-    sizes = SIZES[sizes] if isinstance(sizes, str) else sizes
+    return _problem(kind, SIZES[sizes] if isinstance(sizes, str) else sizes)
+
+
+@cache
+def _problem(kind: str, sizes: tuple[int, ...]) -> Problem:
     rng = np.random.default_rng(7)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     owner = np.repeat(np.arange(len(sizes)), sizes)

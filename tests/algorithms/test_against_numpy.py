@@ -9,6 +9,7 @@ from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.settings import Settings
 from tests.algorithms.problems import Case, assert_same, expected, make_problem, simulate
 from tests.algorithms.table import LOCAL_WORK, METHODS, OPTIONS, SERVER_RULES
+from tests.thinning import thinned
 
 MORE = [*LOCAL_WORK, *SERVER_RULES, *OPTIONS]
 ALL = [*METHODS.values(), *MORE]
@@ -19,6 +20,9 @@ WHOLE = {
 }
 """Methods unlike each other, with the whole compiler, which takes four times as long, at the end; other cases are
 compiled quickly, and every method wholly in float32 where there is time."""
+FIRST = {"FedAvg-rich", "LoSAC-consistent", "Mime", "Attacked-krum-alittle"}
+"""Of these the ones that ``make test`` takes: local options, blocks, two phases, wrappers. It compiles the others
+quickly; GradMA has ``test_gradma_compiled`` besides."""
 
 
 def works_of(case: Case) -> list[np.ndarray] | None:
@@ -52,7 +56,7 @@ def test_every_option_in_float64(case: Case):
     assert_float64(case)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in WHOLE])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in FIRST])
 def test_every_method_in_float64(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)
 
@@ -68,7 +72,7 @@ def test_float64_on_the_quadratic(name: str):
 
 
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize("name", sorted(WHOLE))
+@pytest.mark.parametrize("name", thinned(sorted(WHOLE), FIRST))
 def test_methods_in_float64_by_the_whole_compiler(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)
 

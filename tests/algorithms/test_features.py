@@ -46,6 +46,9 @@ def start() -> list[np.ndarray]:
     return [rng.normal(size=shape) for shape in shapes]
 
 
+TASK = classification(NETWORK)
+
+
 def run(algorithm: Any, model: Model = NETWORK, **settings: Any) -> Result:
     """Two rounds in float64, from ``start`` unless the model is another."""
     x, y = samples()
@@ -53,7 +56,8 @@ def run(algorithm: Any, model: Model = NETWORK, **settings: Any) -> Result:
     script = Script(cohorts=[np.array(cohort) for cohort in COHORTS])
     params = as_fedrax(start()) if model is NETWORK else None
     defaults = {"rounds": len(COHORTS), "dtype": "float64", "devices": 1, "script": script, "params": params}
-    return simulate(algorithm, classification(model), federation, **(defaults | settings))
+    task = TASK if model is NETWORK else classification(model)
+    return simulate(algorithm, task, federation, **(defaults | settings))
 
 
 def as_fedrax(arrays: list[np.ndarray]) -> dict[str, Any]:

@@ -30,12 +30,12 @@ def federation() -> Federation:
 
 
 FEDERATION = federation()
+TASK = classification(Logistic().build((8,), CLASSES))
 
 
 def run(algorithm: PFedMe | FedAvg, **settings: Any) -> Result:
     """Half of the clients in a round."""
-    task = classification(Logistic().build((8,), CLASSES))
-    return simulate(algorithm, task, FEDERATION, **({"rounds": 20, "cohort_size": 3, "eval_every": 20} | settings))
+    return simulate(algorithm, TASK, FEDERATION, **({"rounds": 20, "cohort_size": 3, "eval_every": 20} | settings))
 
 
 @pytest.mark.parametrize("restart", [False, True])

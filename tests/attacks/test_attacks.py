@@ -27,6 +27,7 @@ from fedrax.attacks import (
 from fedrax.attacks.optimizers import LBFGS
 from fedrax.data import load
 from fedrax.models import MLP, Logistic
+from tests.thinning import thinned
 
 CLIENTS = 3
 IMAGES, LABELS = load("digits").train
@@ -204,7 +205,8 @@ def test_the_client_s_program_gives_losac_s_data_away() -> None:
     assert psnr_of(dlg(200).invert(server, (1, 8, 8, 1), 10)) > 25
 
 
-def test_two_rounds_are_enough_for_an_eavesdropper() -> None:
+@pytest.mark.parametrize("invert", thinned([False, True]))
+def test_two_rounds_are_enough_for_an_eavesdropper(invert: bool) -> None:
     """Of LoSAC with one local step: after the round that is only gone through, the copied client's memory is right."""
     method = fedrax.LoSAC(local=LocalSGD(lr=0.1, steps=1, blocks=1))
     heard = recorded(method, rounds=3)[1:]
@@ -213,7 +215,8 @@ def test_two_rounds_are_enough_for_an_eavesdropper() -> None:
     true = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     for a, b in zip(jax.tree.leaves(view.predict(view.known, true, None)), jax.tree.leaves(view.target), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    assert psnr_of(dlg(300).invert(view, (1, 8, 8, 1), 10)) > 25
+    if invert:  # where there is time; that such a view gives data away is the test above
+        assert psnr_of(dlg(300).invert(view, (1, 8, 8, 1), 10)) > 25
 
 
 def test_a_program_run_on_the_true_data_sends_what_was_sent() -> None:

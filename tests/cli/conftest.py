@@ -11,6 +11,11 @@ from fedrax.cli import main
 from fedrax.experiments import comparing
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_task_each(tasks_once: None) -> None:
+    """In all modules of this folder."""
+
+
 class Outcome(NamedTuple):
     """What a command printed, and its exit status."""
 

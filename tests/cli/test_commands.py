@@ -250,7 +250,9 @@ def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeyp
 
 
 def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text(COMPARE.replace("lr = 0.01", "lr = 1e38"))
+    """Whose two methods are one program."""
+    diverging = '[[compare]]\nlabel = "far"\nlocal = { lr = 1e38 }\n'
+    (tmp_path / "c.toml").write_text(f'{TINY}[[compare]]\nname = "fedavg"\n{diverging}')
     outcome = fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--json")
     assert outcome.status == 1
     good, bad = json.loads(outcome.out)["methods"]

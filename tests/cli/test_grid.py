@@ -32,10 +32,31 @@ run = { rounds = 3 }
 )
 
 
+ONE_PROGRAM = (
+    GRID[: GRID.index("[[compare]]")]
+    + """
+[[compare]]
+name = "fedavg"
+[[compare]]
+name = "fedavg"
+label = "other"
+grid = { algorithm.local.lr = [0.3, 0.1] }
+"""
+)
+"""As many methods and points, which differ by floating numbers alone."""
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "g.toml"
     path.write_text(GRID)
+    return path
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Path:
+    path = tmp_path / "q.toml"
+    path.write_text(ONE_PROGRAM)
     return path
 
 
@@ -75,7 +96,7 @@ def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path,
 
 
 def test_a_broken_off_grid_keeps_what_is_finished(
-    fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what is missing is run, and a larger grid runs its new points alone."""
     seen: list[tuple[bool, int]] = []
@@ -89,9 +110,9 @@ def test_a_broken_off_grid_keeps_what_is_finished(
 
     monkeypatch.setattr(running, "simulate", counted)
     monkeypatch.setattr("fedrax.experiments.search.pays", lambda *_: False)
-    assert fedrax("compare", file, "--out", "c").status == 130
+    assert fedrax("compare", quick, "--out", "c").status == 130
     assert [validation for validation, _ in seen] == [True] * 4
-    assert fedrax("compare", file, "--out", "c", "--quiet").status == 0
+    assert fedrax("compare", quick, "--out", "c", "--quiet").status == 0
     assert [validation for validation, _ in seen[4:]] == [True] + [False] * 4
     del seen[:]
     larger = ("--grid", "algorithm.local.lr=0.01,0.3,1e30", "--grid", "algorithm.local.weight-decay=1.0,none")
@@ -108,9 +129,9 @@ def test_a_broken_off_grid_keeps_what_is_finished(
     assert lost[0]["value"] is None and choice["best"]["algorithm.local.lr"] < 1e30
 
 
-def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
+def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path) -> None:
     flags = ("--grid", "algorithm.local.weight-decay=none,0.5", "--algorithm.local.lr", "0.2", "--run.rounds", 1)
-    assert fedrax("compare", file, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
+    assert fedrax("compare", quick, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
     runs = [experiment.read(path) for path in (tmp_path / "c").rglob("experiment.toml")]
     assert len(runs) == 6
     assert {(run.algorithm.local.lr, run.run.rounds) for run in runs} == {(0.2, 1)}  # type: ignore[attr-defined]
@@ -145,8 +166,8 @@ def test_grids_that_are_none(
     assert not (tmp_path / "c").exists()
 
 
-def test_in_python(file: Path, tmp_path: Path) -> None:
-    made = compare(file, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11)
+def test_in_python(quick: Path, tmp_path: Path) -> None:
+    made = compare(quick, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11)
     assert made.target == 0.11 and not made.diverged
     for choice in made.choices.values():
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fedrax
-from fedrax.compiled.tracing import traced_once
+from fedrax.compiled.tracing import computed, traced_once
 from tests.simulation.problems import LOCAL, TASK, run
 
 
@@ -65,6 +65,32 @@ def test_found_again_in_a_mesh_and_under_vmap():
     with jax.enable_x64(True):
         assert scaled(2.0, {"x": np.ones(3), "n": 3})["y"].dtype == np.float64
     assert len(calls) == 4
+
+
+def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):
+    """The same values and types as from ``jax.jit``, which compiles every function of a new name."""
+    x, table = {"w": np.arange(3.0), "n": jnp.arange(2)}, np.arange(6.0, dtype=np.float32)
+    makers: dict[str, Any] = {
+        "arguments": lambda by: lambda x: {"state": (), "params": x["w"], "again": x["w"]},
+        "new": lambda by: lambda x: {"params": x, "zeros": jax.tree.map(jnp.zeros_like, x), "some": by * x["w"]},
+        "a number": lambda by: lambda x: (x["w"], 0.5, jnp.float32(2.0)),
+        "a constant": lambda by: lambda x: x["w"] + jnp.asarray(table)[1],
+    }
+    for name, make in makers.items():
+        wanted = jax.jit(make(2.0))(x)
+        with jax.log_compiles():
+            caplog.clear()
+            ours = [computed(make(2.0), x) for _ in range(2)]
+            if name in ("arguments", "new"):
+                said = [record.getMessage() for record in caplog.records]
+                assert sum("Compiling jit(jaxpr_as_fun)" in line for line in said) == (name == "new")
+                assert not any("Compiling jit(<lambda>)" in line for line in said)
+        for found in ours:
+            assert jax.tree.structure(found) == jax.tree.structure(wanted)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                assert isinstance(a, jax.Array) and jax.typeof(a) == jax.typeof(b)
+                np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(computed(makers["new"](3.0), x)["some"], 3 * x["w"])
 
 
 def test_the_debugger_runs_it_every_time():

@@ -78,6 +78,7 @@ def run_shell(block: Block) -> None:
         assert status == 0, line
 
 
+@pytest.mark.usefixtures("tasks_once")
 @pytest.mark.parametrize(
     "page",
     [

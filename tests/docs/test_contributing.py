@@ -44,9 +44,11 @@ def run(checkout: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def fedrax_command(checkout: Path, *arguments: str) -> str:
-    """The output of ``fedrax`` with these arguments."""
-    return run(checkout, "-c", "import sys; from fedrax.cli import main; sys.exit(main())", *arguments)
+def fedrax_commands(checkout: Path, *commands: str) -> list[str]:
+    """What each of these ``fedrax`` commands prints, one after another in one process."""
+    code = "import sys; from fedrax.cli import main\n"
+    code += "for line in sys.argv[1:]: assert main(line.split()) == 0, line; print('\\f')"
+    return run(checkout, "-c", code, *commands).split("\f")[:-1]
 
 
 def test_is_short():
@@ -63,11 +65,11 @@ def test_every_contract_test_passes(checkout: Path):
 
 
 def test_is_on_the_command_line(checkout: Path):
-    assert "fedacg" in fedrax_command(checkout, "list", "algorithms").lower()
-    flags = ("--algorithm", "fedacg", "--algorithm.beta", "0.02", "--run.rounds", "3", "--model", "logistic")
-    said = fedrax_command(checkout, "run", *flags, "--out", "runs/fedacg")
-    assert "fedacg" in said
-    assert "3 rounds" in fedrax_command(checkout, "resume", "runs/fedacg")
+    flags = "--algorithm fedacg --algorithm.beta 0.02 --run.rounds 3 --model logistic"
+    commands = ("list algorithms", f"run {flags} --out runs/fedacg", "resume runs/fedacg")
+    listed, ran, resumed = fedrax_commands(checkout, *commands)
+    assert "fedacg" in listed.lower() and "fedacg" in ran
+    assert "3 rounds" in resumed
     assert 'name = "fedacg"' in (checkout / "runs/fedacg/experiment.toml").read_text()
 
 

@@ -13,7 +13,19 @@ EXAMPLES = ROOT / "examples"
 mpl.use("agg")
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+LONG = ("own_method", "several_processes", "step_sizes", "client_drift")
+"""Those that run much of what others run, or what has tests of its own: a part of ``make test-all``."""
+
+
+def named(ending: str) -> list:
+    """The examples with this ending."""
+    found = sorted(EXAMPLES.glob(f"*.{ending}"))
+    return [
+        pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if path.stem in LONG else ()) for path in found
+    ]
+
+
+@pytest.mark.parametrize("path", named("py"))
 def test_script_runs_and_says_something(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -24,7 +36,7 @@ def test_script_runs_and_says_something(
     assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", named("ipynb"))
 def test_cells_of_notebook_run(path: Path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -6,6 +6,8 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
+
 from fedrax.cli import main
 from tests.kill.writes import EXPERIMENT, at_every_write, go_on, outcome
 
@@ -28,6 +30,7 @@ def restore(folder: Path, kept: dict[str, bytes | None]) -> None:
             (folder / name).write_bytes(content)
 
 
+@pytest.mark.usefixtures("tasks_once")
 def test_every_write_can_be_the_last(tmp_path: Path):
     experiment, folder = tmp_path / "x.toml", tmp_path / "r"
     experiment.write_text(EXPERIMENT)

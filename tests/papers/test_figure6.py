@@ -25,6 +25,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CLIENTS", 4)
         monkeypatch.setattr(module, "DATA", {"digits": ("digits", 4)})
     monkeypatch.setattr(figure6, "LEAKS", {"DSGD": True, "LoSAC": False})
+    monkeypatch.setattr(figure6.attacked, "__defaults__", (5,))  # frames: images are matched in each
     every = figure6.methods
     chosen = lambda reduction: {name: every(reduction)[name] for name in ("DSGD", "LoSAC")}  # noqa: E731
     monkeypatch.setattr(figure6, "methods", chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from tests.privacy.observed import (
     wild_data,
 )
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, TASK, run
+from tests.thinning import thinned
 
 C, Z = 0.8, 1.5
 BLOCKS = LocalSGD(lr=0.02, steps=3, blocks=3)
@@ -116,9 +118,14 @@ def test_a_leaf_left_out_is_caught():
         assert_bounded(length, 1e6 * wild_data()[0], C)
 
 
-@pytest.mark.parametrize("at", ["server", "client"])
-@pytest.mark.parametrize("inner", [FedAvg(local=LOCAL), SCAFFOLD], ids=["fedavg", "scaffold"])
-def test_without_noise_and_with_room_it_is_the_method_inside(inner: fedrax.Algorithm, at: Any):
+INSIDE = {"fedavg": FedAvg(local=LOCAL), "scaffold": SCAFFOLD}
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), thinned(product(INSIDE, ("server", "client")), [("fedavg", "client"), ("scaffold", "server")])
+)
+def test_without_noise_and_with_room_it_is_the_method_inside(name: str, at: Any):
+    inner = INSIDE[name]
     wrapped, plain = run(ClientDP(inner, clip=Flat(1e6), noise=0.0, at=at), rounds=2), run(inner, rounds=2)
     for a, b in zip(jax.tree.leaves(wrapped.server), jax.tree.leaves(plain.server), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -142,26 +149,38 @@ def assert_same_noise(rows: np.ndarray, others: np.ndarray) -> None:
     np.testing.assert_allclose(rows, others, rtol=1e-6, atol=1e-6)
 
 
-def test_noise_at_the_server_is_that_of_the_sum_and_independent():
-    rows = noise_of(central, apart=False)
-    assert len(rows) == ROUNDS * 2 * 2  # rounds, phases, leaves
-    assert_gaussian(rows, Z * C / COHORT)
+@pytest.fixture(scope="module")
+def at_server() -> np.ndarray:
+    """Noise on the sum."""
+    return noise_of(central, apart=False)
 
 
-def test_noise_at_clients_is_each_ones_own_on_every_plan_and_number_of_devices():
-    rows = noise_of(local, apart=True)
-    assert len(rows) == ROUNDS * 2 * 2 * COHORT
-    assert_gaussian(rows, Z * C)
-    for options in OTHER_PLANS:
-        assert_same_noise(noise_of(local, apart=True, **options), rows)
+@pytest.fixture(scope="module")
+def at_clients() -> np.ndarray:
+    """Noise on every upload."""
+    return noise_of(local, apart=True)
 
 
-def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices():
-    rows = noise_of(central, apart=False)
-    for options in OTHER_PLANS:
-        assert_same_noise(noise_of(central, apart=False, **options), rows)
+def test_noise_at_the_server_is_that_of_the_sum_and_independent(at_server: np.ndarray):
+    assert len(at_server) == ROUNDS * 2 * 2  # rounds, phases, leaves
+    assert_gaussian(at_server, Z * C / COHORT)
     other = noise_of(central, apart=False, seed=1)
-    assert abs(np.corrcoef(other.ravel(), rows.ravel())[0, 1]) < 0.1
+    assert abs(np.corrcoef(other.ravel(), at_server.ravel())[0, 1]) < 0.1
+
+
+def test_noise_at_clients_is_each_ones_own(at_clients: np.ndarray):
+    assert len(at_clients) == ROUNDS * 2 * 2 * COHORT
+    assert_gaussian(at_clients, Z * C)
+
+
+@pytest.mark.parametrize("options", thinned(OTHER_PLANS, [{"plan": "vmap", "chunk": 2}, {"devices": 1}]), ids=str)
+def test_noise_at_clients_is_the_same_on_every_plan_and_number_of_devices(at_clients: np.ndarray, options: dict):
+    assert_same_noise(noise_of(local, apart=True, **options), at_clients)
+
+
+@pytest.mark.parametrize("options", thinned(OTHER_PLANS, [{"plan": "loop"}, {"plan": "debug"}]), ids=str)
+def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices(at_server: np.ndarray, options: dict):
+    assert_same_noise(noise_of(central, apart=False, **options), at_server)
 
 
 @pytest.mark.parametrize("broken", [SameKeyTwice, OneKeyForAll, TooLittleNoise])
@@ -171,9 +190,9 @@ def test_broken_noise_is_caught(broken: type[ClientDP]):
         assert_gaussian(rows, Z * C)
 
 
-def test_a_wrapper_outside_changes_the_stream_and_not_the_scale():
-    rows, other = noise_of(local, apart=True), noise_of(lambda inner: upcycle(local(inner)), apart=True)
-    assert abs(np.corrcoef(other.ravel(), rows.ravel())[0, 1]) < 0.05
+def test_a_wrapper_outside_changes_the_stream_and_not_the_scale(at_clients: np.ndarray):
+    other = noise_of(lambda inner: upcycle(local(inner)), apart=True)
+    assert abs(np.corrcoef(other.ravel(), at_clients.ravel())[0, 1]) < 0.05
     assert_gaussian(other, Z * C)
 
 

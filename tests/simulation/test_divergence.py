@@ -84,18 +84,18 @@ def test_a_step_too_long(plan: str):
         run(fedrax.FedAvg(local=dataclasses.replace(LOCAL, lr=1e38)), rounds=20, plan=plan)
 
 
+SQUARES = fedrax.Task(
+    init=lambda key: {"w": jnp.ones(4)}, loss=lambda params, batch, key: (batch.x @ params["w"] - 1) ** 2
+)
 OVERFLOWS = [("scan", 1), ("scan", 3), ("loop", 1), ("debug", 3), ("loop", 3), ("debug", 1)]
 
 
 @pytest.mark.parametrize(("plan", "size"), thinned(OVERFLOWS, 4))
 def test_a_server_that_overflows(plan: str, size: int, tmp_path: Path):
     """Nobody of the cohort is to blame; with one client, one of the two devices has none."""
-    task = fedrax.Task(
-        init=lambda key: {"w": jnp.ones(4)}, loss=lambda params, batch, key: (batch.x @ params["w"] - 1) ** 2
-    )
     algorithm = Overflowing(local=LOCAL)
     with pytest.raises(NonFiniteError, match=r"^Overflowing, round 3: server/params/w is not finite"):
-        run(algorithm, task=task, plan=plan, cohort_size=size, rounds=6, directory=tmp_path)
+        run(algorithm, task=SQUARES, plan=plan, cohort_size=size, rounds=6, directory=tmp_path)
     assert len(read_events(tmp_path)) == 2
 
 

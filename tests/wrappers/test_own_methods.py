@@ -101,7 +101,7 @@ def test_noise_has_its_length_and_updates_are_clipped():
     assert abs(drawn.std() / 0.5 - 1) < 0.1 and abs(drawn.mean()) < 4 * 0.5 / np.sqrt(len(drawn))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", thinned(PLANS, 2))
 def test_the_servers_noise_is_that_of_every_plan(plan: str):
     method = Shaken(local=LOCAL)
     assert_close(short(method, plan=plan), compiled(method))

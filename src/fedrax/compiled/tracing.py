@@ -1,12 +1,13 @@
-"""A function that many programs hold, traced once for all of them."""
+"""A function that many programs hold, traced once for all of them; and one that is made anew, compiled once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
@@ -49,6 +50,38 @@ def traced_once(fixed: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return call
 
     return decorated
+
+
+def computed(function: Callable[..., T], *args: Any) -> T:
+    """What ``jax.jit(function)`` makes of pytrees of arrays, for functions made anew that compute the same.
+
+    They share a compiled program, and where the result is nothing but arguments there is none: most methods start so.
+    """
+    compiled = jax.jit(function)
+    traced = compiled.trace(*args)
+    made, leaves = traced.jaxpr, jax.tree.leaves(args)
+    if made.consts or any(isinstance(out, core.Literal) for out in made.jaxpr.outvars):
+        return compiled(*args)
+    run = _program(_Text(str(made), made)) if made.eqns else core.jaxpr_as_fun(made)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, run(*leaves)))
+
+
+class _Text(NamedTuple):
+    """A program, known by its text."""
+
+    text: str
+    made: core.ClosedJaxpr
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Text) and self.text == other.text
+
+
+@lru_cache(KEPT)
+def _program(known: _Text) -> Callable[..., list]:
+    return jax.jit(core.jaxpr_as_fun(known.made))
 
 
 def _shape_of(a: Any) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,7 @@ any size, and blocks of any number of rounds, run in the same program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -322,6 +322,16 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
     return options
 
 
+@cache
+def repeated(sharding: NamedSharding) -> Callable:
+    """A tree so many times, in rows that lie on devices in the given way; compiled once for all runs."""
+
+    def repeat(rows: int, values: Tree) -> Tree:
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), values)
+
+    return jax.jit(repeat, static_argnums=0, out_shardings=sharding)
+
+
 _copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 
 
@@ -365,9 +375,7 @@ class Engine:
 
     def new_store(self, client: Tree, capacity: int) -> Tree:
         """A store of ``capacity`` rows a device, each ``client``, what one keeps that has not taken part."""
-        rows = capacity * self.devices
-        repeat = lambda c: jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), c)  # noqa: E731
-        return jax.jit(repeat, out_shardings=self.store_sharding)(client)
+        return repeated(self.store_sharding)(capacity * self.devices, client)
 
     def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
         """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds].

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedrax.compiled.tracing import computed
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
@@ -36,8 +37,8 @@ class Saved(NamedTuple):
 
 def fresh(setup: Setup, storage: Storage) -> Carry:
     """The state before the first round."""
-    init = jax.jit(partial(setup.algorithm.init, num_clients=setup.info.num_clients))
-    carry, store = setup.engine.put(init(setup.params), setup.statistics, ()), setup.initial
+    server = computed(partial(setup.algorithm.init, num_clients=setup.info.num_clients), setup.params)
+    carry, store = setup.engine.put(server, setup.statistics, ()), setup.initial
     if setup.stateful:
         away = storage.spill is not None
         store = () if away else setup.engine.new_store(setup.initial, setup.planner.capacity)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.compiled.pieces import rows_in
+from fedrax.compiled.tracing import computed
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method, explained
 from fedrax.contract.client_data import Layout
@@ -104,7 +105,7 @@ def prepare(
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
     with explained(algorithm):
-        initial = jax.jit(partial(Kept.at_first, algorithm))(start, statistics)
+        initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
     algorithm.requirements.check_task(_name(algorithm), task, bool(statistics))
