@@ -93,6 +93,29 @@ def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):
     np.testing.assert_array_equal(computed(makers["new"](3.0), x)["some"], 3 * x["w"])
 
 
+def test_what_a_program_s_text_does_not_show_is_not_shared():
+    """Arrays that a function inside holds, and what Python is called for."""
+    x = jnp.ones(3)
+
+    def makers(number: float) -> list[Any]:
+        array = np.full(3, number, np.float32)
+        there = jax.ShapeDtypeStruct((3,), jnp.float32)
+        return [
+            lambda x: jax.jit(lambda y: y + array)(x),
+            lambda x: jax.jit(lambda y: y + jnp.asarray(array))(x),
+            lambda x: jax.lax.cond(x[0] > 1, lambda y: y * array, lambda y: y - array, x),
+            lambda x: jax.lax.scan(lambda y, _: (y * array, None), x, None, 2)[0],
+            lambda x: jax.pure_callback(lambda y: np.asarray(y + number, np.float32), there, x),
+            lambda x: x * np.float32(1 + number * 1e-7),
+        ]
+
+    for one, other in zip(makers(1.0), makers(2.0), strict=True):
+        a, b = computed(one, x), computed(other, x)
+        np.testing.assert_array_equal(a, jax.jit(one)(x))
+        np.testing.assert_array_equal(b, jax.jit(other)(x))
+        assert (a != b).any()
+
+
 def test_the_debugger_runs_it_every_time():
     calls = []
 

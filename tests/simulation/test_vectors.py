@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import fedrax
 from fedrax import tree
+from fedrax.compiled.pieces import AXIS
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.vectors import Vectors, exchanged, fetched, on_axis, padded
 from fedrax.simulation import NonFiniteError
-from fedrax.simulation.engine import AXIS, Engine, server_specs
+from fedrax.simulation.engine import Engine, server_specs
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
 
 K, S = 5, 4

@@ -7,17 +7,18 @@ on the network and its shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend import core
 
 from fedrax import tree
 from fedrax.compiled.samples import each_by_itself, parts_of_scan
 from fedrax.compiled.scopes import GRADIENT, scope
+from fedrax.compiled.tracing import equations_in
 from fedrax.tree import Tree
 
 _CACHED = 7 << 20
@@ -26,7 +27,8 @@ _OF_WEIGHTS = 5
 """Each piece reads the weights, in a loop at every turn, and adds to their gradient: it gives at least so many times
 their bytes."""
 _NAME = "pieces"
-_FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
+AXIS = "clients"
+"""Of the mesh of devices, over which clients are spread."""
 TRACED = 13
 """Samples of a batch that is traced only to be looked at: a prime, which shapes of a model are not taken for."""
 
@@ -61,10 +63,18 @@ def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: i
     return Pieces(size, seen.dtype) if size < rows else None
 
 
-def summed(gradient: Callable, pieces: Pieces | None, params: Tree, batch: Tree, counts: Array | None) -> Tree:
+def summed(
+    gradient: Callable,
+    pieces: Pieces | None,
+    params: Tree,
+    batch: Tree,
+    counts: Array | None,
+    joined: Array | None = None,
+) -> Tree:
     """``gradient(params, batch, counts)`` = (loss, gradient of the parameters), both sums over samples that count.
 
-    batch: pytree of arrays [B, ...]. counts: bool [B], or None where all do.
+    batch: pytree of arrays [B, ...]. counts: bool [B], or None where all do. joined: bool; whether all devices along
+    ``AXIS`` are here with the same batch, so that each can do some of the pieces; None where they never are.
     """
     if pieces is None:
         return gradient(params, batch, counts)
@@ -80,20 +90,34 @@ def summed(gradient: Callable, pieces: Pieces | None, params: Tree, batch: Tree,
         with scope(GRADIENT):  # once more: the loop is not the model's own
             return tree.add(total, gradient(params, *piece)), None
 
+    zero = (jnp.zeros((), pieces.dtype), tree.zeros_like(params))
     with jax.named_scope(_NAME):
-        return jax.lax.scan(add, (jnp.zeros((), pieces.dtype), tree.zeros_like(params)), cut)[0]
+        if joined is None:
+            return lax.scan(add, zero, cut)[0]
+        share = lax.axis_index(AXIS) + jnp.arange(2)
+        first, last = jnp.where(joined, number * share // lax.axis_size(AXIS), jnp.array([0, number]))
+        total = lax.fori_loop(first, last, lambda i, total: add(total, tree.row(cut, i))[0], zero)
+        return lax.cond(joined, lambda t: lax.psum(t, AXIS), lambda t: t, total)
 
 
-def rows_in(program: core.ClosedJaxpr) -> int | None:
-    """Samples of the largest pieces into which a traced program cuts batches; None where it cuts none."""
-    return max(_pieces_in(program.jaxpr), default=None)
+class Cut(NamedTuple):
+    """A batch in pieces."""
+
+    pieces: int
+    rows: int
+    """Of each piece."""
 
 
-def _pieces_in(jaxpr: core.Jaxpr) -> Iterator[int]:
-    for equation in jaxpr.eqns:
+def cuts_in(program: core.ClosedJaxpr) -> list[Cut]:
+    """How a traced program cuts batches."""
+    found = []
+    for equation in equations_in(program):
         if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _NAME:
             first: Any = equation.invars[sum(parts_of_scan(equation))]
-            yield first.aval.shape[1]
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: isinstance(v, _FUNCTIONS)):
-            if isinstance(value, _FUNCTIONS):
-                yield from _pieces_in(value.jaxpr if isinstance(value, core.ClosedJaxpr) else value)
+            found.append(Cut(*first.aval.shape[:2]))
+    return found
+
+
+def speed_of(cuts: Sequence[Cut], devices: int) -> float:
+    """How many times as fast as one device all of them together are with a batch that is cut so."""
+    return min((cut.pieces / -(-cut.pieces // devices) for cut in cuts), default=1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -16,16 +16,19 @@ from fedrax.compiled.lengths import of_differences
 P = ParamSpec("P")
 T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
+_FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 KEPT = 32
 """Traces of one function."""
 
 
-def traced_once(fixed: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def traced_once(
+    fixed: int, axes: Callable[..., list[tuple[str, int]]] = lambda *_: []
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator for functions whose first ``fixed`` arguments are hashable and whose others are pytrees of arrays.
 
     The function is laid out where it is called. ``jax.jit`` with ``inline`` would trace it anew inside every
-    ``shard_map``; here a trace is found again wherever the shapes and JAX's settings are the same. So the function must
-    not speak of the axes of a mesh.
+    ``shard_map``; here a trace is found again wherever the shapes and JAX's settings are the same. Of the axes of a
+    mesh the function may speak of those that ``axes`` names with their sizes, from the fixed arguments.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
@@ -34,7 +37,9 @@ def traced_once(fixed: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
             inner: Callable = function
             with use_abstract_mesh(NO_MESH):
                 made, shape = jax.make_jaxpr(
-                    lambda *leaves: inner(*statics, *jax.tree.unflatten(structure, leaves)), return_shape=True
+                    lambda *leaves: inner(*statics, *jax.tree.unflatten(structure, leaves)),
+                    axis_env=axes(*statics) or None,
+                    return_shape=True,
                 )(*shapes)
             return of_differences(made), jax.tree.structure(shape)
 
@@ -56,14 +61,35 @@ def computed(function: Callable[..., T], *args: Any) -> T:
     """What ``jax.jit(function)`` makes of pytrees of arrays, for functions made anew that compute the same.
 
     They share a compiled program, and where the result is nothing but arguments there is none: most methods start so.
+    What a program's text does not show, arrays that functions inside it hold and calls of Python, is not shared.
     """
     compiled = jax.jit(function)
     traced = compiled.trace(*args)
     made, leaves = traced.jaxpr, jax.tree.leaves(args)
-    if made.consts or any(isinstance(out, core.Literal) for out in made.jaxpr.outvars):
+    hidden = constants_in(made) or any("callback" in equation.primitive.name for equation in equations_in(made))
+    if hidden or any(isinstance(out, core.Literal) for out in made.jaxpr.outvars):
         return compiled(*args)
     run = _program(_Text(str(made), made)) if made.eqns else core.jaxpr_as_fun(made)
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, run(*leaves)))
+
+
+def equations_in(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The program's equations and those of all functions inside them."""
+    for equation in (program.jaxpr if isinstance(program, core.ClosedJaxpr) else program).eqns:
+        yield equation
+        for function in _functions(equation):
+            yield from equations_in(function)
+
+
+def constants_in(program: core.ClosedJaxpr) -> list[Any]:
+    """The arrays that the program holds and those that functions inside it do."""
+    inside = [function for equation in equations_in(program) for function in _functions(equation)]
+    return [array for one in [program, *inside] for array in getattr(one, "consts", ())]
+
+
+def _functions(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]:
+    values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, _FUNCTIONS))
+    return [value for value in values if isinstance(value, _FUNCTIONS)]
 
 
 class _Text(NamedTuple):

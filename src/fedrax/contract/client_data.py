@@ -324,9 +324,10 @@ class ClientData:
 
     def _in_pieces(self, gradient: Callable, params: Tree, samples: Tree, counts: Array | None, key: Array) -> Tree:
         """``gradient(params, samples, counts)``, of the batch cut as is best for this machine."""
-        if self._loss_rules:  # which may hold arrays of as many rows
-            return summed(gradient, pieces_of(self.losses(), params, samples, key), params, samples, counts)
-        return summed(gradient, pieces_of(self.task.loss, params, samples, key, TRACED), params, samples, counts)
+        # a rule may hold arrays of as many rows
+        looked_at: Any = (self.losses(), None) if self._loss_rules else (self.task.loss, TRACED)
+        pieces = pieces_of(looked_at[0], params, samples, key, looked_at[1])
+        return summed(gradient, pieces, params, samples, counts, self.place.joined)
 
     @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:

@@ -72,6 +72,11 @@ def is_table(value: Any) -> bool:
     return isinstance(value, Table)
 
 
+def holds_tables(state: Tree) -> bool:
+    """Whether a client state has any."""
+    return any(map(is_table, jax.tree.leaves(state, is_leaf=is_table)))
+
+
 def state_in(store: Tree, slot: Array) -> Tree:
     """The client state in row ``slot`` of a store of states, its tables left where they are.
 

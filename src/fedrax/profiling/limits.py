@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax.simulation.engine import AXIS
+from fedrax.compiled.pieces import AXIS
 
 
 class Limits(NamedTuple):

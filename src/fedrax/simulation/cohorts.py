@@ -18,6 +18,7 @@ from fedrax.contract.client_data import Place
 from fedrax.errors import FedraxError
 from fedrax.files import read_columns
 from fedrax.simulation.arrivals import Arrivals, arrivals, read_durations
+from fedrax.simulation.joining import to_join
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import (
     Asynchronous,
@@ -33,6 +34,8 @@ from fedrax.simulation.settings import (
 _COHORT, _STRAGGLER, _ARRIVALS, _TURNS = 1, 2, 3, 4
 _SMALL_STORE = 64 << 20
 """Bytes of all devices' stores up to which each has a row for every client."""
+_LOOKED_AT = 32
+"""Rounds that show whether devices ever gain by working together."""
 
 
 def generator(seed: int, stream: int, round: int) -> np.random.Generator:
@@ -211,6 +214,8 @@ class Planner:
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
         self.by_samples, self.chunk, self.given = by_samples, chunk, dict(given or {})
         self.straggling = sampler.settings.stragglers > 0
+        self.joint_speed: float | None = None
+        """How many times as fast as one device all of them together are with a client; None: they never join."""
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
         places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
@@ -255,9 +260,7 @@ class Planner:
     def _assign(self, round: int) -> list[list[int]]:
         """For each device the places (in the cohort) of its clients, heaviest first to the least loaded."""
         cohort = self.sampler.cohort(round)
-        cost = self.sampler.sizes[cohort].astype(float) if self.by_samples else np.ones(len(cohort))
-        if self.straggling:
-            cost = cost * self.sampler.work(round, len(cohort))
+        cost = self._cost(round, cohort)
         chosen: list[list[int]] = [[] for _ in range(self.devices)]
         load = [0.0] * self.devices
         newcomers = []
@@ -286,6 +289,25 @@ class Planner:
             return [sorted(places, key=lambda p: (-cost[p], p)) for places in chosen]
         return [sorted(places) for places in chosen]
 
+    def _cost(self, round: int, cohort: np.ndarray) -> np.ndarray:
+        """What each client has to do, float [S]."""
+        cost = self.sampler.sizes[cohort].astype(float) if self.by_samples else np.ones(len(cohort))
+        return cost * self.sampler.work(round, len(cohort)) if self.straggling else cost
+
+    def join(self, speed: float) -> None:
+        """Let devices that work together ``speed`` times as fast do so, if that helps in any of the first rounds."""
+        self.joint_speed = speed
+        if not any(self._joined(r, self._placed(r)) for r in range(min(self.sampler.settings.rounds, _LOOKED_AT))):
+            self.joint_speed = None
+
+    def _placed(self, round: int) -> list[list[int]]:
+        return self._assigned[round] if self.stateful else self._assign(round)
+
+    def _joined(self, round: int, assigned: list[list[int]]) -> set[int]:
+        if self.joint_speed is None:
+            return set()
+        return to_join(assigned, self._cost(round, self.sampler.cohort(round)).tolist(), self.joint_speed)
+
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
         """Whether a device has no place left in this round, or no row."""
         return len(chosen[device]) >= self.places or (self.stateful and self._used[device] >= self.capacity)
@@ -302,6 +324,7 @@ class Planner:
             size=room(int(s.sizes[0])),
             weight=room(0, s.settings.dtype),
             work=room(1, np.float32) if self.straggling else None,
+            joined=None if self.joint_speed is None else room(False, bool),
             **given,
         )
         numbers = np.arange(first, first + length, dtype=np.int32)
@@ -313,7 +336,9 @@ class Planner:
     def _fill(self, out: Rounds, b: int, round: int) -> None:
         s = self.sampler
         cohort = s.cohort(round)
-        assigned = self._assigned[round] if self.stateful else self._assign(round)
+        assigned = self._placed(round)
+        joined = self._joined(round, assigned)
+        assigned = [sorted(places, key=joined.__contains__) for places in assigned]  # these at the end
         weight = s.sizes[cohort].astype(float) if s.settings.weights == "samples" else np.ones(len(cohort))
         found: dict[str, Any] = {
             "client": cohort,
@@ -326,6 +351,8 @@ class Planner:
             found["slot"] = np.array([self.home[c][1] for c in cohort.tolist()], np.int32)
         if self.straggling:
             found["work"] = s.work(round, len(cohort))
+        if self.joint_speed is not None:
+            found["joined"] = np.isin(np.arange(len(cohort)), list(joined))
         out.cohort_size[b] = len(cohort)
         for d, chosen in enumerate(assigned):
             out.count[b, d] = len(chosen)
@@ -351,6 +378,6 @@ def whole_round(xs: Rounds, r: int, rows: int, samples: int = 0) -> Rounds:
     shares = []
     for d in range(xs.count.shape[1]):
         places = jax.tree.map(lambda a, d=d: a[r, d, : xs.count[r, d]], xs.places)
-        shares.append(places._replace(slot=places.slot + d * rows, offset=places.offset + d * samples))
+        shares.append(places._replace(slot=places.slot + d * rows, offset=places.offset + d * samples, joined=None))
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *shares)
     return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r].sum(), joined)

@@ -150,7 +150,7 @@ def require_finite(values: Tree, where: str) -> None:
 
 def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> str:
     """Repeat round ``r`` of a block client by client from its starting state; its first non-finite tensor, in words."""
-    program = engine.program._replace(chunk=0, own_samples=False)
+    program = engine.program._replace(chunk=0, own_samples=False, joining=0)
     debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
     a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
     here = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)

@@ -21,30 +21,24 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
-from fedrax.compiled.scopes import AGGREGATE, SERVER, STATES, phase_scope, scope
+from fedrax.compiled.pieces import AXIS
+from fedrax.compiled.scopes import AGGREGATE, SERVER, phase_scope, scope
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
-from fedrax.contract.table import set_state, state_in
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded
-from fedrax.simulation.recording import Noted, no_notes, noted, on_host, sent_by, statistics_down
+from fedrax.simulation.joining import JoiningRunner
+from fedrax.simulation.phase import PhaseRunner
+from fedrax.simulation.recording import Noted, on_host, statistics_down
 from fedrax.simulation.round import (
     Executor,
-    Finished,
     Gathered,
-    Keys,
     Program,
     Rounds,
-    Sums,
-    add_client,
     client_keys,
-    no_sums,
-    run_client,
     run_round,
-    turn_of,
 )
 from fedrax.tree import Tree
 
-AXIS = "clients"
 NOTED = "noted"
 """In a round's record what was noted of its messages, where clients are recorded."""
 
@@ -57,101 +51,6 @@ class Carry(NamedTuple):
     """Of the model, averaged over clients; an empty tuple where it has none."""
     store: Tree
     """A :class:`Kept` a row."""
-
-
-class Progress(NamedTuple):
-    """Where a device stands in a phase: sums, what goes up singly and what is kept by place, the store, and notes."""
-
-    sums: Sums
-    single: Tree
-    kept: Tree
-    store: Tree
-    notes: Any = ()
-    """Of what recorded clients sent."""
-
-
-class PhaseRunner:
-    """One phase (number ``p`` of the algorithm's) of one round on one device."""
-
-    def __init__(
-        self,
-        program: Program,
-        algorithm: Algorithm,
-        p: int,
-        message: Tree,
-        statistics: Tree,
-        samples: Tree,
-        here: Rounds,
-        keys: Keys,
-    ):
-        self.program, self.algorithm, self.p, self.here = program, algorithm, p, here
-        self.first, self.last = p == 0, p == len(algorithm.phases) - 1
-        # A state that goes back to the store before the next client's turn can leave its tables there.
-        in_place = self.first and self.last and not program.chunk
-        self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
-        self.one: Callable[[Tree, Array], Finished] = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, turn_of(here, keys, k)
-        )
-        """(what is kept, k) -> the client in place k at the end of the phase."""
-
-    def start(self, kept: Tree, store: Tree) -> Progress:
-        """Before the first client: zero sums and room for what is kept one per place."""
-        n = self.here.places.client.shape[0]
-        begins = jax.eval_shape(self.get_state, store if self.first else kept, jnp.int32(0))
-        shape = jax.eval_shape(self.one, begins, self.here.count)  # of the type of run's index: one trace for both
-        by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
-        initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
-        sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
-        notes = no_notes(self.here.recorded, sent_by(shape, self.last))
-        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes)
-
-    def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
-        """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
-
-        What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
-        goes to the store in the last phase and to ``Progress.kept`` before.
-        """
-        chunk, (sums, single, kept, store, notes) = self.program.chunk, progress
-        place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
-        real = place < self.here.count
-        at = jnp.minimum(place, self.here.count - 1) if chunk else place
-        slots = self.here.places.slot[at]
-        source, rows = (store, slots) if self.first else (before, at)
-        if chunk:
-            done: Finished = jax.vmap(self.one)(_get_rows(source, rows), at)
-            put = put_state = _put_rows
-        else:
-            with scope(STATES):
-                begins = self.get_state(source, rows)
-            done = self.one(begins, at)
-            put, put_state = scope(STATES)(tree.set_row), scope(STATES)(self.put_state)
-        single = put(single, at, done.single)
-        if self.last:
-            store = put_state(store, slots, done.kept)
-        else:
-            kept = put(kept, at, done.kept)
-        with scope(AGGREGATE):
-            weight = self.here.places.weight[at]
-            weight = jnp.where(real, weight, 0) if chunk else weight
-            sums = add_client(self.program, sums, done, weight, real, self.here.places.client[at])
-        notes = noted(notes, self.here.recorded, self.here.places.client[at], sent_by(done, self.last))
-        return Progress(sums, single, kept, store, notes)
-
-    def run(self, kept: Tree, store: Tree) -> Progress:
-        """All clients of this device."""
-        chunk, count = self.program.chunk, self.here.count
-        trips = (count + chunk - 1) // chunk if chunk else count
-        return jax.lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
-
-
-@scope(STATES)
-def _get_rows(table: Tree, rows: Array) -> Tree:
-    return jax.tree.map(lambda a: a.at[rows].get(mode="clip"), table)
-
-
-@scope(STATES)
-def _put_rows(table: Tree, rows: Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype)), table, values)
 
 
 class OnDevice(Executor):
@@ -173,11 +72,12 @@ class OnDevice(Executor):
     ):
         super().__init__(program, algorithm, here, key)
         self.store, self.samples, self.vectors_axis = store, samples, vectors_axis
-        self.keys = client_keys(self.round_key, here.places.client)
         self.kept: Tree = ()
         self.join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
         self.least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
         self.gather: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
+        clients = here.places.client
+        self.keys = client_keys(self.round_key, self.gather(clients) if program.joining else clients)
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """As every executor, from a server state of which devices may hold shares."""
@@ -186,7 +86,8 @@ class OnDevice(Executor):
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """This device's clients, then the sums over all devices."""
         places = self.here.places
-        runner = PhaseRunner(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
+        kind = JoiningRunner if self.program.joining else PhaseRunner
+        runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
         with phase_scope(p):
             sums, single, self.kept, self.store, notes = runner.run(self.kept, self.store)
         if self.here.recorded is not None:

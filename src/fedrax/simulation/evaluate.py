@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.pieces import AXIS
 from fedrax.contract.task import OfOutputs
-from fedrax.simulation.engine import AXIS
 from fedrax.simulation.storage import release
 from fedrax.tree import Tree
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from fedrax.compiled.tracing import constants_in
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
 from fedrax.simulation.settings import Script, Settings
@@ -53,7 +54,7 @@ def identify(
         "settings": _digest([repr(dataclasses.replace(settings, **_FREE)), *given]),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
-        "program": _digest([_text(program), *program.consts]),
+        "program": _digest([_text(program), *constants_in(program)]),
     }
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
+from fedrax.compiled.pieces import AXIS
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_personal
 from fedrax.contract.client_data import Carried, Place
@@ -23,7 +24,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.engine import AXIS, Engine
+from fedrax.simulation.engine import Engine
 from fedrax.simulation.evaluate import is_lower_better, over_clients, sample_values
 from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
 from fedrax.simulation.settings import Settings

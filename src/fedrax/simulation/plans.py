@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedrax import tree
+from fedrax.compiled.pieces import AXIS
 from fedrax.errors import FedraxError
-from fedrax.simulation.engine import AXIS
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
@@ -34,11 +34,17 @@ def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tup
 
 
 def describe(
-    mesh: Any, plan: str, chunk: int, streamed: bool = False, spilled: bool = False, piece: int | None = None
+    mesh: Any,
+    plan: str,
+    chunk: int,
+    streamed: bool = False,
+    spilled: bool = False,
+    piece: int | None = None,
+    joining: bool = False,
 ) -> str:
     """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'.
 
-    piece: samples of the pieces that batches are cut into, if any.
+    piece: samples of the pieces that batches are cut into, if any. joining: whether devices ever work together.
     """
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
@@ -49,7 +55,8 @@ def describe(
         "loop": "one compiled call a client",
         "debug": "step by step without compilation",
     }[plan]
-    extra = f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
+    extra = ", clients left over on all of them together" * joining
+    extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
     extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
 

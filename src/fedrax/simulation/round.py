@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.products import Format
 from fedrax.compiled.tracing import traced_once
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
@@ -42,6 +43,8 @@ class Program(NamedTuple):
     """Each device holds samples of its own clients only, instead of all."""
     expected: float | None = None
     """Clients of a round in the mean, where each joins by chance."""
+    joining: int = 0
+    """Devices that work together on some clients; 0: each client is one device's."""
 
 
 class Rounds(NamedTuple):
@@ -238,7 +241,7 @@ def client_data(
     )
 
 
-@traced_once(fixed=2)
+@traced_once(fixed=2, axes=lambda program, p: [(AXIS, program.joining)] if program.joining else [])
 def run_client(
     program: Program,
     p: int,

@@ -14,12 +14,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from fedrax import tree
-from fedrax.compiled.pieces import rows_in
+from fedrax.compiled.pieces import cuts_in, speed_of
 from fedrax.compiled.tracing import computed
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method, explained
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
+from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
@@ -120,11 +121,16 @@ def prepare(
     streamed, spilled = choose(settings, mesh, samples, store_bytes)
     fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
     program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
-    engine = ENGINES[plan](program, mesh, None if streamed else samples)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place)
     directory = directory if jax.process_index() == 0 else None  # the first process writes
-    words = describe(mesh, plan, chunk, streamed, spilled, rows_in(traced.program))
+    cuts, devices = cuts_in(traced.program), mesh.devices.size
+    if plan == "scan" and not (streamed or holds_tables(initial)) and jax.process_count() == 1:
+        planner.join(speed_of(cuts, devices))
+    joining = devices if planner.joint_speed is not None else 0
+    engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
+    piece = max((cut.rows for cut in cuts), default=None)
+    words = describe(mesh, plan, chunk, streamed, spilled, piece, joining > 0)
     info = _info(algorithm, settings, sampler, words, traced, start, directory)
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.compiled.cores import use_all_cores
+from fedrax.compiled.pieces import AXIS
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
@@ -30,7 +31,7 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
-from fedrax.simulation.engine import AXIS, Carry, compiler_options, run_block
+from fedrax.simulation.engine import Carry, compiler_options, run_block
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, Sink, events_of
 from fedrax.simulation.identity import form_of

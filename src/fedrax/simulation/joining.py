@@ -1,0 +1,101 @@
+"""Clients on which all devices work together, where turns alone would leave some of them idle.
+
+Five clients on two devices are three turns on one and two on the other. :func:`to_join` finds on the host which clients
+of a round are better shared, each device taking the gradients of its share of every batch
+(:mod:`fedrax.compiled.pieces`), and :class:`JoiningRunner` has these take their turns when all others are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax import tree
+from fedrax.compiled.pieces import AXIS
+from fedrax.compiled.scopes import AGGREGATE, STATES, scope
+from fedrax.simulation.phase import PhaseRunner, Progress
+from fedrax.simulation.recording import noted, sent_by
+from fedrax.simulation.round import add_client, run_client, turn_of
+from fedrax.tree import Tree
+
+_WORTH = 0.95
+"""Of the time without: what joining must bring it to, since devices then wait for each other at every step."""
+
+
+def to_join(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: float) -> set[int]:
+    """The places of a round on which all devices are to work together; mostly none.
+
+    assigned: each device's places. cost: of each place. speed: how many times as fast they are together as one alone.
+    """
+    left = [sorted(places, key=lambda p: (-cost[p], p)) for places in assigned]
+    load = [sum(cost[p] for p in places) for places in assigned]
+    taken: list[int] = []
+    together, best, chosen = 0.0, _WORTH * max(load), 0
+    while any(left):
+        d = max((d for d in range(len(left)) if left[d]), key=load.__getitem__)
+        taken.append(left[d].pop())  # the lightest of the device that would be last
+        load[d] = sum(cost[p] for p in left[d])
+        together += cost[taken[-1]] / speed
+        if max(load) + together < best:
+            best, chosen = max(load) + together, len(taken)
+    return set(taken[:chosen])
+
+
+class JoiningRunner(PhaseRunner):
+    """A phase on one device of several, all of which end it with the same clients.
+
+    ``keys`` are those of all devices' places, one device's after another's, and so are ``everyone`` and ``order``.
+    """
+
+    def __init__(self, *inputs: Any):
+        super().__init__(*inputs)
+        program, algorithm, p, message, statistics, samples, here, keys = inputs
+        self.me, self.room = lax.axis_index(AXIS), here.places.client.shape[0]
+        places, counts = jax.tree.map(partial(lax.all_gather, axis_name=AXIS), (here.places, here.count))
+        shared = places.joined & (jnp.arange(self.room) < counts[:, None])
+        self.together = shared.sum(dtype=jnp.int32)
+        self.alone = here.count - shared[self.me].sum(dtype=jnp.int32)
+        self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
+        everyone = here._replace(places=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
+        self.one = lambda kept, k: run_client(
+            program, p, algorithm, message, kept, statistics, samples, turn_of(everyone, keys, k)
+        )
+
+    def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
+        """Client i of this device, or beyond its own the next that all of them share; one of them keeps the result."""
+        sums, single, kept, store, notes = progress
+        joined = i >= self.alone
+        k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
+        owner = k // self.room
+        mine = owner == self.me
+        at = jnp.where(mine, k % self.room, 0)  # of a client of another device, what is in place 0 is put back there
+        slot, client = self.here.places.slot[at], self.here.places.client[at]
+        where_mine = lambda new, old: jax.tree.map(lambda a, b: jnp.where(mine, a.astype(b.dtype), b), new, old)  # noqa: E731
+        put = lambda table, row, value: tree.set_row(table, row, where_mine(value, tree.row(table, row)))  # noqa: E731
+        with scope(STATES):
+            begins = tree.row(store, slot) if self.first else tree.row(before, at)
+            begins = lax.cond(joined, lambda t: _of_device(owner, t), lambda t: t, begins)
+        done = self.one(begins, k)
+        with scope(STATES):
+            single = put(single, at, done.single)
+            store, kept = (put(store, slot, done.kept), kept) if self.last else (store, put(kept, at, done.kept))
+        with scope(AGGREGATE):
+            weight = self.here.places.weight[at]
+            sums = where_mine(add_client(self.program, sums, done, weight, jnp.bool_(True), client), sums)
+        notes = noted(notes, self.here.recorded, jnp.where(mine, client, -1), sent_by(done, self.last))
+        return Progress(sums, single, kept, store, notes)
+
+    def run(self, kept: Tree, store: Tree) -> Progress:
+        """This device's own clients, then those of all."""
+        trips = self.alone + self.together
+        return lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
+
+
+def _of_device(owner: Array, values: Tree) -> Tree:
+    """The values that one of the devices has."""
+    return jax.tree.map(lambda a: lax.all_gather(a, AXIS)[owner], values)

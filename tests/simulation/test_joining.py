@@ -1,0 +1,173 @@
+"""Clients on which all devices work together: the same numbers as on one device, and only where it shortens a round."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from fedrax import (
+    EFSign,
+    FedAvg,
+    Federation,
+    FedraxError,
+    LocalSGD,
+    MimeSVRG,
+    ObjectivePerturbation,
+    Optax,
+    Robust,
+    Scaffold,
+    classification,
+    simulate,
+)
+from fedrax.compiled import pieces
+from fedrax.contract.algorithm import Algorithm
+from fedrax.experiments.methods import algorithms
+from fedrax.models import Logistic
+from fedrax.simulation import Poisson, Record, Result, Script
+from fedrax.simulation.joining import to_join
+from tests.thinning import thinned
+
+SIZES = (9, 10, 8, 12, 10, 11, 9)
+LOCAL = LocalSGD(lr=0.1, epochs=2, batch_size=8)
+WHOLE = {"losac", "fedsaga", "sampledp"}
+"""Methods of which devices share no client: tables of gradients lie on one device, and private gradients are apart."""
+KEPT = {"fedsgd", "scaffold", "mimesvrg", "efsign", "gradma", "episode", "ditto"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Batches of this small model are cut too, into pieces of two samples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_CACHED", 2 * 3 * 4)
+        patch.setattr(pieces, "_OF_WEIGHTS", 0)
+        yield
+
+
+def federation() -> Federation:
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(SIZES), 4))[owner]).astype(np.float32)
+    y = ((x @ rng.normal(size=(4, 3))).argmax(1) + owner % 2) % 3
+    return Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)
+
+
+TASK, FEDERATION = classification(Logistic().build((4,), 3)), federation()
+
+
+def run(algorithm: Algorithm, **changes: Any) -> Result:
+    settings: dict[str, Any] = {"rounds": 3, "cohort_size": 3, "plan": "scan", "eval_every": 3}
+    return simulate(algorithm, TASK, FEDERATION, **(settings | changes))
+
+
+def agree(found: Result, wanted: Result, joined: bool = True) -> None:
+    """To rounding: sums over a batch are of two halves."""
+    assert ("left over on all of them together" in found.plan) == joined
+    assert "left over" not in wanted.plan
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)  # noqa: E731
+    jax.tree.map(near, (found.params, found.server), (wanted.params, wanted.server))
+    for ours, theirs in zip(found.events, wanted.events, strict=True):
+        numbers = [name for name, value in theirs.items() if isinstance(value, float) and "seconds" not in name]
+        near([ours[name] for name in numbers], [theirs[name] for name in numbers])
+
+
+@pytest.mark.parametrize("name", thinned(algorithms(), KEPT))
+def test_every_method(name: str):
+    kind = algorithms()[name]
+    algorithm = ObjectivePerturbation(guarantee="none") if kind is ObjectivePerturbation else kind()
+    local = getattr(algorithm, "local", None)
+    if local is not None:
+        algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.05))  # type: ignore[call-arg]
+    agree(run(algorithm), run(algorithm, devices=1), joined=name not in WHOLE)
+
+
+COHORTS = [[0, 1, 2, 3, 4], [2], [5, 0, 6]]
+SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
+    "cohorts of other sizes, steps given": (
+        FedAvg(local=LOCAL),
+        {"script": Script(cohorts=COHORTS, steps=np.arange(3 * 7).reshape(3, 7) % 4 + 1)},
+    ),
+    "stragglers": (FedAvg(local=LOCAL), {"cohort_size": 5, "stragglers": 0.5}),
+    "joining by chance": (FedAvg(local=LOCAL), {"participation": Poisson()}),
+    "an optimizer that is carried on": (
+        FedAvg(local=dataclasses.replace(LOCAL, optimizer=Optax.of(optax.adam), carry=True, lr=0.01)),
+        {},
+    ),
+    "uploads one by one": (Robust(inner=Scaffold(local=LOCAL)), {"cohort_size": 5}),
+    "bfloat16 products": (FedAvg(local=LOCAL), {"precision": "bfloat16"}),
+    "float64": (MimeSVRG(local=LOCAL), {"dtype": "float64"}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(SETTINGS, 5))
+def test_settings(name: str):
+    algorithm, changes = SETTINGS[name]
+    agree(run(algorithm, **changes), run(algorithm, devices=1, **changes))
+
+
+def test_what_clients_send_is_recorded():
+    record = Record(clients=range(len(SIZES)))
+    found, wanted = (run(EFSign(inner=FedAvg(local=LOCAL)), record=record, devices=d) for d in (2, 1))
+    assert [(e.round, e.client) for e in found.exchanges] == [(e.round, e.client) for e in wanted.exchanges]
+    for ours, theirs in zip(found.exchanges, wanted.exchanges, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), ours.sent, theirs.sent)
+
+
+def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path):
+    algorithm = Scaffold(local=LOCAL)
+    whole = run(algorithm, rounds=4)
+    run(algorithm, rounds=2, directory=tmp_path)
+    found = run(algorithm, rounds=4, directory=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, (found.params, found.server), (whole.params, whole.server))
+
+
+def test_who_diverged_is_named():
+    x, y = np.array(FEDERATION.train[0]), FEDERATION.train[1]
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    x[owner == 4] = 3e38
+    broken = Federation.from_arrays(x, y, owner, num_classes=3)
+    with pytest.raises(FedraxError, match="client 4"):
+        simulate(FedAvg(local=LOCAL), TASK, broken, rounds=3, cohort_size=7, plan="scan", devices=2)
+
+
+def test_nothing_is_joined_where_nobody_waits():
+    equal = Federation.from_arrays(FEDERATION.train[0][:64], FEDERATION.train[1][:64], np.arange(64) // 8)
+    plan = lambda size: simulate(FedAvg(local=LOCAL), TASK, equal, rounds=1, cohort_size=size).plan  # noqa: E731
+    assert ["left over" in plan(size) for size in (3, 4)] == [True, False]
+
+
+def length(assigned: list[list[int]], cost: list[float], speed: float, joined: set[int]) -> float:
+    """Of a round."""
+    alone = max(sum(cost[p] for p in places if p not in joined) for places in assigned)
+    return alone + sum(cost[p] for p in joined) / speed
+
+
+def test_equal_clients_are_joined_where_that_is_shortest():
+    for counts in itertools.product(range(4), repeat=3):
+        places = iter(range(sum(counts)))
+        assigned = [[next(places) for _ in range(n)] for n in counts]
+        if not any(counts):
+            continue
+        cost = [1.0] * sum(counts)
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(range(len(cost)), n) for n in range(len(cost) + 1)
+        )
+        best = min(length(assigned, cost, 3.0, set(subset)) for subset in subsets)
+        assert length(assigned, cost, 3.0, to_join(assigned, cost, 3.0)) <= best / 0.95
+
+
+def test_unequal_clients_are_joined_only_for_a_gain():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        owner, cost = rng.integers(0, 4, 9), rng.lognormal(sigma=1.5, size=9).tolist()
+        assigned = [np.flatnonzero(owner == d).tolist() for d in range(4)]
+        joined = to_join(assigned, cost, 4.0)
+        before = length(assigned, cost, 4.0, set())
+        assert length(assigned, cost, 4.0, joined) <= (0.95 if joined else 1) * before
+    assert 0 in to_join([[0], [1]], [20_000.0, 10.0], 2.0)
+    assert to_join([[0], [1]], [1.0, 1.0], 1.0) == set()
