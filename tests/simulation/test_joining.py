@@ -144,7 +144,7 @@ def test_nothing_is_joined_where_nobody_waits():
 def length(assigned: list[list[int]], cost: list[float], speed: float, joined: set[int]) -> float:
     """Of a round."""
     alone = max(sum(cost[p] for p in places if p not in joined) for places in assigned)
-    return alone + sum(cost[p] for p in joined) / speed
+    return alone + 1.05 * sum(cost[p] for p in joined) / speed
 
 
 def test_equal_clients_are_joined_where_that_is_shortest():
@@ -171,3 +171,5 @@ def test_unequal_clients_are_joined_only_for_a_gain():
         assert length(assigned, cost, 4.0, joined) <= (0.95 if joined else 1) * before
     assert 0 in to_join([[0], [1]], [20_000.0, 10.0], 2.0)
     assert to_join([[0], [1]], [1.0, 1.0], 1.0) == set()
+    # what makes the loads equal, and no more
+    assert to_join([[0, 1, 2, 3], [4, 5]], [1.0] * 6, 2.0) == {0, 1}

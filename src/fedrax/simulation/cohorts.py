@@ -296,8 +296,8 @@ class Planner:
 
     def join(self, speed: float) -> None:
         """Let devices that work together ``speed`` times as fast do so, if that helps in any of the first rounds."""
-        self.joint_speed = speed
-        if not any(self._joined(r, self._placed(r)) for r in range(min(self.sampler.settings.rounds, _LOOKED_AT))):
+        self.joint_speed = speed if speed > 1 else None
+        if self.joint_speed and not any(self._joined(r, self._placed(r)) for r in range(min(self.sampler.settings.rounds, _LOOKED_AT))):
             self.joint_speed = None
 
     def _placed(self, round: int) -> list[list[int]]:

@@ -23,8 +23,8 @@ from fedrax.simulation.recording import noted, sent_by
 from fedrax.simulation.round import add_client, run_client, turn_of
 from fedrax.tree import Tree
 
-_WORTH = 0.95
-"""Of the time without: what joining must bring it to, since devices then wait for each other at every step."""
+_WAITING = 0.05
+"""Of the time of joined work, in which devices wait for each other at every step; and what is to be gained at least."""
 
 
 def to_join(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: float) -> set[int]:
@@ -32,15 +32,19 @@ def to_join(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: flo
 
     assigned: each device's places. cost: of each place. speed: how many times as fast they are together as one alone.
     """
-    left = [sorted(places, key=lambda p: (-cost[p], p)) for places in assigned]
     load = [sum(cost[p] for p in places) for places in assigned]
+    best, least = (1 - _WAITING) * max(load), sum(load) / len(load)
+    if speed <= 1 or least >= best:
+        return set()
+    left = [sorted(places, key=lambda p: (-cost[p], p)) for places in assigned]
     taken: list[int] = []
-    together, best, chosen = 0.0, _WORTH * max(load), 0
-    while any(left):
+    together, chosen = 0.0, 0
+    while any(left) and together < best:
         d = max((d for d in range(len(left)) if left[d]), key=load.__getitem__)
-        taken.append(left[d].pop())  # the lightest of the device that would be last
-        load[d] = sum(cost[p] for p in left[d])
-        together += cost[taken[-1]] / speed
+        # of the device that would be last, the heaviest that is not too heavy
+        taken.append(left[d].pop(next((i for i, p in enumerate(left[d]) if cost[p] <= load[d] - least), -1)))
+        load[d] -= cost[taken[-1]]
+        together += (1 + _WAITING) * cost[taken[-1]] / speed
         if max(load) + together < best:
             best, chosen = max(load) + together, len(taken)
     return set(taken[:chosen])
