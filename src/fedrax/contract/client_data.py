@@ -88,9 +88,8 @@ class ClientData:
         self.direction_rules: tuple[DirectionRule, ...] = ()
         self.result_rules: tuple[ResultRule, ...] = ()
         self._batch_rule: BatchRule | None = None
-        self._counted, self._stepping = "", False
+        self._counted, self._stepping, self._fresh = "", False, False
         self._depth, self._phase = 0, phase
-        self._fresh = False
         self._key, self.words = key, jax.random.key_data(key)
         self._shared_key = key if shared_key is None else shared_key
 
@@ -325,8 +324,8 @@ class ClientData:
     def _in_pieces(self, gradient: Callable, params: Tree, samples: Tree, counts: Array | None, key: Array) -> Tree:
         """``gradient(params, samples, counts)``, of the batch cut as is best for this machine."""
         # a rule may hold arrays of as many rows
-        looked_at: Any = (self.losses(), None) if self._loss_rules else (self.task.loss, TRACED)
-        pieces = pieces_of(looked_at[0], params, samples, key, looked_at[1])
+        losses, traced = (self.losses(), None) if self._loss_rules else (self.task.loss, TRACED)
+        pieces = pieces_of(losses, params, samples, key, traced)
         return summed(gradient, pieces, params, samples, counts, self.place.joined)
 
     @scope(GRADIENT)

@@ -294,11 +294,17 @@ class Planner:
         cost = self.sampler.sizes[cohort].astype(float) if self.by_samples else np.ones(len(cohort))
         return cost * self.sampler.work(round, len(cohort)) if self.straggling else cost
 
-    def join(self, speed: float) -> None:
-        """Let devices that work together ``speed`` times as fast do so, if that helps in any of the first rounds."""
+    def join(self, speed: float) -> int:
+        """Let devices that work together ``speed`` times as fast do so, if that helps in any of the first rounds.
+
+        How many devices there are then, 0 where it does not.
+        """
         self.joint_speed = speed if speed > 1 else None
-        if self.joint_speed and not any(self._joined(r, self._placed(r)) for r in range(min(self.sampler.settings.rounds, _LOOKED_AT))):
+        if self.joint_speed and not any(
+            self._joined(r, self._placed(r)) for r in range(min(self.sampler.settings.rounds, _LOOKED_AT))
+        ):
             self.joint_speed = None
+        return self.devices if self.joint_speed else 0
 
     def _placed(self, round: int) -> list[list[int]]:
         return self._assigned[round] if self.stateful else self._assign(round)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from fedrax import tree
-from fedrax.compiled.pieces import cuts_in, speed_of
+from fedrax.compiled.pieces import Cut, cuts_in, speed_of
 from fedrax.compiled.tracing import computed
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method, explained
@@ -101,8 +102,7 @@ def prepare(
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
     _check(algorithm, settings, federation)
-    key = jax.random.key(settings.seed)
-    start, statistics = _start(task, jax.random.fold_in(key, 0), params, settings.dtype)
+    start, statistics = _start(task, params, settings)
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
     with explained(algorithm):
@@ -124,13 +124,10 @@ def prepare(
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place)
     directory = directory if jax.process_index() == 0 else None  # the first process writes
-    cuts, devices = cuts_in(traced.program), mesh.devices.size
-    if plan == "scan" and not (streamed or holds_tables(initial)) and jax.process_count() == 1:
-        planner.join(speed_of(cuts, devices))
-    joining = devices if planner.joint_speed is not None else 0
+    cuts = cuts_in(traced.program)
+    joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
-    piece = max((cut.rows for cut in cuts), default=None)
-    words = describe(mesh, plan, chunk, streamed, spilled, piece, joining > 0)
+    words = describe(mesh, plan, chunk, streamed, spilled, max((cut.rows for cut in cuts), default=None), joining > 0)
     info = _info(algorithm, settings, sampler, words, traced, start, directory)
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(
@@ -139,7 +136,7 @@ def prepare(
         federation=federation,
         settings=settings,
         directory=directory,
-        key=jax.random.fold_in(key, 1),
+        key=jax.random.fold_in(jax.random.key(settings.seed), 1),
         params=start,
         statistics=statistics,
         initial=initial,
@@ -231,8 +228,15 @@ def _planner(
     )
 
 
-def _start(task: Task, key: Array, given: Tree | None, dtype: str) -> tuple[Tree, Tree]:
-    """Starting parameters and statistics; floating numbers in ``dtype``."""
+def _joining(planner: Planner, cuts: Sequence[Cut], initial: Kept) -> int:
+    """How many devices work together on some clients; tables stay on one device, and processes wait for nobody."""
+    alone = holds_tables(initial) or jax.process_count() > 1
+    return 0 if alone else planner.join(speed_of(cuts, planner.devices))
+
+
+def _start(task: Task, given: Tree | None, settings: Settings) -> tuple[Tree, Tree]:
+    """Starting parameters and statistics; floating numbers in the run's type."""
+    key, dtype = jax.random.fold_in(jax.random.key(settings.seed), 0), settings.dtype
 
     def cast(x: Any) -> Array:
         x = jnp.asarray(x)
