@@ -65,6 +65,9 @@ def test_found_again_in_a_mesh_and_under_vmap():
     with jax.enable_x64(True):
         assert scaled(2.0, {"x": np.ones(3), "n": 3})["y"].dtype == np.float64
     assert len(calls) == 4
+    made = [jnp.asarray(scaled(2.0, {"x": x, "n": n})["n"]) for n in (3, 1, True, 1.0)]
+    assert [a.dtype.name for a in made] == ["int32", "int32", "bool", "float32"]
+    assert len(calls) == 7  # Python's numbers are constants
 
 
 def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):

@@ -86,6 +86,19 @@ def test_every_method(name: str):
     agree(run(algorithm), run(algorithm, devices=1), joined=name not in WHOLE)
 
 
+def test_the_gradient_is_traced_once_for_all_programs_that_hold_it():
+    seen: list[int] = []
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        seen.append(len(batch.x))
+        return TASK.loss(params, batch, key)
+
+    task = dataclasses.replace(TASK, loss=loss, outputs=None)
+    found = simulate(FedAvg(local=LOCAL), task, FEDERATION, rounds=1, cohort_size=3, plan="scan")
+    assert "left over on all of them together" in found.plan
+    assert seen.count(2) == 1 and len(set(seen)) == len(seen)  # a piece; and once whatever else is looked at
+
+
 COHORTS = [[0, 1, 2, 3, 4], [2], [5, 0, 6]]
 SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "cohorts of other sizes, steps given": (

@@ -8,6 +8,7 @@ on the network and its shapes alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,9 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax import tree
-from fedrax.compiled.samples import each_by_itself, parts_of_scan
+from fedrax.compiled.samples import LookedAt, each_by_itself, parts_of_scan
 from fedrax.compiled.scopes import GRADIENT, scope
-from fedrax.compiled.tracing import equations_in
+from fedrax.compiled.tracing import KEPT, equations_in, settings, shape_of
 from fedrax.tree import Tree
 
 _CACHED = 7 << 20
@@ -45,15 +46,16 @@ class Pieces(NamedTuple):
 def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None) -> Pieces | None:
     """How to cut ``batch``, arrays [B, ...], for the gradient of ``losses(params, batch, key)`` [B].
 
-    traced: with how many samples ``losses`` is traced to look at it, where any number will do. None where the whole
-    batch is best: where it is small, or the weights are large beside it, where samples do not stand each for itself,
-    and on accelerators.
+    traced: with how many samples ``losses`` is traced to look at it, where any number will do and it holds no arrays
+    of a program that is being traced. The result is None where the whole batch is best: where it is small, or the
+    weights are large beside it, where samples do not stand each for itself, and on accelerators.
     """
     rows = len(jax.tree.leaves(batch)[0])
     if jax.default_backend() != "cpu" or rows < 2:
         return None
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((traced or rows, *a.shape[1:]), a.dtype), batch)
-    seen = each_by_itself(losses, params, batch, key)
+    look = each_by_itself if traced is None else _look_once
+    seen = look(losses, params, batch, key)
     if seen is None or rows * seen.bytes <= _CACHED:
         return None
     weights = max(seen.weights, tree.num_bytes(params))
@@ -61,6 +63,16 @@ def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: i
     fewest = -(-rows // max(1, most))
     size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
     return Pieces(size, seen.dtype) if size < rows else None
+
+
+def _look_once(losses: Callable, *args: Tree) -> LookedAt | None:
+    leaves, structure = jax.tree.flatten(args)
+    return _looked_at(losses, structure, tuple(map(shape_of, leaves)), settings())
+
+
+@lru_cache(KEPT)
+def _looked_at(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> LookedAt | None:
+    return each_by_itself(losses, *jax.tree.unflatten(structure, shapes))
 
 
 def summed(

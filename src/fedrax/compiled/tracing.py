@@ -17,6 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
+_NUMBERS = (bool, int, float)
 KEPT = 32
 """Traces of one function."""
 
@@ -28,19 +29,24 @@ def traced_once(
 
     The function is laid out where it is called. ``jax.jit`` with ``inline`` would trace it anew inside every
     ``shard_map``; here a trace is found again wherever the shapes and JAX's settings are the same. Of the axes of a
-    mesh the function may speak of those that ``axes`` names with their sizes, from the fixed arguments.
+    mesh the function may speak of those that ``axes`` names with their sizes, from the fixed arguments. Python's
+    numbers among the arrays stay constants.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
         @lru_cache(KEPT)
-        def trace(statics: tuple, structure: Any, shapes: tuple, settings: tuple) -> tuple[core.ClosedJaxpr, Any]:
+        def trace(
+            statics: tuple, structure: Any, shapes: tuple, numbers: tuple, _: tuple
+        ) -> tuple[core.ClosedJaxpr, Any]:
             inner: Callable = function
+
+            def of_arrays(*arrays: Any) -> Any:
+                rest = iter(arrays)
+                leaves = [next(rest) if number is None else number[1] for number in numbers]
+                return inner(*statics, *jax.tree.unflatten(structure, leaves))
+
             with use_abstract_mesh(NO_MESH):
-                made, shape = jax.make_jaxpr(
-                    lambda *leaves: inner(*statics, *jax.tree.unflatten(structure, leaves)),
-                    axis_env=axes(*statics) or None,
-                    return_shape=True,
-                )(*shapes)
+                made, shape = jax.make_jaxpr(of_arrays, axis_env=axes(*statics) or None, return_shape=True)(*shapes)
             return of_differences(made), jax.tree.structure(shape)
 
         @wraps(function)
@@ -48,13 +54,19 @@ def traced_once(
             if jax.config.values["jax_disable_jit"]:
                 return function(*args, **none)
             leaves, structure = jax.tree.flatten(args[fixed:])
-            settings = tuple(jax.config.values.items())
-            made, shape = trace(args[:fixed], structure, tuple(map(_shape_of, leaves)), settings)
-            return jax.tree.unflatten(shape, core.jaxpr_as_fun(made)(*leaves))
+            numbers = tuple((type(leaf), leaf) if isinstance(leaf, _NUMBERS) else None for leaf in leaves)
+            arrays = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
+            made, shape = trace(args[:fixed], structure, tuple(map(shape_of, arrays)), numbers, settings())
+            return jax.tree.unflatten(shape, core.jaxpr_as_fun(made)(*arrays))
 
         return call
 
     return decorated
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """The function behind one that is :func:`traced_once`."""
+    return function.__wrapped__  # type: ignore[attr-defined]
 
 
 def computed(function: Callable[..., T], *args: Any) -> T:
@@ -110,6 +122,12 @@ def _program(known: _Text) -> Callable[..., list]:
     return jax.jit(core.jaxpr_as_fun(known.made))
 
 
-def _shape_of(a: Any) -> jax.ShapeDtypeStruct:
+def settings() -> tuple:
+    """JAX's settings, on which traces depend."""
+    return tuple(jax.config.values.items())
+
+
+def shape_of(a: Any) -> jax.ShapeDtypeStruct:
+    """What a function of the array ``a`` is traced with."""
     aval = jax.typeof(a)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Self
 
 import jax
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.convolutions import fast_on_cpu
 from fedrax.compiled.pieces import TRACED, pieces_of, summed
-from fedrax.compiled.products import Format, with_operands
+from fedrax.compiled.products import Format
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
 from fedrax.compiled.streams import FRESH, stream_key
+from fedrax.compiled.tracing import untraced
+from fedrax.contract.batch_gradient import batch_gradient, quick, scaled_sum
 from fedrax.contract.place import Carried, Layout, Place
 from fedrax.contract.task import Batch, Variables
 from fedrax.errors import FedraxError
@@ -300,26 +302,30 @@ class ClientData:
             return loss, gradient, self.carried.statistics
 
         count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
+        if self.carried.statistics:  # of the whole batch
+            return self._with_statistics(params, samples, weights, key, scale, count)
+        of_batch = self._of_batch()
+        additive = lambda *batch: of_batch(*batch, key, scale, count)  # noqa: E731
+        return *self._in_pieces(additive, params, samples, weights, key), ()
 
-        def objective(params: Tree, samples: Tree, weights: Array | None) -> tuple[Array, Tree]:
+    def _with_statistics(
+        self, params: Tree, samples: Tree, weights: Array | None, key: Array, scale: Any, count: Any
+    ) -> tuple[Array, Tree, Tree]:
+        """A batch's loss, its gradient, and the running statistics after it."""
+
+        def objective(params: Tree) -> tuple[Array, Tree]:
             recorded: list[Tree] = []
             losses = self.losses(recorded)(params, samples, key)
-            if weights is None:
-                loss = scale * (losses.sum() / count)
-            else:
-                loss = scale * jnp.where(weights, losses, 0).sum() / count
-            return loss, recorded[0] if recorded else self.carried.statistics
+            return scaled_sum(losses, weights, scale, count), recorded[0] if recorded else self.carried.statistics
 
-        quick = self._quick(jax.value_and_grad(objective, has_aux=True))
-        if self.carried.statistics:  # of the whole batch
-            (loss, statistics), gradient = quick(params, samples, weights)
-            return loss, gradient, statistics
+        (loss, statistics), gradient = quick(jax.value_and_grad(objective, has_aux=True), self.precision)(params)
+        return loss, gradient, statistics
 
-        def additive(*batch: Any) -> tuple[Array, Tree]:
-            (loss, _), gradient = quick(*batch)
-            return loss, gradient
-
-        return *self._in_pieces(additive, params, samples, weights, key), ()
+    def _of_batch(self) -> Callable:
+        """As :func:`batch_gradient`, of the local loss and with the run's precision."""
+        if self._loss_rules or self.carried.statistics:  # which hold arrays of this place in the program
+            return partial(untraced(batch_gradient), self.losses(), self.precision)
+        return partial(batch_gradient, self.task.loss, self.precision)
 
     def _in_pieces(self, gradient: Callable, params: Tree, samples: Tree, counts: Array | None, key: Array) -> Tree:
         """``gradient(params, samples, counts)``, of the batch cut as is best for this machine."""
@@ -335,19 +341,14 @@ class ClientData:
         ``rows`` is a Python int where known; ``at_most`` bounds it.
         """
         self.refuse_uncounted("gradients of all of a client's data, or of a block")
-        losses = self.losses()
-
-        def total(params: Tree, samples: Tree, inside: Array | None, key: Array) -> Array:
-            values = losses(params, samples, key)
-            return values.sum() if inside is None else jnp.where(inside, values, 0).sum()
+        losses, of_batch = self.losses(), self._of_batch()
 
         def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
             if self._gradient_rule is not None:
                 return self._gradient_rule(losses, params, samples, inside, key)
-            quick = self._quick(jax.value_and_grad(lambda p, samples, inside: total(p, samples, inside, key)))
             if self.carried.statistics:
-                return quick(params, samples, inside)
-            return self._in_pieces(quick, params, samples, inside, key)
+                return of_batch(params, samples, inside, key)
+            return self._in_pieces(lambda *batch: of_batch(*batch, key), params, samples, inside, key)
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
             return gradient(params, self._slice(start, rows), None, key)
@@ -359,13 +360,9 @@ class ClientData:
             samples = self.gather(start + jnp.where(inside, i * chunk + lanes, 0))
             return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
-        dtype = jax.eval_shape(lambda p: total(p, self._slice(0, 1), None, key), params).dtype
+        dtype = jax.eval_shape(lambda p: losses(p, self._slice(0, 1), key), params).dtype
         zero = (jnp.zeros((), dtype), tree.zeros_like(params))
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
-
-    def _quick(self, gradient: Callable) -> Callable:
-        """The same function, its products as the run asks, its operations as this machine is fast at."""
-        return fast_on_cpu(with_operands(gradient, self.precision))
 
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
         """Loss and gradient over all of the client's data."""
