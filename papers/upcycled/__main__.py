@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import os
 import sys
 import time
@@ -51,29 +52,36 @@ def main() -> int:
 
 
 def table(arguments: argparse.Namespace) -> None:
+    """The tables of the published sets and of our generator's."""
+    own = [data for data in arguments.data if data.startswith("own ")]
+    for sets in ([data for data in arguments.data if data not in own], own):
+        if sets:
+            print(one_table(arguments, sets, f"{arguments.what}{'-own' if sets is own else ''}.md"))
+
+
+def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
     """Every sweep that is missing, and the table after each method."""
     stragglers, rows, gains = STRAGGLERS[arguments.what], [], []
     with (HERE / "tables_printed.csv").open() as file:
         printed = {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
     text = ""
-    for data in arguments.data:
-        for method in [
-            m for m in EVERY if m in arguments.methods or (m not in METHODS and "FedAvg" in arguments.methods)
-        ]:
-            if arguments.only_write and not all(kept(arguments, data, method)):
-                continue
-            began = time.monotonic()
-            test, held = (sweep_of(arguments, data, method, part) for part in ("test", "held out"))
-            if method in METHODS:
-                rows.append(row_of(data, method, test, printed.get((data.removeprefix("own "), method))))
-                gains.append(held_out_row(data, method, test, held))
-            else:
-                gains.append(server_step_row(data, test, held))
-            text = write(arguments, rows, gains)
-            if arguments.only_write:
-                continue
+    methods = [m for m in EVERY if m in arguments.methods or (m not in METHODS and "FedAvg" in arguments.methods)]
+    for data, method in itertools.product(sets, methods):
+        if arguments.only_write and not all(kept(arguments, data, method)):
+            continue
+        began = time.monotonic()
+        test, held = (sweep_of(arguments, data, method, part) for part in ("test", "held out"))
+        if method in METHODS:
+            rows.append(row_of(data, method, test, printed.get((data.removeprefix("own "), method))))
+            gains.append(held_out_row(data, method, test, held))
+        else:
+            gains.append(server_step_row(data, test, held))
+        text = written(arguments, sets, rows, gains)
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        files.write_text(arguments.results / name, text)
+        if not arguments.only_write:
             print(f"{data}, {method}: {time.monotonic() - began:.0f} s", flush=True)
-    print(text)
+    return text
 
 
 def kept(arguments: argparse.Namespace, data: str, method: str) -> list[bool]:
@@ -162,11 +170,11 @@ def without(point: Point, axis: str) -> Point:
     return {name: value for name, value in point.items() if name != axis}
 
 
-def write(arguments: argparse.Namespace, rows: list[list[str]], gains: list[list[str]]) -> str:
-    """Both tables in results/."""
+def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]], gains: list[list[str]]) -> str:
+    """Both tables, and how they came about."""
     stragglers = STRAGGLERS[arguments.what]
     command = f"python -m papers.upcycled {arguments.what}"
-    for option, value in (("data", arguments.data), ("methods", arguments.methods)):
+    for option, value in (("data", sets), ("methods", arguments.methods)):
         if value != list({"data": DATA, "methods": METHODS}[option]):
             command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
     command += f" --rounds {arguments.rounds}" if arguments.rounds != 80 else ""
@@ -198,10 +206,7 @@ def write(arguments: argparse.Namespace, rows: list[list[str]], gains: list[list
             gains,
         ),
     ]
-    text = "\n".join(lines) + "\n"
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    files.write_text(arguments.results / f"{arguments.what}.md", text)
-    return text
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

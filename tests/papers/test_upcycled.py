@@ -27,7 +27,7 @@ def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert upcycled.main() == 0
-    text = (tmp_path / "table1.md").read_text()
+    text = (tmp_path / "table1-own.md").read_text()
     assert "| own 0_0 | FedAvg | 79.28 ± 0.61 | " in text
     assert "| +2.18 |" in text  # the paper's gain
     assert "| own 0_0 | FedAvg, server step tuned instead | " in text
@@ -37,10 +37,10 @@ def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     up = dict_of(grid.measured(*where, "FedAvg", "test", [0, 1], 2, None))
     own = dict_of(grid.measured(*where, "FedAvg, server step", "test", [0, 1], 2, None))
     np.testing.assert_allclose(up[0.1, 0.5], own[0.1, 1.5], atol=0.5)
-    before = (tmp_path / "table1.md").stat().st_mtime_ns
+    before = (tmp_path / "table1-own.md").stat().st_mtime_ns
     monkeypatch.setattr(sys, "argv", [*command, "--only-write"])
     assert upcycled.main() == 0
-    assert (tmp_path / "table1.md").stat().st_mtime_ns > before
+    assert (tmp_path / "table1-own.md").stat().st_mtime_ns > before
     # A wider grid runs its new points alone; what a point that diverged lacks is 0.
     ran, run = [], grid.run
     monkeypatch.setattr(grid, "run", lambda spec, points, *rest: ran.append(points) or run(spec, points, *rest))
