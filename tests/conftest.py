@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from tests.compiler import compile_quickly
+from tests.thinning import leave_few
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks where in Python an operation came from
@@ -20,6 +21,12 @@ MANY = 20_000
 """Pieces of memory. A compiled program has dozens, and without another (Linux allows 65,530) a process crashes."""
 
 TASKS: dict[Any, Any] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before marks decide what is run."""
+    leave_few(items)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,6 +49,7 @@ def assert_float64(case: Case, **settings: Any) -> None:
         assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case in OPTIONS else ()) for case in MORE]
 )
@@ -61,6 +62,7 @@ def test_every_method_in_float64(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "Episode"])
 def test_float64_on_the_quadratic(name: str):
     """Another loss, with one leaf of parameters and floating targets."""
@@ -71,6 +73,7 @@ def test_float64_on_the_quadratic(name: str):
 # From here on with the compiler that users have
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("name", thinned(sorted(WHOLE), FIRST))
 def test_methods_in_float64_by_the_whole_compiler(name: str):

@@ -104,6 +104,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))  # the latter in test_cone, many at a time
 def test_one_problem_at_a_time(kind: str, dtype: str):
@@ -143,6 +144,7 @@ def nearly_dependent(rng: np.random.Generator, sine: float, sign: int, dtype: st
     return columns.astype(dtype).astype(float), (q - columns[:, :2] @ weights).astype(dtype).astype(float)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_nearly_dependent_columns(dtype: str, sign: int):

@@ -80,6 +80,7 @@ def test_the_problem_is_heterogeneous_and_the_steps_are_stable():
     assert np.linalg.norm(biased_point() - optimum()) > 0.01
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "options", "mu"),
     [
@@ -97,6 +98,7 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
     assert distance(result, optimum()) > 3e-3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -132,6 +134,7 @@ def test_scaffnew_ends_at_the_optimum_with_a_part_of_the_clients():
     assert distance(result, optimum()) < 1e-8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reading", ["printed", "consistent"])
 @pytest.mark.parametrize("cohort", thinned([4, NUM_CLIENTS]))
 def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: int):
@@ -141,6 +144,7 @@ def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: i
     assert distance(result, optimum()) < 1e-8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -175,6 +179,7 @@ def with_l1(local: dict, weight: float = L1) -> dict:
 BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "options", "cohort"),
     [

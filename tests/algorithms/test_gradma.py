@@ -33,6 +33,7 @@ SCRIPT = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rounds", range(1, len(SCRIPT) + 1))
 def test_the_memory_forgets_whom_algorithm_4_says(rounds: int):
     cohorts, kept = [cohort for cohort, _, _ in SCRIPT[:rounds]], SCRIPT[rounds - 1][1]
@@ -65,6 +66,7 @@ def run(algorithm: Any, problem: Any, cohorts: list, dtype: str = "float64") -> 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rounds", [1, 3, 6])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_the_server_moves_against_nobody_it_remembers(rounds: int, dtype: str):
@@ -135,6 +137,7 @@ FIRST = [("float64", "GradMA", "leaf")]
 """Whose workers are GradMA-W's; ``test_gradma_compiled`` has vectors."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize(("dtype", "method", "scope"), thinned(FULL_BATCHES, FIRST))
 def test_full_batches(dtype: str, method: str, scope: str):

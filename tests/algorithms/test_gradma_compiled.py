@@ -38,6 +38,7 @@ def distance(method: str, kind: str, local: dict, seed: int) -> float:
     return float(np.abs(ours - by_paper.x).max() / max(1, np.abs(by_paper.x).max()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", thinned(["GradMA", "GradMAW"]))
 @pytest.mark.parametrize(("batch_size", "steps"), thinned([(3, 2), (1, 3)]))
 def test_steps_that_turn_back(method: str, batch_size: int, steps: int):

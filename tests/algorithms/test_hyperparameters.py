@@ -36,6 +36,7 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
     return dataclasses.replace(task, loss=loss), traces
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -60,7 +60,8 @@ def test_what_is_carried_outlives_an_interruption(tmp_path):
     assert_identical(run(local(True), **options, directory=tmp_path, resume=True), run(local(True), **options))
 
 
-@pytest.mark.parametrize("plan", thinned(["scan", "loop", "vmap", "debug"], 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("plan", ["scan", "loop", "vmap", "debug"])
 def test_finished_and_traced_optimizers_are_one_server_rule_on_every_plan(plan: str):
     work, options = LocalSGD(lr=0.05, steps=2, batch_size=2), {"rounds": 2, "cohort_size": 2, "devices": 1}
     finished = FedAvg(local=work, server_optimizer=Optax(optax.adamw(1e-2)))

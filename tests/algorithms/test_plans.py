@@ -52,6 +52,7 @@ TOLD_APART = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "plan"), thinned(PAIRS, TOLD_APART))
 def test_plan(name: str, plan: str):
     """All state agrees to float64 rounding; events agree to float32, which is what they are recorded in."""
@@ -67,6 +68,7 @@ def test_plan(name: str, plan: str):
         np.testing.assert_allclose([ours[k] for k in rest], [theirs[k] for k in rest], rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["Scaffold", "MimeSVRG"])
 def test_random_batches_are_the_same_on_every_plan(name: str):
     """Shuffled batches and drawn cohorts come from counters, so who computes them where does not matter."""

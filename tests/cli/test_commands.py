@@ -91,6 +91,7 @@ def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path
     assert spec.algorithm.inner.local.prox.weight == 0.01  # type: ignore[attr-defined]
 
 
+@pytest.mark.exhaustive
 def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import jax, numpy as np\n"
@@ -166,6 +167,7 @@ def test_a_relative_path_is_read_once(
     assert str(tmp_path / "trace.csv") in written[0]
 
 
+@pytest.mark.exhaustive
 def test_compare_goes_on_from_another_directory(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +229,7 @@ def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     assert "| **" in (tmp_path / "c" / "table.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call simulates what is missing only: here a third seed."""
     from fedrax.experiments import running
@@ -316,6 +319,7 @@ def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: 
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
 
 
+@pytest.mark.exhaustive
 def test_profile_as_json_and_in_a_directory(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text() + '[[compare]]\nname = "fedavg"\n')
     flags = ("--algorithm", "episode", "--rounds", 2, "--json", "--out", "kept", "--trace", "raw")

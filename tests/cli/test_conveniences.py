@@ -55,6 +55,7 @@ def test_a_finished_run_goes_on(fedrax: Callable[..., Outcome], tiny: Path, tmp_
     assert outcome.status == 2 and "give more of them" in outcome.err
 
 
+@pytest.mark.exhaustive
 def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     """A table with texts and missing values, two classes and one logit; what was done to the columns is said."""
     rows = [
@@ -121,6 +122,7 @@ def test_methods_may_be_names_alone(tmp_path: Path) -> None:
     assert compared.methods[1].algorithm.local.steps == 2
 
 
+@pytest.mark.exhaustive
 def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
     lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'

@@ -95,6 +95,7 @@ def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path,
     assert sorted(row["label"] for row in shown["methods"]) == ["LoSAC", "fedavg"]
 
 
+@pytest.mark.exhaustive
 def test_a_broken_off_grid_keeps_what_is_finished(
     fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_broken_off_grid_keeps_what_is_finished(
     assert lost[0]["value"] is None and choice["best"]["algorithm.local.lr"] < 1e30
 
 
+@pytest.mark.exhaustive
 def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path) -> None:
     flags = ("--grid", "algorithm.local.weight-decay=none,0.5", "--algorithm.local.lr", "0.2", "--run.rounds", 1)
     assert fedrax("compare", quick, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
@@ -175,6 +177,7 @@ def test_in_python(quick: Path, tmp_path: Path) -> None:
     assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
 
 
+@pytest.mark.exhaustive
 def test_a_search_on_data_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Before anything is run, although the trials, several in one program, left no checkpoint."""
     data = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
@@ -204,6 +207,7 @@ def model(input_shape, num_outputs):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n"
@@ -226,6 +230,7 @@ def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..
     )
 
 
+@pytest.mark.exhaustive
 def test_several_in_one_program_that_are_cut_short_go_on(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

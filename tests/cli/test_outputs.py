@@ -20,7 +20,6 @@ from fedrax.report import tables
 from fedrax.report.runs import Method, Run, summarise
 from tests.cli.conftest import TINY, numbers
 from tests.cli.test_bad_input import file
-from tests.thinning import thinned
 
 RUN = TINY.replace("eval_every", "seed = 0\neval_every")
 EVENT = (
@@ -167,7 +166,8 @@ local = { lr = 0.1, steps = 2 }
 """
 
 
-@pytest.mark.parametrize("changed", thinned(["data", "program", "version"], 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("changed", ["data", "program", "version"])
 def test_finished_runs_of_something_else_are_not_taken(
     changed: str, tmp_path: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -85,6 +85,7 @@ def gradients(function: Callable, seed: int) -> Callable:
     return both
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_convolutions_and_their_gradients(seed: int):
     """Twenty of them in one program each time, in turn of either type."""
@@ -105,6 +106,7 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
     return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
@@ -144,6 +146,7 @@ def test_other_types_stay_as_they_are():
 # --- Pooling and sums ---------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_max_pooling(seed: int):
     """With equal numbers in a window, whose first one gets the gradient."""
@@ -184,6 +187,7 @@ def small_loss(w: Array, x: Array) -> Array:
     return (jnp.tanh(conv(y, w[:, :, :1], feature_group_count=4)) ** 2).sum()
 
 
+@pytest.mark.few(1)
 @EACH_TYPE
 def test_inside_and_outside_of_transformations(dtype: Any):
     rng = np.random.default_rng(0)
@@ -294,6 +298,7 @@ def networks() -> dict[str, Model]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["linen", "nnx", "equinox"])
 def test_networks_agree_with_their_unrewritten_form(name: str):
     with jax.enable_x64(False):
@@ -331,6 +336,7 @@ LOCALS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOCALS)
 def test_every_gradient_of_a_run_is_rewritten(name: str):
     """A network that a user brings is rewritten wherever a method asks for a gradient: none keeps the slow form."""

@@ -44,6 +44,7 @@ def one_by_one(gradient: Any, params: Any, samples: Any) -> tuple[list[np.ndarra
     return total, lengths
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_sums_are_those_of_single_gradients(network: str):
     gradient, params, samples = gradient_of(network)

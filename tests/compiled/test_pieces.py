@@ -186,6 +186,7 @@ def drawn(table: dict[str, tuple[Callable, Any]], name: str) -> tuple[Function, 
     return function, w() if callable(w) else w
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", ALONE)
 def test_samples_alone(name: str):
     function, w = drawn(ALONE, name)
@@ -207,6 +208,7 @@ def test_what_products_give_is_counted():
     assert looped is not None and (looped.bytes, looped.weights) == (4 * 16 * 4, 16 * SQUARE.nbytes)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rows", [5, 6, 7, 12])
 @pytest.mark.parametrize("counted", [False, True])
 def test_pieces_add_up(rows: int, counted: bool, monkeypatch: pytest.MonkeyPatch):
@@ -226,6 +228,7 @@ def test_pieces_add_up(rows: int, counted: bool, monkeypatch: pytest.MonkeyPatch
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch_size", [8, "full"])
 def test_a_run_in_pieces_is_the_run(batch_size: Any, monkeypatch: pytest.MonkeyPatch):
     """Clients of unlike sizes, batches that are not full, and steps on all of a client's data."""

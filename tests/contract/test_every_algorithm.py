@@ -153,6 +153,7 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
     assert last["gradients"] > 0
 
 
+@pytest.mark.few(9)
 @EVERY
 @pytest.mark.parametrize("plan", thinned(["vmap in float64", "vmap", "loop", "debug"]))
 def test_plans_agree(kind: type[Algorithm], plan: str):
@@ -165,6 +166,7 @@ def test_plans_agree(kind: type[Algorithm], plan: str):
     assert [event["gradients"] for event in other.events] == [event["gradients"] for event in one.events]
 
 
+@pytest.mark.few(9)
 @EVERY
 def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
     sampler = Sampler(Settings(cohort_size=COHORT), FEDERATION.sizes)
@@ -173,7 +175,7 @@ def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))
 def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: str):
     algorithm = example(kind)
     result = reference(kind) if dtype == "float32" else in_float64(kind)
@@ -185,6 +187,7 @@ def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: st
             assert kinds(result.client_state(client)) == kinds(algorithm.init_client(params))
 
 
+@pytest.mark.few(9)
 @EVERY
 def test_resumed_run_equals_the_uninterrupted_one(kind: type[Algorithm], tmp_path: Path):
     algorithm, whole = example(kind), reference(kind)

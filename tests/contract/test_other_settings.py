@@ -99,6 +99,7 @@ ALIKE = {
 """Choices in whose code another choice of the same method, or of its family, goes as well."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", thinned(TO_RUN, CHOICES.keys() - ALIKE))
 def test_clients_in_turn_and_side_by_side_agree(name: str):
     base, other = run(TO_RUN[name], rounds=2), run(TO_RUN[name], rounds=2, plan="vmap", chunk=2)

@@ -84,6 +84,7 @@ METHODS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
 def test_a_scripted_run_is_the_plain_loop(name: str, plan: str):
@@ -101,6 +102,7 @@ def test_a_scripted_run_is_the_plain_loop(name: str, plan: str):
         np.testing.assert_array_equal(counted, samples.sum((1, 2)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", [fedrax.upcycle, fedrax.TopK], ids=["Upcycled", "TopK"])
 def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):
     local = LocalSGD(lr=0.02, steps=2, blocks=2)

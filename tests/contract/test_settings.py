@@ -16,7 +16,6 @@ from fedrax.contract.task import Batch
 from fedrax.models import from_linen
 from fedrax.simulation.setup import prepare
 from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_close, assert_identical, run
-from tests.thinning import thinned
 
 # -- sweeps --------------------------------------------------------------------------------------------------------
 
@@ -72,6 +71,7 @@ def test_clients_of_wrapped_methods_are_spread_by_their_steps(wrap: Any):
 # -- one client alone ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("order", ["shuffle", "stored", "replacement"])
 def test_a_client_alone_does_what_it_does_in_the_simulation(order: Any):
     client, seed, rounds = 3, 4, 2
@@ -119,7 +119,8 @@ def normed() -> fedrax.Result:
     return run(WHOLE, **OPTIONS)
 
 
-@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"], 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
 def test_statistics_agree_on_every_plan(normed: fedrax.Result, plan: str):
     other = run(WHOLE, **OPTIONS, plan=plan)
     assert_close(other, normed, 1e-4)
@@ -140,6 +141,7 @@ def test_statistics_survive_an_interruption_and_join_sweeps(normed: fedrax.Resul
     assert_identical(run(WHOLE, **OPTIONS), normed)
 
 
+@pytest.mark.exhaustive
 def test_statistics_of_one_client_are_those_of_its_steps():
     """Fed by the module's own calls; ClientData.alone with Carried gives the same."""
     start = NORM.init(jax.random.key(2))

@@ -25,6 +25,7 @@ def named(ending: str) -> list:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", named("py"))
 def test_script_runs_and_says_something(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", thinned([SEED, SEED + 1]), ids=["first", "second"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_sentences(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch):

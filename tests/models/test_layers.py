@@ -56,6 +56,7 @@ CONV_SHAPES = [  # x [C, H, W, B], weight [h, w, C, D]
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("x_shape", "weight_shape"), CONV_SHAPES)
 @pytest.mark.parametrize("conv", [layers._conv_by_columns, layers._conv_native])
 def test_convolution_and_both_gradients(conv, x_shape, weight_shape, dtype):
@@ -114,6 +115,7 @@ def pool_reference(x, bias):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", [(3, 8, 6, 4), (2, 7, 5, 1), (1, 2, 3, 2)])
 def test_pooling_and_its_gradients(shape, dtype):
     x, bias = normal(0, shape, dtype), normal(1, shape[:1], dtype)
@@ -155,6 +157,7 @@ def lstm_reference(layer, x):
     return h
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("batch", "steps", "inputs", "hidden"), [(3, 6, 4, 5), (1, 1, 2, 3)])
 def test_lstm_and_its_gradients(batch, steps, inputs, hidden, dtype):
     layer = init_lstm(jax.random.key(0), inputs, hidden)
@@ -162,6 +165,7 @@ def test_lstm_and_its_gradients(batch, steps, inputs, hidden, dtype):
     assert_same(value_and_vjp(lstm, layer, x), value_and_vjp(lstm_reference, layer, x), dtype)
 
 
+@pytest.mark.few(1)
 def test_lstm_under_vmap_over_weights(dtype):
     stacked = jax.vmap(lambda key: init_lstm(key, 3, 4))(jax.random.split(jax.random.key(0), 3))
     x = normal(1, (3, 2, 5, 3), dtype)
@@ -180,6 +184,7 @@ def test_dropout_keeps_the_mean_and_needs_a_key():
     assert abs(float(dropped.mean()) - 1) < 0.02
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("batch", [1, 12, 40])
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_output_layer_and_its_gradients(batch, side_by_side, dtype):

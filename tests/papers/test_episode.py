@@ -63,6 +63,7 @@ def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "fig3.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "snli").mkdir()
     for part in ("dev", "test"):

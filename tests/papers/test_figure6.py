@@ -44,6 +44,7 @@ def command(main: Any, what: str, results: Path, monkeypatch: pytest.MonkeyPatch
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("few")
 def test_figure6_shows_every_method_beside_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = command(losac.main, "figure6", tmp_path, monkeypatch)
@@ -74,6 +75,7 @@ def test_the_server_has_losac_s_gradient_and_data(tmp_path: Path, monkeypatch: p
     assert rows["LoSAC"][1] < 0.05 and rows["LoSAC"][4] < 0.05
 
 
+@pytest.mark.exhaustive
 def test_lenet_recovers_an_image_and_nothing_of_a_private_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lenet, "load", lambda name, data_dir: load("digits"))
     monkeypatch.setattr(lenet, "STEPS", {"DLG": 2, "iDLG": 120, "inverting gradients": 2})
@@ -85,6 +87,7 @@ def test_lenet_recovers_an_image_and_nothing_of_a_private_one(tmp_path: Path, mo
     assert (tmp_path / "lenet.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_methods_shows_what_is_sent_and_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "METHODS", {"FedSGD": fedrax.FedSGD(), "SignSGD": methods.METHODS["SignSGD"]})
     monkeypatch.setattr(methods, "SAMPLES", 1)

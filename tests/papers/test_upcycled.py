@@ -94,6 +94,7 @@ def test_the_grids_are_wide_and_hold_the_papers_extrapolations() -> None:
     assert all(point["inner lr"] * point["lambda"] < 2 for point in grid.METHODS["pFedMe"].points)
 
 
+@pytest.mark.exhaustive
 def test_figure3_compares_at_the_same_epsilon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def test_all_diagonals_are_the_square_root_of_prefix_sums():
     np.testing.assert_allclose(band_coefficients(5), root[:, 0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clients", [6, 5])
 def test_the_covariance_of_noise_over_rounds(clients: int):
     """Of the sum, whatever the cohort's size: with 5 clients every third cohort is of one."""

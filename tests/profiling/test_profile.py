@@ -99,6 +99,7 @@ def test_matrix_products_are_those_counted_by_hand(model: Any, shape: tuple[int,
     assert sum(row.ms for row in made.heaviest) <= made.ms
 
 
+@pytest.mark.exhaustive
 def test_products_are_counted_with_clients_side_by_side_and_on_one_device():
     made = run(plan="vmap", chunk=COHORT, devices=1)
     weighted_sum = 2 * COHORT * (20 * 10 + 10)  # side by side it is a product too
@@ -114,6 +115,7 @@ def test_compilation_is_measured_anew_each_time():
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before  # pyright: ignore
 
 
+@pytest.mark.exhaustive
 def test_phases_are_apart():
     made = run(fedrax.Episode(local=LOCAL))
     gradients = {part.phase: part for part in made.parts if part.name == "gradients"}
@@ -122,6 +124,7 @@ def test_phases_are_apart():
     assert {"gather batches", "local steps", "server", "aggregate", "evaluate", "host"} <= {p.name for p in made.parts}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("algorithm", "moved"),
     [

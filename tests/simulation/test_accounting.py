@@ -113,6 +113,7 @@ TOLD_APART = [
 """Each plan, each number of devices, and chunks that divide a cohort and that do not."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "plan", thinned(PLANS, TOLD_APART), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
 )

@@ -116,6 +116,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path):
             run(directory=where)
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_a_disk_that_fills_up(tmp_path: Path):
     """A real limit on file sizes: one sentence, and the run goes on from what was written."""
     code = f"""
@@ -228,6 +229,7 @@ def test_a_finished_run_without_client_states_keeps_none_of_them(tmp_path: Path)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [checkpoint.FILE]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_a_run_begun_in_a_terminal_goes_on_without_one(tmp_path: Path):
     """JAX writes its programs in colour where it writes to a terminal; the run is known by the program all the same."""

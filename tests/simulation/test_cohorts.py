@@ -12,7 +12,6 @@ from fedrax import FedraxError
 from fedrax.simulation import Availability, FixedList, Poisson, Script, Settings, WeightedBySamples
 from fedrax.simulation.cohorts import Planner, Sampler
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, SIZES, assert_close, assert_identical, run
-from tests.thinning import thinned
 
 N = len(SIZES)
 BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
@@ -62,7 +61,8 @@ def test_no_poisson_cohort_is_cut():
     assert (sampler.varying, sampler.expected) == (True, 20.0)
 
 
-@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"], 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
 def test_rounds_that_nobody_takes_part_in_change_nothing(plan: str):
     options: dict[str, Any] = {"cohort_size": 1, "participation": Poisson(), "rounds": 8, "trajectory": True}
     base = run(SCAFFOLD, **options)
@@ -78,6 +78,7 @@ def test_rounds_that_nobody_takes_part_in_change_nothing(plan: str):
     assert_close(run(SCAFFOLD, **options, plan=plan), base)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [fedrax.QFedAvg(local=LOCAL), fedrax.Robust(fedrax.FedAvg(local=LOCAL))])
 def test_servers_that_divide_by_what_came_stay_where_they_are(method: fedrax.Algorithm):
     result = run(method, cohort_size=1, participation=Poisson(), rounds=8)
@@ -290,6 +291,7 @@ def test_the_planner_places_everybody_once(devices: int, stateful: bool):
     assert (block.count[30:] == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_one_client_at_a_time_leaves_a_device_idle():
     for plan in ("scan", "vmap", "loop"):
         options = {"plan": plan, "cohort_size": 1, "rounds": 3}

@@ -14,7 +14,6 @@ from fedrax.contract.algorithm import Cohort
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError, checkpoint, read_events
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
-from tests.thinning import thinned
 
 SICK = 5
 PLANS = ["scan", "vmap", "loop", "debug"]
@@ -39,9 +38,8 @@ class Overflowing(fedrax.FedAvg):
         return server._replace(params={"w": server.params["w"] / jnp.where(cohort.round == 2, 0.0, 1.0)}), info
 
 
-@pytest.mark.parametrize(
-    ("method", "plan"), thinned([*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")], len(PLANS))
-)
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("method", "plan"), [*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")])
 def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
     algorithm = getattr(fedrax, method)(local=LOCAL)
     script = fedrax.Script(cohorts=COHORTS)
@@ -67,6 +65,7 @@ def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chunk", [2, 3])
 def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
     """Places that fill up a chunk must not be filled with whoever comes first."""
@@ -78,6 +77,7 @@ def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
         np.testing.assert_allclose(result.params["output"]["weight"], plain.params["output"]["weight"], rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_too_long(plan: str):
     with pytest.raises(NonFiniteError, match=r"^FedAvg, round \d+, client \d+: .+ is not finite$"):
@@ -90,7 +90,8 @@ SQUARES = fedrax.Task(
 OVERFLOWS = [("scan", 1), ("scan", 3), ("loop", 1), ("debug", 3), ("loop", 3), ("debug", 1)]
 
 
-@pytest.mark.parametrize(("plan", "size"), thinned(OVERFLOWS, 4))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("plan", "size"), OVERFLOWS)
 def test_a_server_that_overflows(plan: str, size: int, tmp_path: Path):
     """Nobody of the cohort is to blame; with one client, one of the two devices has none."""
     algorithm = Overflowing(local=LOCAL)

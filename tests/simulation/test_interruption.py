@@ -113,6 +113,7 @@ def test_killed_twenty_times(start: Start, tmp_path: Path):
         assert_same_end(tmp_path / method, tmp_path / f"{method}-whole")
 
 
+@pytest.mark.exhaustive
 def test_interrupted_once_and_twice(start: Start, tmp_path: Path):
     """The first Ctrl-C ends the run after the block with a checkpoint, the second one at once."""
     rounds, sleep_at = 150, 5

@@ -76,6 +76,7 @@ def agree(found: Result, wanted: Result, joined: bool = True) -> None:
         near([ours[name] for name in numbers], [theirs[name] for name in numbers])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", thinned(algorithms(), KEPT))
 def test_every_method(name: str):
     kind = algorithms()[name]
@@ -117,12 +118,14 @@ SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(SETTINGS, 5))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str):
     algorithm, changes = SETTINGS[name]
     agree(run(algorithm, **changes), run(algorithm, devices=1, **changes))
 
 
+@pytest.mark.exhaustive
 def test_what_clients_send_is_recorded():
     record = Record(clients=range(len(SIZES)))
     found, wanted = (run(EFSign(inner=FedAvg(local=LOCAL)), record=record, devices=d) for d in (2, 1))
@@ -139,6 +142,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, (found.params, found.server), (whole.params, whole.server))
 
 
+@pytest.mark.exhaustive
 def test_who_diverged_is_named():
     x, y = np.array(FEDERATION.train[0]), FEDERATION.train[1]
     owner = np.repeat(np.arange(len(SIZES)), SIZES)

@@ -65,6 +65,7 @@ def test_products_inside_a_loop_are_rounded(format: Format):
     assert np.abs(exact - expected).max() > 1e-2  # ten times the tolerance: which is a rounding that fell elsewhere
 
 
+@pytest.mark.exhaustive
 @SHORT
 def test_a_gradient_stays_near_the_exact_one(format: Format):
     """Through convolutions with gradients of their own, branches for platforms, and a recurrent cell's loop."""
@@ -109,6 +110,7 @@ def test_accelerators_get_the_formats_themselves(format: Format, operands: str, 
         assert product.params["precision"] == (jax.lax.Precision.HIGH,) * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
 @pytest.mark.parametrize("format", thinned(["bfloat16", "tensorfloat32"]))
 def test_runs_on_every_plan(format: Format, plan: str):

@@ -13,7 +13,6 @@ import pytest
 
 import fedrax
 from fedrax.simulation import checkpoint
-from tests.thinning import thinned
 
 CHILD = """
 import json, os, sys
@@ -106,7 +105,8 @@ except fedrax.FedraxError as error:
 """
 
 
-@pytest.mark.parametrize("what", thinned(["is killed", "sleeps"]))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("what", ["is killed", "sleeps"])
 def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
     """It is waited for, in silence; or the run ends in a sentence, with its checkpoint kept."""
     path = os.pathsep.join(p for p in sys.path if p)

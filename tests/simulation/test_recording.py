@@ -11,7 +11,6 @@ import pytest
 import fedrax
 from fedrax import Record, tree
 from tests.simulation.problems import AWAY, LOCAL, SCAFFOLD, run, state_of
-from tests.thinning import thinned
 
 MIME = fedrax.MimeSVRG(local=LOCAL)
 EVERYBODY = tuple(range(8))
@@ -27,9 +26,8 @@ def scanned() -> fedrax.Result:
     return run(MIME, plan="scan", record=Record(clients=(4, 1, 6), rounds=(1, 3)), rounds=3)
 
 
-@pytest.mark.parametrize(
-    "options", thinned([{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, AWAY | {"plan": "scan"}], 2)
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("options", [{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, AWAY | {"plan": "scan"}])
 def test_every_plan_notes_the_same(scanned: fedrax.Result, options: dict[str, Any]) -> None:
     other = run(MIME, record=Record(clients=(1, 4, 6), rounds=(3, 1)), rounds=3, **options)
     assert who(other) == who(scanned) == [(1, 6, 0), (1, 6, 1), (3, 4, 0), (3, 4, 1), (3, 6, 0), (3, 6, 1)]
@@ -62,6 +60,7 @@ def test_the_server_makes_its_step_of_what_was_noted() -> None:
         np.testing.assert_allclose(flat(result.client_state(client).control), control[client], atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "algorithm", [fedrax.Quantised(inner=SCAFFOLD, bits=4), fedrax.TopK(inner=fedrax.FedAvg(local=LOCAL))]
 )

@@ -46,6 +46,7 @@ def test_together_equals_in_turn(algorithms: list) -> None:
     assert not np.allclose(together[0][0].params["output"]["weight"], together[0][1].params["output"]["weight"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["together", "in turn"])
 def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
     # weight decay times step size beyond 2: the weights grow by 10^8 a step until they overflow

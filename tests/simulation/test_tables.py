@@ -119,6 +119,7 @@ def test_a_row_is_read_and_written():
     assert changed.rows["a"].dtype == table.rows["a"].dtype
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", [fedrax.LoSAC, fedrax.FedSaga])
 def test_a_simulation_does_not_copy_tables(algorithm, monkeypatch):
     """A round needs less scratch memory than one client's table, of which it uses few rows."""

@@ -101,6 +101,7 @@ REMEMBERING = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: type(a).__name__)
 def test_devices_share_what_a_server_remembers(algorithm, monkeypatch):
     """Each holds its share, not all; results are whole."""
@@ -153,6 +154,7 @@ class Hoarding(fedrax.FedAvg):
         return Hoard(tree.add(server.params, cohort.mean), memory), {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_what_is_not_finite_in_one_share_stops_all_devices(plan, tmp_path):
     """And the state kept for the diagnosis is that before the round."""
@@ -177,6 +179,7 @@ class Telling(Hoarding):
         return tree.add(server.params, server.memory.combine(jnp.full(len(server.memory), 0.1)))
 
 
+@pytest.mark.exhaustive
 def test_a_server_broadcasts_what_it_makes_of_its_vectors():
     one, *others = [
         run(Telling(local=LOCAL), rounds=2, devices=n, plan=p) for n, p in ((1, "scan"), (2, "scan"), (2, "loop"))

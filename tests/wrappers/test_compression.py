@@ -118,6 +118,7 @@ ON = [(plan, wrap) for wrap in WRAPPED for plan in ("scan", "vmap", "loop", "deb
 TOLD_APART = [("vmap", "alone"), ("debug", "alone"), ("scan", "inside"), ("loop", "inside")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("plan", "wrap"), thinned(ON, TOLD_APART))
 def test_what_was_sent_and_what_is_left_make_up_all_updates(plan: str, wrap: str):
     _, everything = sums(Whole())
@@ -141,6 +142,7 @@ def test_the_largest_are_sent():
     )
 
 
+@pytest.mark.exhaustive
 def test_with_all_numbers_it_is_the_method_inside():
     for method in (FEDAVG, Episode(local=LOCAL, gamma=0.1)):
         whole, sparse = run(method), run(TopK(method, fraction=1.0))
@@ -229,7 +231,8 @@ FOUR_BITS, BOTH = COMPRESSED
 CASES = [(FOUR_BITS, "vmap"), (BOTH, "loop"), (FOUR_BITS, "debug"), (BOTH, "vmap")]
 
 
-@pytest.mark.parametrize(("name", "plan"), thinned(CASES, 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_plans_agree(name: str, plan: str):
     options = {"rounds": 2, "cohort_size": 2, "devices": 1}
     assert_close(run(COMPRESSED[name], plan=plan, **options), run(COMPRESSED[name], **options))

@@ -54,7 +54,8 @@ def name_of(order: tuple) -> str:
     return "-".join("Private" if wrap is NOISY else wrap.__name__ for wrap in order)
 
 
-@pytest.mark.parametrize("order", thinned(map(pytest.param, ORDERS), 2), ids=name_of)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("order", [pytest.param(order) for order in ORDERS], ids=name_of)
 def test_every_order_runs_and_every_plan(order: tuple):
     """Each order on the plan beside scan; every plan has some order."""
     method = reduce(lambda inner, wrap: wrap(inner), reversed(order), FEDAVG)
@@ -73,6 +74,7 @@ WRAPS = {"Private": partial(Private, **OFF), "Counted": Counted}
 AROUND = [("Private", "Scaffold"), ("Counted", "FedAvg"), ("Private", "FedAvg"), ("Counted", "Scaffold")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("wrap", "method"), thinned(AROUND, 2))
 def test_a_wrapper_that_changes_nothing_changes_no_bit(wrap: str, method: str):
     inside = METHODS[method]
@@ -101,7 +103,8 @@ def test_noise_has_its_length_and_updates_are_clipped():
     assert abs(drawn.std() / 0.5 - 1) < 0.1 and abs(drawn.mean()) < 4 * 0.5 / np.sqrt(len(drawn))
 
 
-@pytest.mark.parametrize("plan", thinned(PLANS, 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("plan", PLANS)
 def test_the_servers_noise_is_that_of_every_plan(plan: str):
     method = Shaken(local=LOCAL)
     assert_close(short(method, plan=plan), compiled(method))
@@ -111,6 +114,7 @@ def test_the_servers_noise_is_that_of_every_plan(plan: str):
 # -- masks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
 def test_masks_cancel_exactly_when_everyone_takes_part(plan: str):
     everyone = {"cohort_size": FEDERATION.num_clients, "rounds": 1, "plan": plan}
@@ -127,6 +131,7 @@ def test_without_one_client_the_sum_says_nothing():
 # -- losses, gradients, directions ---------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("local", [LOCAL, LocalSGD(lr=0.05, steps=2, blocks=2), LocalSGD(lr=0.05, batch_size="full")])
 def test_another_loss_and_other_gradients_on_all_kinds_of_steps(local: LocalSGD):
     """A ridge is weight decay; the sum of clipped gradients of single samples is the gradient where nothing is long."""
@@ -157,6 +162,7 @@ def test_directions_may_be_replaced():
     assert np.abs(np.round(steps)).max() == LOCAL.steps
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", thinned(["vmap", "loop"]))
 def test_all_at_once(plan: str):
     method = Ridge(PerSample(Signs(Counted(Scaffold(local=LOCAL))), clip=0.5, sigma=0.1))
@@ -170,7 +176,8 @@ INNER = {"Scaffold": METHODS["Scaffold"], "LoSAC": LoSAC(local=LocalSGD(lr=0.02,
 EXTRAPOLATED = [("Scaffold", "both"), ("LoSAC", "none"), ("Scaffold", "none"), ("LoSAC", "both")]
 
 
-@pytest.mark.parametrize(("method", "extrapolate"), thinned(EXTRAPOLATED, 2))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("method", "extrapolate"), EXTRAPOLATED)
 def test_upcycling_goes_around_and_inside_wrappers_with_states(method: str, extrapolate: Any):
     inner = INNER[method]
     upcycled = partial(Upcycled, a=0.3, extrapolate=extrapolate)

@@ -116,6 +116,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_rounds_are_those_of_a_plain_loop(case: str):
     task, patterns, at_home = CASES[case]
@@ -156,6 +157,7 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
     np.testing.assert_allclose(result.events[-1]["train_personal_loss"], np.mean(losses), rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
 def test_plans_agree(plan: str):
     method = Personalised(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
@@ -169,6 +171,7 @@ def test_plans_agree(plan: str):
         np.testing.assert_allclose(other.events[-1][name], one.events[-1][name], rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_resume_and_sweeps_find_what_stayed_at_home(tmp_path):
     methods = [
         Personalised(FedAvg(local=LocalSGD(lr=lr, steps=2, batch_size=3)), at_home=("norm/*",), statistics=True)

@@ -64,6 +64,7 @@ aggregate = jax.jit(lambda rule, cohort: rule(cohort))
 # -- rules ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("size", [1, 2, 5, 6])
 @pytest.mark.parametrize(
     "rule",
@@ -179,6 +180,7 @@ def one_device() -> Result:
     return run(ATTACKED, **SHORT, devices=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", thinned([{"plan": "vmap", "chunk": 2}, {"plan": "loop"}]), ids=["vmap", "loop"])
 def test_plans_agree(plan: dict[str, Any], one_device: Result):
     """Decoded uploads, attackers that collude, and two devices with unlike numbers of clients."""
@@ -189,6 +191,7 @@ def test_bytes_are_those_of_the_method_inside():
     assert travels(Attacked(Robust(FEDAVG))) == travels(FEDAVG) == (MODEL_BYTES, MODEL_BYTES)
 
 
+@pytest.mark.exhaustive
 def test_a_grid_of_bounds_runs_together():
     methods = [Attacked(Robust(FEDAVG, NormBound(bound)), Scaling(-3.0), share=0.4) for bound in (0.05, 0.5)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 4, "eval_every": 100}
@@ -251,6 +254,7 @@ def test_rules_that_count_heads_refuse_weights():
     run(Robust(FEDAVG, GeometricMedian()), rounds=1, weights="samples")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "inner", [Scaffold(local=LOCAL), Scaffnew(local=LocalSGD(lr=0.05, batch_size=2))], ids=["Scaffold", "Scaffnew"]
 )
