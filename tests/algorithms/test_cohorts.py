@@ -7,7 +7,7 @@ import pytest
 
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import Planner, Sampler
-from fedrax.simulation.settings import Availability, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import Availability, Poisson, Script, Settings, WeightedBySamples
 
 SIZES = np.random.default_rng(1).integers(1, 50, 40)
 OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
@@ -97,6 +97,44 @@ def test_a_client_with_state_has_one_home():
                 assert where[1] < p.capacity
     assert len(set(homes.values())) == len(homes)
     assert homes == p.home
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+@pytest.mark.parametrize("participation", [None, Poisson()], ids=["uniform", "Poisson"])
+def test_rows_for_large_states_are_as_many_for_every_seed_and_few_more_than_needed(
+    by_samples: bool, participation: Any
+):
+    sizes = np.random.default_rng(2).lognormal(3, 1, 1000).astype(int) + 1
+    chosen: dict[str, Any] = {"rounds": 22, "cohort_size": 50} | (
+        {} if participation is None else {"participation": participation}
+    )
+    room, needed = [], []
+    for seed in range(5):
+        sampler = Sampler(Settings(seed=seed, **chosen), sizes)
+        made = Planner(
+            sampler, sizes.cumsum() - sizes, devices=2, stateful=True, by_samples=by_samples, row_bytes=10**6
+        )
+        room.append(2 * made.capacity)
+        needed.append(len(np.unique(np.concatenate([sampler.cohort(r) for r in range(22)]))))
+        assert sorted(made.home) == sorted({c for r in range(22) for c in sampler.cohort(r).tolist()})
+    assert len(set(room)) == 1 and len(set(needed)) > 1
+    assert max(needed) < room[0] < 1.35 * min(needed)
+
+
+def test_of_given_cohorts_the_rows_are_counted():
+    cohorts = [np.arange(40), np.arange(20, 60), np.arange(40)]
+    sampler = Sampler(Settings(rounds=3, cohort_size=40), np.full(1000, 10), Script(cohorts=cohorts))
+    made = Planner(sampler, np.arange(1000) * 10, devices=1, stateful=True, by_samples=False, row_bytes=10**6)
+    assert made.capacity == 60 == len(made.home)
+
+
+def test_a_seed_that_needs_more_rows_than_others_has_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Sampler, "most_clients", 10)
+    sampler = Sampler(Settings(rounds=20, cohort_size=9), SIZES)
+    made = Planner(sampler, OFFSETS, devices=2, stateful=True, by_samples=False, row_bytes=10**8)
+    rows = list(made.rows().values())
+    assert len(set(rows)) == len(rows) == len(made.home) > 2 * 6
+    assert max(row for _, row in made.home.values()) < made.capacity
 
 
 def test_work_is_spread_evenly():

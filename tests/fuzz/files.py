@@ -20,7 +20,7 @@ from fedrax.data.images import read_image_table
 from fedrax.data.readers import load_idx
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
-from fedrax.simulation.cohorts import read_trace
+from fedrax.simulation.availability import read_trace
 from fedrax.simulation.settings import Availability
 from tests.fuzz.damage import damaged
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from fedrax.contract.client_data import Place
 from fedrax.errors import FedraxError
-from fedrax.files import read_columns
 from fedrax.simulation.arrivals import Arrivals, arrivals, read_durations
+from fedrax.simulation.availability import check_list, read_trace
 from fedrax.simulation.joining import to_join
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import (
@@ -100,6 +100,11 @@ class Sampler:
         return self.given is None and isinstance(self.settings.participation, Poisson)
 
     @property
+    def _unequal(self) -> bool:
+        """Whether some clients are likelier than others."""
+        return isinstance(self.settings.participation, WeightedBySamples)
+
+    @property
     def expected(self) -> float | None:
         """Clients a round has in the mean, where each joins by chance or when another has finished."""
         return float(self.settings.cohort_size) if self.by_chance or self.arrivals is not None else None
@@ -137,6 +142,22 @@ class Sampler:
         return max(min(k, self.num_clients), *drawn)
 
     @property
+    def most_clients(self) -> int:
+        """Different clients that take part in all rounds together, of almost any seed.
+
+        Exactly that where cohorts are given. Where each client is as likely as another, five deviations above the mean:
+        (1 - S / N)^R of them never come, and that one does not makes it no likelier that another does not either.
+        """
+        rounds, clients = self.settings.rounds, self.num_clients
+        if self.given is not None:
+            return len(np.unique(np.concatenate(self.given[:rounds])))
+        if self.trace is not None or self.arrivals is not None or self._unequal:
+            return rounds * self.largest
+        absent = (1 - self.settings.cohort_size / clients) ** rounds
+        likely = int(clients * (1 - absent) + 5 * np.sqrt(clients * absent * (1 - absent))) + 1
+        return min(likely, rounds * self.largest)
+
+    @property
     def varying(self) -> bool:
         """Whether rounds can differ in their number of clients."""
         if self.given is not None:
@@ -157,7 +178,7 @@ class Sampler:
             return np.sort(rng.choice(available, min(size, len(available)), replace=False))
         if self.by_chance:  # a uniform draw of a binomial number: the same as a coin for each client
             size = self._size_by_chance(rng)
-        if isinstance(self.settings.participation, WeightedBySamples):
+        if self._unequal:
             return np.sort(rng.choice(self.num_clients, size, replace=False, p=self.sizes / self.sizes.sum()))
         return np.sort(rng.choice(self.num_clients, size, replace=False))
 
@@ -169,27 +190,10 @@ class Sampler:
         return share
 
 
-def check_list(clients: tuple[int, ...], num_clients: int) -> np.ndarray:
-    """The clients of a fixed list, sorted."""
-    if not clients or len(set(clients)) < len(clients) or min(clients) < 0 or max(clients) >= num_clients:
-        raise FedraxError(f"the list of clients that take part must hold different clients from 0 to {num_clients - 1}")
-    return np.sort(np.array(clients, np.int64))
-
-
-def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:
-    """The available clients of each round of a trace file."""
-    path = participation.trace
-    table = read_columns(path, "the availability trace", ["round", "client"])
-    if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
-        raise FedraxError(f"the availability trace {path} must hold whole numbers only")
-    rounds, clients = np.unique(table.to_numpy(), axis=0).T
-    if not len(rounds) or rounds.min() < 0 or clients.min() < 0 or clients.max() >= num_clients:
-        raise FedraxError(f"the availability trace {path} must name rounds from 0 and clients 0 to {num_clients - 1}")
-    named, starts = np.unique(rounds, return_index=True)
-    gaps = np.flatnonzero(named != np.arange(len(named)))
-    if len(gaps):
-        raise FedraxError(f"the availability trace {path} has no client in round {gaps[0]}")
-    return np.split(clients, starts[1:])
+def rounded_up(number: int) -> int:
+    """To one of eight numbers between each power of two and the next, so that small differences are none."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step
 
 
 class Planner:
@@ -227,19 +231,20 @@ class Planner:
         if stateful:  # homes depend on all rounds before, so lay them out once, from the start
             for r in range(sampler.settings.rounds):
                 self._assigned[r] = self._assign(r)
+            self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
 
     def _room(self, row_bytes: int) -> int:
-        """Rows a device has for what clients keep: as many for every seed, so that a new one compiles nothing anew.
+        """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
 
-        All clients on every device where that takes little memory; else as many as can take part, rounded up to a
-        power of two, so that a few more rounds change nothing either. Devices that share them have an eighth to
-        spare, since they are not filled evenly.
+        All clients on every device where that takes little memory; else as many as will take part. Devices that share
+        them have some to spare, since they are not filled evenly.
         """
-        clients, some = self.sampler.num_clients, self.sampler.settings.rounds * self.sampler.largest
+        clients = self.sampler.num_clients
         if clients * row_bytes * self.devices <= _SMALL_STORE:
             return clients
-        clients = min(clients, 1 << (some - 1).bit_length())
-        return clients if self.devices == 1 else -(-clients * 9 // (8 * self.devices))
+        clients = min(clients, rounded_up(self.sampler.most_clients))
+        spare = 0 if self.devices == 1 else 8 if self.by_samples or self.straggling else 32
+        return -(-(clients + (clients // spare if spare else 0)) // self.devices)
 
     @property
     def most_places(self) -> int:
