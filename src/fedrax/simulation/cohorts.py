@@ -243,8 +243,8 @@ class Planner:
         if clients * row_bytes * self.devices <= _SMALL_STORE:
             return clients
         clients = min(clients, rounded_up(self.sampler.most_clients))
-        spare = 0 if self.devices == 1 else 8 if self.by_samples or self.straggling else 32
-        return -(-(clients + (clients // spare if spare else 0)) // self.devices)
+        spare = clients // (8 if self.by_samples or self.straggling else 32)
+        return clients if self.devices == 1 else -(-(clients + spare) // self.devices)
 
     @property
     def most_places(self) -> int:

@@ -117,8 +117,7 @@ def prepare(
     planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size, chunk)
     if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
-    store_bytes = planner.capacity * tree.num_bytes(initial) if planner.stateful else 0
-    streamed, spilled = choose(settings, mesh, samples, store_bytes)
+    streamed, spilled = choose(settings, mesh, samples, planner.capacity * tree.num_bytes(initial))
     fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
     program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
