@@ -1,7 +1,8 @@
 """``python -m papers.gradma table1``: Table 1's MNIST (or CIFAR-10) columns, printed beside the paper's numbers.
 
-Every run is kept below --out and not run again: break the command off when you like, and type it again to go on. The
-table is written after each run of a method, from what there is.
+Every run is kept as a line of ``table1-mnist.jsonl`` beside the table and not run again: break the command off when you
+like, and type it again to go on, on another machine too. The table is written after each run of a method, from what
+there is.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import csv
 import datetime
 import itertools
 import math
-import os
 import sys
 import time
 from pathlib import Path
 
 from fedrax import FedraxError, files
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
-from papers.losac.running import processor, spread
+from papers.losac.running import spread
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -44,9 +44,8 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
     parser.add_argument("--cells", nargs="+", metavar="S,OMEGA", help="columns, such as 10,0.01 (default: all)")
     parser.add_argument("--local-step", type=float, choices=AXES["local step"][1], help="where the search starts")
-    parser.add_argument("--out", type=Path, default=Path("runs/gradma"), help="where runs are kept")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where tables go")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and its runs go")
     parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the table of what there is")
     try:
@@ -65,8 +64,8 @@ def table1(arguments: argparse.Namespace) -> None:
     if arguments.cells is not None and len(wanted) != len(set(arguments.cells)):
         every = ", ".join(f"{cell.cohort},{cell.omega:g}" for cell in cells)
         raise FedraxError(f"--cells: the table's columns are {every}, not {' '.join(arguments.cells)}.")
-    place = arguments.out / arguments.data
-    runs = Runs(HERE / f"{arguments.data}.toml", place, arguments.rounds, arguments.data_dir, arguments.local_step)
+    kept = arguments.results / f"table1-{arguments.data}.jsonl"
+    runs = Runs(HERE / f"{arguments.data}.toml", kept, arguments.rounds, arguments.data_dir, arguments.local_step)
     if not arguments.only_write:
         for cell, method, points, seed in work(runs, wanted, arguments.methods, arguments.seeds, arguments.search):
             if all(runs.stored(cell, method, point, seed) for point in points):
@@ -98,7 +97,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         "its Table 1, page 6; gap: ours - paper; second half: the mean over the evaluations of the second half of the "
         "same runs. The best point is that of the first seed with the highest top "
         f"accuracy among the points tried. {runs.rounds} rounds. Written by "
-        f"`{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()})."
+        f"`{command}` (runs on {' and '.join(runs.machines())}; {datetime.date.today().isoformat()})."
     )
     columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point"
     rows = [

@@ -1,8 +1,10 @@
-"""Runs of Table 1, one file each, and the search of a method's grid through them."""
+"""Runs of Table 1, one line each, and the search of a method's grid through them."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -10,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
 from fedrax import FedraxError, files, sweep
 from fedrax.experiments import comparison, experiment
-from fedrax.experiments.comparison import merged, safe_name
+from fedrax.experiments.comparison import merged
 from fedrax.experiments.experiment import Experiment
+from papers.losac.running import processor
 
 AXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
     "local step": (("local", "lr"), (0.001, 0.01, 0.1)),
@@ -64,17 +65,25 @@ class Cell:
         return f"S={self.cohort}, omega={self.omega:g}"
 
 
+Key = tuple[Cell, str, Point, int]
+"""Column, method, point and seed of a run."""
+
+
 class Runs:
-    """Runs of one experiment file's methods, each kept in a JSON file of its own."""
+    """Runs of one experiment file's methods: a line of JSON each, which later sessions and machines add to.
+
+    kept: the file of these lines. rounds: instead of the file's. local_step: where a search starts.
+    """
 
     def __init__(
-        self, file: Path, out: Path, rounds: int | None, data_dir: str | None, local_step: float | None = None
+        self, file: Path, kept: Path, rounds: int | None, data_dir: str | None, local_step: float | None = None
     ):
-        self.table, self.file, self.out, self.data_dir = files.read_table(file), file, out, data_dir
+        self.table, self.file, self.kept, self.data_dir = files.read_table(file), file, kept, data_dir
         self.local_step = local_step
         self.rounds = rounds or self.table["run"]["rounds"]
         self.base = {entry["label"]: entry for entry in self.table["compare"]}
         self._built: tuple[tuple[Cell, int] | None, Any, Any] = (None, None, None)
+        self._read: tuple[int, dict[Key, dict[str, Any]]] = (0, {})
 
     def start(self, method: str) -> Point:
         """The point of the file, or that with ``local_step``."""
@@ -85,13 +94,31 @@ class Runs:
 
     def stored(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any] | None:
         """The record of a run, None where there is none; FedraxError if it is of another experiment."""
-        place = self._place(cell, method, point, seed)
-        if not place.exists():
-            return None
-        record = files.read_json(place)
-        if record["experiment"] != self._text(cell, method, point, seed):
-            raise FedraxError(f"{place} holds a run of another experiment: choose another --out.")
+        record = self._records().get((cell, method, point, seed))
+        if record is not None and record["experiment"] != self._digest(cell, method, point, seed):
+            which = f"{cell}, {method}, seed {seed}"
+            raise FedraxError(f"{self.kept} holds a run of another experiment, {which}: choose another --results.")
         return record
+
+    def _records(self) -> dict[Key, dict[str, Any]]:
+        """All that are kept, read anew where another process has added to them."""
+        size = self.kept.stat().st_size if self.kept.exists() else 0
+        if size != self._read[0]:
+            with files.reading(self.kept, files.MAX_JSON) as file:
+                self._read = (size, dict(self._record(number, line) for number, line in enumerate(file, 1)))
+        return self._read[1]
+
+    def _record(self, number: int, line: bytes) -> tuple[Key, dict[str, Any]]:
+        try:
+            record = json.loads(line)
+            cell = Cell(record["cohort"], record["omega"])
+            return (cell, record["method"], tuple(record["point"]), record["seed"]), record
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FedraxError(f"{self.kept}: line {number} is not a run; take it out and go on.") from error
+
+    def machines(self) -> list[str]:
+        """On which runs were made."""
+        return sorted({record["processor"] for record in self._records().values()})
 
     def run(self, cell: Cell, method: str, points: list[Point], seed: int) -> None:
         """Run what is not stored; the points of one method are one sweep."""
@@ -105,24 +132,30 @@ class Runs:
         for point, (result,) in zip(
             points, sweep([m.algorithm for m in made], task, federation, (seed,), made[0].run), strict=True
         ):
-            measured = [(e["round"], e["test_accuracy"]) for e in result.events if "test_accuracy" in e]
-            record = {
-                "experiment": self._text(cell, method, point, seed),
+            accuracy = [100 * event["test_accuracy"] for event in result.events if "test_accuracy" in event]
+            half = accuracy[len(accuracy) // 2 :]
+            which = {"cohort": cell.cohort, "omega": cell.omega, "method": method, "point": point, "seed": seed}
+            record = which | {
+                "top": round(max(accuracy, default=0.0), 4),
+                "second_half": round(sum(half) / max(1, len(half)), 4),
                 "diverged": result.stopped == "diverged",
-                "round": [r for r, _ in measured],
-                "accuracy": [round(a, 6) for _, a in measured],
+                "experiment": self._digest(cell, method, point, seed),
+                "processor": processor(),
+                "date": datetime.date.today().isoformat(),
             }
-            files.write_text(self._place(cell, method, point, seed), json.dumps(record) + "\n")
+            self.kept.parent.mkdir(parents=True, exist_ok=True)
+            with files.open_to_append(self.kept) as file:
+                file.write(json.dumps(record) + "\n")
 
     def top(self, cell: Cell, method: str, point: Point, seed: int) -> float | None:
         """The highest test accuracy in percent of a stored run; 0 of one that was never measured."""
         record = self.stored(cell, method, point, seed)
-        return None if record is None else 100 * max(record["accuracy"], default=0.0)
+        return None if record is None else record["top"]
 
     def usual(self, cell: Cell, method: str, point: Point, seed: int) -> float:
         """The mean test accuracy in percent over the second half of a stored run's evaluations."""
-        accuracy = (self.stored(cell, method, point, seed) or {"accuracy": []})["accuracy"]
-        return 100 * sum(accuracy[len(accuracy) // 2 :]) / max(1, (len(accuracy) + 1) // 2)
+        record = self.stored(cell, method, point, seed)
+        return 0.0 if record is None else record["second_half"]
 
     def known(self, cell: Cell, method: str, seed: int) -> dict[Point, float]:
         """Every point of the grid that has been run, with its top accuracy."""
@@ -130,26 +163,27 @@ class Runs:
         found = {point: self.top(cell, method, point, seed) for point in every}
         return {point: top for point, top in found.items() if top is not None}
 
-    def _place(self, cell: Cell, method: str, point: Point, seed: int) -> Path:
-        name = "_".join(f"{value:g}" for value in point)
-        return self.out / safe_name(str(cell)) / safe_name(method) / name / f"seed-{seed}.json"
-
-    def _experiment(self, cell: Cell, method: str, point: Point, seed: int) -> Experiment:
+    def _table(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any]:
+        """The run as an experiment file of one method."""
         over: dict[str, Any] = {}
         for axis, value in zip(METHODS[method], point, strict=True):
             over = merged(over, _nested(AXES[axis][0], value))
         table = {key: value for key, value in self.table.items() if key not in ("seeds", "compare")}
         table["partition"] = table["partition"] | {"omega": cell.omega, "seed": seed}
-        table["run"] = table["run"] | {"cohort_size": cell.cohort, "rounds": self.rounds}
+        table["run"] = table["run"] | {"cohort_size": cell.cohort, "rounds": self.rounds, "seed": seed}
         table["compare"] = [merged(self.base[method], over)]
+        return table
+
+    def _experiment(self, cell: Cell, method: str, point: Point, seed: int) -> Experiment:
+        table = self._table(cell, method, point, seed)
         (made,) = comparison.from_table(table, str(self.file), self.file.parent).methods
         made.check()
         return dataclasses.replace(made, run=dataclasses.replace(made.run, seed=seed))
 
-    def _text(self, cell: Cell, method: str, point: Point, seed: int) -> str:
-        table = experiment.to_table(self._experiment(cell, method, point, seed))
-        table["partition"]["name"] = self.table["partition"]["name"]  # not where this folder happens to lie
-        return tomlkit.dumps(table)
+    def _digest(self, cell: Cell, method: str, point: Point, seed: int) -> str:
+        """By which a run of the same experiment is known."""
+        table = self._table(cell, method, point, seed)
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:

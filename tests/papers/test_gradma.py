@@ -58,27 +58,31 @@ def test_a_class_that_runs_out_is_a_sentence() -> None:
 
 
 def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
-    runs, cell = Runs(HERE / "mnist.toml", tmp_path, None, None), Cell(10, 0.01)
+    runs, cell = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", None, None), Cell(10, 0.01)
 
-    def ran(point: tuple, accuracy: float) -> None:
-        place = runs._place(cell, "FedProx", point, 0)
-        place.parent.mkdir(parents=True)
-        text = runs._text(cell, "FedProx", point, 0)
-        place.write_text(json.dumps({"experiment": text, "round": [5, 10], "accuracy": [accuracy, 0.4]}))
+    def ran(point: tuple, top: float) -> None:
+        record = {"cohort": 10, "omega": 0.01, "method": "FedProx", "point": point, "seed": 0, "top": top}
+        record |= {"second_half": 40.0, "experiment": runs._digest(cell, "FedProx", point, 0), "processor": "this one"}
+        with runs.kept.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     start = (0.01, 1.0, 0.01)
     assert candidates(runs, cell, "FedProx", 0, 0, "axes") == [start]
-    ran(start, 0.5)
+    ran(start, 50.0)
     assert candidates(runs, cell, "FedProx", 0, 1, "axes") == [(lr, 1.0, 0.01) for lr in (0.001, 0.01, 0.1)]
-    ran((0.1, 1.0, 0.01), 0.7)
+    ran((0.1, 1.0, 0.01), 70.0)
     assert best_point(runs, cell, "FedProx", 0) == (0.1, 1.0, 0.01)
     assert candidates(runs, cell, "FedProx", 0, 2, "axes") == [(0.1, lr, 0.01) for lr in (0.1, 1.0, 10.0)]
     assert len(candidates(runs, cell, "FedProx", 0, 1, "grid")) == 27
     assert candidates(runs, cell, "FedProx", 0, 1, "none") == []
-    assert runs.top(cell, "FedProx", (0.1, 1.0, 0.01), 0) == pytest.approx(70)
-    assert runs.usual(cell, "FedProx", (0.1, 1.0, 0.01), 0) == pytest.approx(40)
-    elsewhere = Runs(HERE / "mnist.toml", tmp_path, None, None, local_step=0.1)
+    assert runs.top(cell, "FedProx", (0.1, 1.0, 0.01), 0) == 70
+    assert runs.usual(cell, "FedProx", (0.1, 1.0, 0.01), 0) == 40
+    elsewhere = Runs(HERE / "mnist.toml", runs.kept, None, None, local_step=0.1)
     assert elsewhere.start("FedProx") == (0.1, 1.0, 0.01)
+    with runs.kept.open("a") as file:
+        file.write('{"cohort": 10, "om')  # the process was killed
+    with pytest.raises(FedraxError, match=r"kept\.jsonl: line 3 is not a run; take it out and go on\."):
+        runs.known(cell, "FedProx", 0)
 
 
 def test_table1_prints_paper_ours_and_what_was_run(
@@ -97,7 +101,7 @@ def test_table1_prints_paper_ours_and_what_was_run(
         (tmp_path / name).write_text((HERE / name).read_text())
     monkeypatch.setattr(gradma, "HERE", tmp_path)
     command = ["gradma", "table1", "--search", "none", "--seeds", "0", "--rounds", "1", "--methods", "FedAvg"]
-    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path), "--data-dir", str(tmp_path)]
+    command += ["--results", str(tmp_path), "--data-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert gradma.main() == 0
     text = (tmp_path / "table1-mnist.md").read_text()
