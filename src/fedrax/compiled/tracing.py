@@ -45,9 +45,9 @@ def traced_once(
                 leaves = [next(rest) if number is None else number[1] for number in numbers]
                 return inner(*statics, *jax.tree.unflatten(structure, leaves))
 
-            with use_abstract_mesh(NO_MESH):
+            with use_abstract_mesh(NO_MESH):  # what is made here goes into programs for any mesh
                 made, shape = jax.make_jaxpr(of_arrays, axis_env=axes(*statics) or None, return_shape=True)(*shapes)
-            return of_differences(made), jax.tree.structure(shape)
+                return of_differences(made), jax.tree.structure(shape)
 
         @wraps(function)
         def call(*args: P.args, **none: P.kwargs) -> T:

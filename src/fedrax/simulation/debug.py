@@ -16,6 +16,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import share_of, whole_round
 from fedrax.simulation.engine import NOTED, Carry, Engine, stacked
 from fedrax.simulation.recording import Noted, no_notes, noted, on_host, sent_by, statistics_down
+from fedrax.simulation.result import Result
 from fedrax.simulation.round import (
     Executor,
     Gathered,
@@ -34,6 +35,13 @@ from fedrax.tree import Tree
 
 class NonFiniteError(FedraxError):
     """A loss, upload, state or parameter became infinite or not a number."""
+
+    result: Result | None = None
+    """The rounds before as ``simulate`` returns them, but for what clients keep; its ``stopped`` is "diverged"."""
+
+    def __reduce__(self) -> tuple:
+        """To other processes the sentence alone goes: a result can be large, and of classes that they do not know."""
+        return type(self), self.args
 
 
 class DebugEngine(Engine):

@@ -114,14 +114,18 @@ def one_round(
     here: Rounds,
     axis: str | None,
     vectors_axis: str | None,
+    alive: Array,
 ) -> tuple[Carry, dict[str, Any]]:
-    """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was."""
+    """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was.
+
+    alive: whether all rounds before were sound; this one is not otherwise.
+    """
     executor = OnDevice(program, algorithm, here, key, carry.store, samples, axis, vectors_axis)
     server, statistics, record, bad = run_round(executor, carry.server, carry.statistics)
     finite = tree.all_finite((server, statistics))
     if vectors_axis and holds_vectors(server):
         finite = executor.least(finite)
-    sound = finite & (bad == program.num_clients)
+    sound = alive & finite & (bad == program.num_clients)
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     new, old = (server, statistics), (carry.server, carry.statistics)
     server, statistics = jax.lax.cond(sound, lambda: new, lambda: old)
@@ -140,28 +144,32 @@ def run_block(
     key: Array,
     xs: Rounds,
     rounds: Array,
-    stop: bool = True,
+    alive: Array | None = None,
     vectors_axis: str | None = None,
 ) -> tuple[Carry, dict[str, Array]]:
-    """Up to len(xs.round) rounds, stopping after an unsound one if asked to: (carry, records [B] by name)."""
+    """Up to len(xs.round) rounds, stopping after an unsound one: (carry, records [B] by name).
+
+    alive: for runs side by side, which go on with each other, whether this one was sound so far.
+    """
     xs = jax.tree.map(jnp.asarray, xs)
     xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.places))
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
     one = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
     step = jax.jit(one, inline=True)  # traced once, for the records' shapes and for the loop
-    _, shapes = jax.eval_shape(lambda c: step(c, here=at(0)), carry)
+    _, shapes = jax.eval_shape(lambda c: step(c, here=at(0), alive=jnp.bool_(True)), carry)
     records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
 
     def unfinished(loop: tuple) -> Array:
         r, sound, _, _ = loop
-        return (r < rounds) & sound if stop else r < rounds
+        return (r < rounds) & sound if alive is None else r < rounds
 
     def body(loop: tuple) -> tuple:
-        r, _, carry, records = loop
-        carry, record = step(carry, here=at(r))
+        r, sound, carry, records = loop
+        carry, record = step(carry, here=at(r), alive=sound)
         return r + 1, record["sound"], carry, tree.set_row(records, r, record)
 
-    _, _, carry, records = jax.lax.while_loop(unfinished, body, (jnp.int32(0), jnp.bool_(True), carry, records))
+    start = (jnp.int32(0), jnp.bool_(True) if alive is None else alive, carry, records)
+    _, _, carry, records = jax.lax.while_loop(unfinished, body, start)
     return carry, records
 
 

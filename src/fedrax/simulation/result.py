@@ -51,7 +51,8 @@ class Result:
     """How rounds were executed, in words."""
     stopped: str
     """"rounds"; "target", "budget" or "callback" where the target accuracy, the privacy budget or a callback ended the
-    run early."""
+    run early; "diverged" where a number stopped being finite (:func:`fedrax.sweep`): what there is, is of the rounds
+    before, and not what clients keep."""
     directory: Path | None = None
     spent: Spent | None = None
     """What a private run has spent."""
@@ -83,6 +84,8 @@ class Result:
 
     def client_state(self, client: int) -> Tree:
         """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part)."""
+        if self.initial_client is None:
+            raise FedraxError("this run diverged: what its clients keep is not in its result")
         if client not in self.homes:
             return self.initial_client.state
         return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
@@ -148,6 +151,10 @@ class Result:
         FedraxError where it cannot be written, or for parameters that are no arrays of numbers.
         """
         save_model(path, self.params, self.statistics)
+
+
+NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None}
+"""Fields of a result that diverged: clients have worked on in that round, or in later ones beside other runs."""
 
 
 def _metric_lines(values: Event) -> list[str]:

@@ -31,7 +31,7 @@ from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, 
 from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
 from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
-from fedrax.simulation.result import Result, Snapshot
+from fedrax.simulation.result import NO_CLIENTS, Result, Snapshot
 from fedrax.simulation.saving import check_kept, fresh, restore, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
@@ -380,7 +380,9 @@ class Run:
         if directory is not None:
             self._save(FAILURE, carry, self.keep_clients, error=message)
             message += f"; {what} is in {directory / FAILURE}"
-        raise NonFiniteError(message)
+        error = NonFiniteError(message)
+        error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)
+        raise error
 
 
 def run_portion(setup: Setup, storage: Storage, carry: Carry, portion: Portion) -> tuple[Carry, dict]:

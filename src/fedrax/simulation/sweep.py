@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +28,25 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
-from fedrax.simulation.engine import Carry, compiler_options, run_block
+from fedrax.simulation.engine import Carry, Engine, compiler_options, run_block
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, Sink, events_of
 from fedrax.simulation.identity import form_of
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
-from fedrax.simulation.result import Result
+from fedrax.simulation.result import NO_CLIENTS, Result
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, check_lists, simulate
 from fedrax.simulation.settings import Settings
-from fedrax.simulation.setup import Setup, make_evaluators, prepare
+from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
 from fedrax.simulation.spending import enter, ledger_of
 from fedrax.tree import Tree
 
+Mode = Literal["auto", "together", "in turn"]
 _SMALL = 60_000
 """Parameters up to which runs side by side are faster on CPU cores than runs in turn (benchmarks/sweep.py)."""
 
@@ -54,51 +55,49 @@ def sweep(
     algorithms: Sequence[Algorithm],
     task: Task,
     federation: Federation,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] | None = None,
     settings: Settings | None = None,
     *,
-    mode: Literal["auto", "together", "in turn"] = "auto",
+    mode: Mode = "auto",
     progress: bool = True,
     **changes: Any,
 ) -> list[list[Result]]:
     """Run every algorithm with every seed: results[i][j] is ``algorithms[i]`` with ``seeds[j]``.
 
-    The algorithms must be of one kind: the same class and the same static fields, different floats.
+    The algorithms must be of one kind: the same class and the same static fields, different floats. seeds: by default
+    the one of the settings.
     ``together`` runs them in one compiled call, ``in turn`` one after another; ``auto`` picks by model size and
     backend. A run that diverges ends where it did, with ``stopped = "diverged"``, and does not disturb the others.
     Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds of their events are
     those of all runs.
 
-    Runs with samples streamed or client states on disk go in turn. progress: as of :func:`fedrax.simulate`.
+    Runs that one compiled call cannot do go in turn: under the plans loop and debug, with samples streamed or client
+    states on disk, up to a target or a budget. progress: as of :func:`fedrax.simulate`.
 
-    Raises FedraxError if the algorithms cannot run together.
+    Raises FedraxError if runs that are to go together cannot.
     """
+    seeds = seeds_of(seeds, settings, changes)
     settings = changed_settings(settings, changes)
     check_lists(algorithms=algorithms, seeds=seeds)
+    if mode not in get_args(Mode):
+        raise unknown("mode", mode, get_args(Mode))
     for algorithm in algorithms:
         check_arguments(algorithm, task, federation)
     use_all_cores()
-    if not algorithms or not seeds:
+    if not algorithms or not len(seeds):
         raise FedraxError("a sweep needs at least one algorithm and one seed")
-    if settings.target is not None and mode == "together":
-        raise FedraxError("runs together cannot stop at a target: leave the target out, or run them in turn")
-    if settings.epsilon_budget is not None and mode == "together":
-        raise FedraxError("runs together cannot stop at a budget: leave epsilon_budget out, or run them in turn")
     with arithmetic(settings.dtype):
+        make_mesh(settings.devices)  # that there are so many
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
-        apart = setups[0].streamed or setups[0].spilled
+        apart = _apart(setups[0])
         if apart and mode == "together":
-            raise FedraxError("runs together keep samples and client states on the devices: run them in turn")
-        if apart:
-            mode = "in turn"
-        elif mode == "auto":
-            mode = "together" if _pays(algorithms, setups[0]) else "in turn"
-        if mode == "together":
+            raise FedraxError(f"runs together {apart}, or run them in turn")
+        if mode == "together" or (mode == "auto" and _pays(algorithms, setups[0])):
             for algorithm in algorithms:
                 check(algorithm)
             with _line(progress) as line:
-                return _Together(algorithms, setups, federation).run(line)
+                return _Together(algorithms, setups, federation, settings.devices).run(line)
     count, results = len(algorithms) * len(seeds), []
     with _line(progress) as line:
         for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
@@ -118,11 +117,31 @@ def _line(progress: bool) -> Iterator[Line | None]:
             line.clear()
 
 
+def seeds_of(seeds: Sequence[int] | None, settings: Settings | None, changes: dict[str, Any]) -> Sequence[int]:
+    """The seeds of several runs; FedraxError where a single one is named beside them."""
+    if seeds is not None and "seed" in changes:
+        raise FedraxError("the seeds are given, and one seed beside them: leave seed out")
+    return (changed_settings(settings, changes).seed,) if seeds is None else seeds
+
+
+def _apart(setup: Setup) -> str | None:
+    """What of a run's settings one compiled call of all runs cannot do, and what to do about it; None: nothing."""
+    settings = setup.settings
+    if settings.target is not None:
+        return "cannot stop at a target: leave the target out"
+    if settings.epsilon_budget is not None:
+        return "cannot stop at a budget: leave epsilon_budget out"
+    if ENGINES[setup.plan] is not Engine:
+        return f"are one compiled program, and plan {setup.plan} is not: leave the plan out"
+    if setup.streamed or setup.spilled:
+        return "keep samples and client states on the devices: leave samples and states out"
+    return None
+
+
 def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
     same = len({jax.tree.structure(a) for a in algorithms}) == 1
     on_cpu = jax.default_backend() == "cpu"
-    ends = setup.settings.target is not None or setup.settings.epsilon_budget is not None
-    return same and not ends and (setup.info.parameters <= _SMALL or not on_cpu)
+    return same and _apart(setup) is None and (setup.info.parameters <= _SMALL or not on_cpu)
 
 
 def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings) -> bool:
@@ -132,7 +151,7 @@ def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, se
         return False
     with arithmetic(settings.dtype):
         setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
-        return not setup.streamed and not setup.spilled and _pays(algorithms, setup)
+        return _pays(algorithms, setup)
 
 
 def program_of(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
@@ -148,8 +167,9 @@ def _alone(
 ) -> Result:
     try:
         return simulate(algorithm, task, federation, settings, sinks=sinks, progress=False)
-    except NonFiniteError:
-        return Result(params=(), server=(), events=[], plan="in turn", stopped="diverged")
+    except NonFiniteError as error:
+        assert error.result is not None
+        return error.result
 
 
 class _Together:
@@ -159,35 +179,41 @@ class _Together:
     run alone.
     """
 
-    def __init__(self, algorithms: Sequence[Algorithm], setups: list[Setup], federation: Federation):
+    def __init__(
+        self, algorithms: Sequence[Algorithm], setups: list[Setup], federation: Federation, devices: int | None
+    ):
         if len({jax.tree.structure(a) for a in algorithms}) != 1:
             raise FedraxError("algorithms that run together must differ in float hyper-parameters only")
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
-        mesh = make_mesh(min(len(jax.devices()), self.count))
+        mesh = make_mesh(min(devices or len(jax.devices()), self.count))
         devices = mesh.devices.size
-        self.stacked = _stack(list(algorithms) + [algorithms[-1]] * (-self.count % devices))
+        spare = -self.count % devices
+        self.stacked, self.width = _stack(list(algorithms) + [algorithms[-1]] * spare), self.count + spare
         program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())
         self.samples = jax.device_put(setups[0].engine.samples, everywhere)
         self.evaluators = make_evaluators(setups[0].task, self.settings, federation, mesh, self.samples)
-        grid = jax.vmap(partial(run_block, program, None, stop=False), in_axes=(0, 0, None, None, None, None))
+        grid = jax.vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 
-        def on_device(algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array) -> tuple:
-            one_seed = lambda c: grid(algorithms, c[0], samples, c[1], c[2], rounds)  # noqa: E731
-            return jax.lax.map(one_seed, (carry, keys, xs))
+        def on_device(
+            algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
+        ) -> tuple:
+            one_seed = lambda c: grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])  # noqa: E731
+            return jax.lax.map(one_seed, (carry, keys, xs, alive))
 
         lanes = P(None, AXIS)
         self._lanes = NamedSharding(mesh, lanes)
         sharded = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(P(AXIS), lanes, P(), P(), P(), P()),
+            in_specs=(P(AXIS), lanes, P(), P(), P(), P(), lanes),
             out_specs=(lanes, lanes),
             check_vma=False,
         )
         self._block = jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
-        self.plan = f"together: {self.count} x {len(setups)} runs in one program on {devices} devices"
+        where = f"{devices} device{'s' * (devices > 1)}"
+        self.plan = f"together: {self.count} x {len(setups)} runs in one program on {where}"
 
     def _fresh(self) -> Carry:
         rows = max(setup.planner.capacity for setup in self.setups)
@@ -208,6 +234,7 @@ class _Together:
         carry = jax.device_put(self._fresh(), self._lanes)  # where a block leaves it, or the second would compile anew
         keys = jnp.stack([setup.key for setup in self.setups])
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
+        alive = np.ones((len(self.setups), self.width), bool)
         done = 0
         while done < total:
             if line is not None:
@@ -216,7 +243,7 @@ class _Together:
             rounds = min(every - done % every, total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
             xs = jax.tree.map(lambda *x: np.stack(x), *blocks)
-            carry, records = self._block(self.stacked, carry, self.samples, keys, xs, np.int32(rounds))
+            carry, records = self._block(self.stacked, carry, self.samples, keys, xs, np.int32(rounds), alive)
             done += rounds
             records = {name: np.asarray(value) for name, value in records.items()}
             host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
@@ -224,6 +251,7 @@ class _Together:
             for z, g in np.ndindex(len(self.setups), self.count):
                 mine = {name: value[z, g, :rounds] for name, value in records.items()}
                 self._extend(events[g][z], z, g, mine, blocks[z], took, host)
+                alive[z, g] = not events[g][z][-1].get("diverged")
         final = jax.tree.map(np.asarray, carry)
         return [[self._result(events[g][z], final, z, g) for z in range(len(self.setups))] for g in range(self.count)]
 
@@ -257,8 +285,9 @@ class _Together:
         return metrics
 
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
-        diverged, ledger = bool(events and events[-1].get("diverged")), self.ledgers[g][z]
+        diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]
         mine = jax.tree.map(lambda a: a[z, g], carry)
+        kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": setup.initial}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,
@@ -266,11 +295,9 @@ class _Together:
             plan=self.plan,
             stopped="diverged" if diverged else "rounds",
             spent=None if ledger is None else ledger.spent,
-            lower_is_better=self.setups[z].task.lower_is_better,
+            lower_is_better=setup.task.lower_is_better,
             statistics=mine.statistics,
-            store=mine.store,
-            homes=self.setups[z].planner.rows(),
-            initial_client=self.setups[z].initial,
+            **(NO_CLIENTS if diverged else kept),
         )
 
 

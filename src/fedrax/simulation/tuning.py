@@ -18,7 +18,7 @@ from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import Event
 from fedrax.simulation.run import changed_settings, check_arguments, check_lists
 from fedrax.simulation.settings import Settings
-from fedrax.simulation.sweep import sweep
+from fedrax.simulation.sweep import seeds_of, sweep
 
 NEAR = 0.05
 """Share of a range that counts as its end."""
@@ -111,7 +111,7 @@ def tune(
     settings: Settings | None = None,
     *,
     validation: float = 0.2,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] | None = None,
     metric: str | None = None,
     progress: bool = True,
     **changes: Any,
@@ -120,11 +120,12 @@ def tune(
 
     grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``; every combination is run,
     those that differ in floats together (:func:`fedrax.sweep`). validation: the share of each client's rows. metric:
-    accuracy by default, the loss where there is none, after the last round, mean over ``seeds``. settings, changes,
-    progress: as of :func:`fedrax.simulate`. The test data is not looked at.
+    accuracy by default, the loss where there is none, after the last round, mean over ``seeds``, by default the one of
+    the settings. settings, changes, progress: as of :func:`fedrax.simulate`. The test data is not looked at.
 
     Raises FedraxError for a path that the algorithm has not, an empty grid, and a metric that the task has not.
     """
+    seeds = seeds_of(seeds, settings, changes)
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
     check_lists(seeds=seeds, **{f"the grid's {path}": values for path, values in grid.items()})
