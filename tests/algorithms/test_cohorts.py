@@ -121,6 +121,27 @@ def test_rows_for_large_states_are_as_many_for_every_seed_and_few_more_than_need
     assert max(needed) < room[0] < 1.35 * min(needed)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_room_for_a_round_on_a_device_is_as_much_for_every_seed(devices: int):
+    sizes = np.random.default_rng(2).lognormal(3, 1, 1000).astype(int) + 1
+    offsets, room, needed = sizes.cumsum() - sizes, set(), set()
+    for seed, rounds in enumerate((4, 10, 20, 40)):
+        sampler = Sampler(Settings(seed=seed, rounds=rounds, cohort_size=120), sizes)
+        made = Planner(sampler, offsets, devices=devices, stateful=True, by_samples=True, row_bytes=10**6)
+        room.add(made.most_places)
+        needed.add(made.block(0, rounds, rounds).count.max())
+    assert len(room) == 1 and max(needed) <= min(room) <= 1.5 * 120 / devices + 10
+    assert devices == 1 or len(needed) > 1
+
+
+def test_where_sizes_are_beyond_all_measure_a_device_has_room_for_all():
+    """One client has nearly all rows: all others of a round are newcomers on the other device."""
+    sizes = np.array([10**6, *[1] * 40])
+    sampler = Sampler(Settings(rounds=2, cohort_size=20), sizes, Script(cohorts=[np.arange(20), np.arange(20, 40)]))
+    made = Planner(sampler, sizes.cumsum() - sizes, devices=2, stateful=True, by_samples=True)
+    assert made.block(0, 2, 2).count.max() == 19 and made.most_places == 20
+
+
 def test_of_given_cohorts_the_rows_are_counted():
     cohorts = [np.arange(40), np.arange(20, 60), np.arange(40)]
     sampler = Sampler(Settings(rounds=3, cohort_size=40), np.full(1000, 10), Script(cohorts=cohorts))

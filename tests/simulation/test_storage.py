@@ -1,5 +1,6 @@
 """Samples on the host and client states on disk: the same numbers as with everything on the devices."""
 
+import dataclasses
 import json
 import os
 import queue
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.simulation import evaluate, plans, row_file, storage
+from fedrax.simulation import cohorts, evaluate, plans, row_file, storage
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
@@ -98,6 +99,33 @@ def test_samples_of_double_precision(dtype: str):
     assert federation.train.x.dtype == np.float64
     away, resident = (run(SCAFFOLD, federation, dtype=dtype, **OPTIONS, **more) for more in (AWAY, {}))
     assert_identical(away, resident)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 24 * 20 * 64, 1], ids=["roomy", "tight", "no room"])
+def test_neither_seeds_nor_rounds_compile_anew(
+    room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of clients of unlike sizes on two devices, whose homes are spread otherwise by every seed."""
+    monkeypatch.setattr(storage, "_BLOCK_BYTES", room)
+    monkeypatch.setattr(cohorts, "_SMALL_STORE", 0)  # or states so small have a row for every client
+    federation = make_federation(tuple(np.random.default_rng(0).lognormal(1, 1, 70).astype(int) + 1))
+    method = fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.05, epochs=1, batch_size=2))
+    task, rooms, needed = dataclasses.replace(TASK, name="of its own"), set(), set()
+    made = storage.Spill.__init__
+
+    def spy(self: storage.Spill, initial: Any, planner: Any, *more: Any) -> None:
+        made(self, initial, planner, *more)
+        rooms.add(self.room)
+        needed.add(max(len(places) for assigned in planner._assigned.values() for places in assigned))
+
+    monkeypatch.setattr(storage.Spill, "__init__", spy)
+    with jax.log_compiles():
+        for seed in range(4):
+            options = {"rounds": 3 + 4 * seed, "cohort_size": 18, "eval_every": 5, "states": "spilled"}
+            run(method, federation, task=task, seed=seed, **options)
+    assert len(needed) > 1 and max(needed) <= min(rooms)
+    assert len(rooms) == 1 and (room > 1 or min(rooms) < 18)
+    assert sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):

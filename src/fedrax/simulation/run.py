@@ -154,7 +154,7 @@ def check_lists(**given: Any) -> None:
 def storage_of(setup: Setup) -> Storage:
     """Who brings the run's blocks of rounds what they need."""
     settings = setup.settings
-    every = (settings.rounds, settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
+    every = (settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
     where, longest = (setup.planner, setup.engine.mesh), min(LONGEST_BLOCK, *every)
     streamer = Streamer(setup.samples, *where, longest) if setup.streamed else None
     spill = Spill(setup.initial, *where, longest, setup.directory) if setup.spilled else None

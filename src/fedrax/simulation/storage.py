@@ -188,8 +188,8 @@ class Spill:
         self.files = jax.tree.map(lambda a: RowFile(directory, rows, np.asarray(a)), initial)
         fits = _budget(mesh) // max(1, tree.num_bytes(initial))
         largest = planner.most_places
-        # Every round of the run is planned already: this is room for all of them, so no block compiles anew.
-        self.room = max(largest, min(fits, self.capacity, longest * largest))
+        # Room for any round of the run, and of others: neither a block nor a seed nor more rounds compile anew.
+        self.room = max(largest, min(fits, planner.sampler.num_clients, longest * largest))
         room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
         self._tables = jax.tree.map(room, self.files)
 
