@@ -27,6 +27,13 @@ class State(NamedTuple):
     a: Any
 
 
+class Counting(NamedTuple):
+    """Of a server."""
+
+    params: Any
+    count: Any
+
+
 def method(**functions: Any) -> FedAvg:
     """FedAvg with some of its methods replaced."""
     return hyperparameters(type("Mine", (FedAvg,), {"__module__": __name__, "__annotations__": {}, **functions}))()
@@ -77,6 +84,35 @@ CASES = {
     "Mine.local_steps is a float": method(local_steps=property(lambda self: 3.0)),
     "what Mine.personal returns: output/bias is not": method(personal=lambda self, params, state: {"a": jnp.ones(1)}),
     "Mine.personal returns in its model something": method(personal=lambda self, params, state: "x"),
+    "fails with ValueError: pytree structure error.*: both trees need the same keys, so upload": client(
+        lambda m, s, d: ClientOutput(upload={"delta": m})
+    ),
+    "return the same keys, shapes and types from all branches": client(
+        lambda m, s, d: ClientOutput(upload=jax.lax.cond(d.size > 3, lambda: m, lambda: {"delta": m}))
+    ),
+    "return from the loop's body what it begins with": client(
+        lambda m, s, d: ClientOutput(upload=m, info={"x": jax.lax.while_loop(lambda x: x < 3, lambda x: (x, x), 0.0)})
+    ),
+    "give both the same shapes": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a[:2], m))),
+    "fails with AttributeError: .* no attribute 'meen': did you mean 'mean'": method(server=lambda self, s, c: c.meen),
+    "fails with KeyError: 'delta': cohort.mean has the keys of": method(server=lambda self, s, c: c.mean["delta"]),
+    "a model's numbers are a tree: use tree.add": client(lambda m, s, d: ClientOutput(upload=0.5 * m)),
+    "takes entries by a traced condition": client(
+        lambda m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a[a > 0], m))
+    ),
+    r"write ClientOutput\(upload=": client(lambda m, s, d: ClientOutput(update=m)),  # type: ignore[call-arg]
+    "fails with ZeroDivisionError: division by zero": client(lambda m, s, d: 1 / 0),
+    r"client takes \(message, data\), and is called with \(message, state, data\): write def client\(self,": method(
+        client=lambda self, message, data: ClientOutput(upload=message)
+    ),
+    r"init_client takes \(\), and is called with \(params\)": method(init_client=lambda self: ()),
+    "Mine.params is a int: write def params": method(params=property(lambda self: 3)),
+    "count of type float32, but before the round it was int32": method(
+        init=lambda self, params, num_clients: Counting(params, 0),
+        server=lambda self, server, cohort: (server._replace(count=server.count + 0.5), {}),
+    ),
+    "Mine.lam has no annotation, and so is no field: write lam: float = 0.5": method(lam=0.5),
+    "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
 }
 
@@ -94,6 +130,58 @@ def test_misuse_ends_in_a_sentence(sentence: str, use: Callable):
 def test_a_number_of_pythons_is_a_number():
     events = run(counted({"x": 1.5}), FEDERATION, rounds=2, devices=1).events
     assert [event["x"] for event in events] == [1.5, 1.5]
+
+
+def test_an_upload_of_pythons_is_a_number():
+    moved = lambda self, s, c: (s._replace(params=tree.scale(1 + c.mean, s.params)), {})  # noqa: E731
+    ones = method(client=lambda self, m, s, d: ClientOutput(upload=1.0), server=moved)
+    start = run(FedAvg(), FEDERATION, rounds=1, devices=1, trajectory=True).params
+    params = run(ones, FEDERATION, params=start, rounds=2, devices=1).params
+    np.testing.assert_allclose(params["output"]["weight"], 4 * start["output"]["weight"], rtol=1e-6)
+
+
+def test_every_broken_rule_has_its_line():
+    """Also where one part is broken that the next one needs, which is then given something in its place."""
+    broken: dict[str, Any] = {
+        "init_client": lambda self, params: "x",
+        "broadcast": lambda self, server: "x",
+        "client": lambda self, message, state, data: {"update": message},
+        "server": lambda self, server, cohort: server,
+    }
+    for parts in (broken.keys(), ("client", "server"), ("init_client", "server"), ("client",), ("init_client",)):
+        mine = method(**{name: broken[name] for name in parts})
+        for use in (lambda m: run(m, FEDERATION, rounds=1), check_algorithm):
+            with pytest.raises(FedraxError) as caught:
+                use(mine)
+            lines = str(caught.value).splitlines()
+            assert [line.partition(" ")[0] for line in lines] == [f"Mine.{name}" for name in broken if name in parts]
+    both = method(client=lambda self, message: message, server=lambda self, cohort: cohort)
+    with pytest.raises(FedraxError, match=r"^Mine.client takes .*\n.*server takes \(cohort\)"):
+        check_algorithm(both)
+
+
+def test_what_follows_from_another_fault_is_not_told():
+    """The server expects other keys than the broken client would have sent."""
+    mine = method(client=lambda self, m, s, d: m, server=lambda self, server, cohort: cohort.mean["delta"])
+    with pytest.raises(FedraxError) as caught:
+        check_algorithm(mine)
+    assert str(caught.value).startswith("Mine.client returns a dict") and "\n" not in str(caught.value)
+
+
+def test_a_constant_in_the_place_of_a_property_is_no_field():
+    run(method(longest_delay=2, requirements=fedrax.Requirements()), FEDERATION, rounds=1)
+
+
+def test_a_value_kept_from_an_earlier_trace_is_a_sentence():
+    kept: list[Any] = []
+
+    def leak(message: Any, state: Any, data: Any) -> ClientOutput:
+        upload = tree.add(message, kept[0]) if kept else message
+        kept.append(message)
+        return ClientOutput(upload=upload)
+
+    with pytest.raises(FedraxError, match="keeps a traced value outside of the function that made it: return it"):
+        run(client(leak), FEDERATION, rounds=1)
 
 
 def test_a_class_without_the_decorator_is_refused():

@@ -26,8 +26,9 @@ DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 
 Every key of the file is a flag (--algorithm.local.lr 0.05 --run.rounds 20), and names choose what it is made of
 (--algorithm scaffold --data mnist --partition shards --model 2nn); without a file the defaults below hold. A method
-of your own runs by `fedrax run file.py:MyMethod`. The run is kept in a directory: experiment.toml, events.jsonl,
-checkpoint/, environment.json, clients.json."""
+of your own runs by `fedrax run file.py:MyMethod`, once it takes and returns what it must; that it is pure, also in
+float64 and whatever the order of clients, fedrax.check_algorithm(MyMethod) checks, in half a minute. The run is kept in
+a directory: experiment.toml, events.jsonl, checkpoint/, environment.json, clients.json."""
 
 
 @dataclass

@@ -30,6 +30,7 @@ from fedrax.compiled.streams import stream_key
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.requirements import Requirements
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Algorithm(ABC):
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """One client's work."""
-        raise TypeError(f"{type(self).__name__} must define client")
+        raise FedraxError(f"{type(self).__name__} must define client")
 
     def receive(self, upload: Tree) -> Tree:
         """What is averaged of an upload, on the server, before the next one arrives."""
@@ -156,7 +157,7 @@ class Algorithm(ABC):
 
     def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
         """The server's next state from the cohort's uploads."""
-        raise TypeError(f"{type(self).__name__} must define server")
+        raise FedraxError(f"{type(self).__name__} must define server")
 
     # -- what others may ask -----------------------------------------------------------------------------------
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.contract.mistakes import explained, refuse
 from fedrax.contract.table import is_table
 from fedrax.contract.vectors import holds_vectors
 from fedrax.errors import FedraxError
@@ -21,18 +18,44 @@ from fedrax.tree import Tree
 
 
 def check_method(algorithm: Any) -> None:
-    """Refuse properties that hold something else than the contract's."""
+    """Refuse properties that hold something else than the contract's, and functions of other arguments."""
     from fedrax.contract.algorithm import Phase
     from fedrax.contract.local import LocalSGD
     from fedrax.contract.requirements import Requirements
 
-    name, phases = type(algorithm).__name__, algorithm.phases
+    with explained(algorithm):
+        name, phases = type(algorithm).__name__, algorithm.phases
     if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
     if not isinstance(algorithm.requirements, Requirements):
         raise FedraxError(f"{name}.requirements is {_kind(algorithm.requirements)}: write Requirements(...)")
     if not isinstance(algorithm.local_steps, LocalSGD | None):
         raise FedraxError(f"{name}.local_steps is {_kind(algorithm.local_steps)}: a LocalSGD or None is needed")
+    called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
+    called += [(phase, what) for phase in phases for what in ("broadcast", "client", "receive", "server")]
+    sentences = (_arguments(name, what, getattr(where, what)) for where, what in called)
+    refuse([FedraxError(sentence) for sentence in sentences if sentence])
+
+
+def _arguments(name: str, what: str, function: Callable) -> str | None:
+    """What is wrong with the arguments of a function of the contract."""
+    from fedrax.contract.algorithm import Algorithm
+
+    wanted = list(inspect.signature(getattr(Algorithm, what)).parameters)
+    own = getattr(function, "__name__", "")
+    own = own if own.isidentifier() else what
+    write = f"write def {own}({', '.join(wanted)})"
+    if not callable(function):
+        return f"{name}.{what} is {_kind(function)}: {write}"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of another language's
+        return None
+    try:
+        signature.bind(*wanted[1:])
+    except TypeError:
+        return f"{name}.{own} takes {signature}, and is called with ({', '.join(wanted[1:])}): {write}"
+    return None
 
 
 def checked_client(algorithm: Any, state: Tree) -> Tree:
@@ -62,6 +85,7 @@ def checked_received(algorithm: Any, received: Tree) -> Tree:
 def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
     """A server state from ``init``, if its parameters can be read and are those it was made of."""
     name = type(algorithm).__name__
+    server = _arrays(f"{name}.init", "state", server)
     try:
         found = algorithm.params(server)
         algorithm.with_params(server, found)
@@ -170,58 +194,3 @@ def _same(what: str, have: Tree, need: Tree, verb: str) -> None:
 
 def _kind(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-# -- what JAX says, in words ---------------------------------------------------------------------------------------
-
-_SENTENCES = {
-    jax.errors.TracerBoolConversionError: "asks for the truth of a traced value: use jnp.where or jax.lax.cond"
-    " instead of if, and, or, while",
-    jax.errors.TracerArrayConversionError: "hands a traced value to NumPy: use jax.numpy",
-    jax.errors.TracerIntegerConversionError: "uses a traced value as a Python index or size: use jnp.take, or a static"
-    " field",
-    jax.errors.ConcretizationTypeError: "needs a value that is known only when the program runs: annotate the field"
-    " as int, or compute with jax.numpy",
-    jax.errors.UnexpectedTracerError: "keeps a traced value outside of the function that made it: return it as state",
-}
-
-
-def in_words(error: BaseException) -> str | None:
-    """What JAX refuses to trace, and what to write instead; None for any other error."""
-    return next((text for kind, text in _SENTENCES.items() if isinstance(error, kind)), None)
-
-
-@contextmanager
-def explained(algorithm: Any) -> Iterator[None]:
-    """What JAX refuses to trace, as a sentence that names the place in the method's own code."""
-    try:
-        yield
-    except tuple(_SENTENCES) as error:
-        raise FedraxError(f"{_place(algorithm, error)} {in_words(error)}") from error
-
-
-def _place(algorithm: Any, error: Exception) -> str:
-    """'Mine (file.py, line 12, in client)', of the last frame in the file of the method; 'your code' where it lies in
-    no package, as a model of one's own."""
-    name, frames = type(algorithm).__name__, traceback.extract_tb(error.__traceback__)
-    try:
-        file = inspect.getfile(type(algorithm))
-    except (TypeError, OSError):
-        file = ""
-    own = own_frame(error)
-    if own is not None and own.filename != file:
-        name, file = "your code", own.filename
-    frames = [frame for frame in frames if frame.filename == file]
-    if not frames:
-        return name
-    return f"{name} ({Path(file).name}, line {frames[-1].lineno}, in {frames[-1].name})"
-
-
-def own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The last place on an error's way that lies in code of the user's own, in no package."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((frame for frame in frames if not frame.filename.startswith((*_FOREIGN, "<"))), None)
-
-
-_FOREIGN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-"""Where code lies that is nobody's own."""

@@ -64,12 +64,29 @@ def _refuse_unknown_fields(cls: type) -> None:
 
 
 def refuse_unfinished(cls: type) -> None:
-    """FedraxError where ``cls`` lacks a method of its base, or extends a hyper-parameter class and is none itself: JAX
-    would not know it."""
+    """FedraxError where ``cls`` lacks a method of its base or the annotation of a field, or extends a hyper-parameter
+    class and is none itself: JAX would not know it."""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")
     if hasattr(cls, _MARK) and _MARK not in vars(cls):
         raise FedraxError(f"{cls.__name__} lacks the decorator @hyperparameters")
+    for name, value in vars(cls).items() if hasattr(cls, _MARK) else ():
+        if _is_meant_as_field(cls, name):
+            raise FedraxError(
+                f"{cls.__name__}.{name} has no annotation, and so is no field: write {name}: {type(value).__name__} ="
+                f" {_shown(value, False)}"
+            )
+
+
+def _is_meant_as_field(cls: type, name: str) -> bool:
+    """Whether an attribute is without annotation, and neither a function nor a constant for a base's property."""
+    value = vars(cls)[name]
+    if name.startswith("_") or name in vars(cls).get("__annotations__", {}):
+        return False
+    if hasattr(value, "__get__") or (callable(value) and not dataclasses.is_dataclass(value)):
+        return False
+    bases = [base for base in cls.__mro__[1:] if name in vars(base)]
+    return not bases or name in getattr(bases[0], "__dataclass_fields__", {})
 
 
 def _register(cls: type, leaves: list[str], static: list[str]) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import use_abstract_mesh
 
 from fedrax.compiled.pieces import TRACED
 from fedrax.compiled.tracing import NO_MESH
-from fedrax.contract.checks import in_words, own_frame
+from fedrax.contract.mistakes import in_words, own_frame
 from fedrax.errors import FedraxError
 
 

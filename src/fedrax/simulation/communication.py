@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,18 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
-from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.checks import checked_init, checked_message, checked_round, explained
+from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import Place
+from fedrax.contract.mistakes import explained, noted, refuse
+from fedrax.errors import FedraxError
 from fedrax.simulation.round import (
     Executor,
     Gathered,
     Kept,
     Program,
     Rounds,
+    Sums,
     add_client,
     client_keys,
     no_sums,
@@ -30,19 +33,52 @@ from fedrax.tree import Tree
 
 
 class Counting(Executor):
-    """A round of one client, for the shapes of what travels."""
+    """A round of one client, for the shapes of what travels.
 
-    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: Kept, samples: Tree):
+    What breaks the contract's rules goes into ``broken``, and the round goes on with something in its place, so that
+    one that breaks several hears of all of them.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        algorithm: Algorithm,
+        here: Rounds,
+        key: Array,
+        kept: Kept,
+        samples: Tree,
+        broken: list[FedraxError],
+    ):
         super().__init__(program, algorithm, here, key)
-        self.kept, self.initial, self.samples = kept, kept, samples
+        self.kept, self.samples, self.broken = kept, samples, broken
+        self.initial = None if broken else kept  # of a broken init_client it is not known
         self.received: list[Tree] = []
         self.sent: list[Tree] = []
 
+    def broadcast(self, p: int, server: Any) -> Tree:
+        """As every executor."""
+        self.params = self.algorithm.params(server)
+        with noted(self.algorithm, self.broken):
+            return checked_message(self.algorithm, super().broadcast(p, server))
+        return self.params
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """As every executor."""
+        with noted(self.algorithm, self.broken):
+            return super().server(p, server, gathered)
+        return server, {}
+
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
-        """The one client."""
+        """The one client, or where it is broken one that sends zeros in place of parameters."""
+        with noted(self.algorithm, self.broken):
+            return self._client(p, message, statistics)
+        none = Sums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
+        return Gathered(none, ((), ()), self.here.places.client, self.here.places.weight)
+
+    def _client(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         places = self.here.places
         turn = turn_of(self.here, client_keys(self.round_key, places.client), 0)
-        inputs = (checked_message(self.algorithm, message), self.kept, statistics, self.samples, turn)
+        inputs = (message, self.kept, statistics, self.samples, turn)
         done = run_client(self.program, p, self.algorithm, *inputs)
         self.received.append(message)
         self.sent.append((done.output.upload, done.output.each, done.output.total))
@@ -50,7 +86,7 @@ class Counting(Executor):
         if p == 0 and not self.algorithm.statistics_at_home:
             self.received.append(statistics)
             self.sent.append(statistics)
-        sums = no_sums(self.program, self.algorithm, p, self.initial, done)
+        sums = no_sums(self.program, self.algorithm, p, self.initial or done.kept, done)
         sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
         self.kept = done.kept
         return Gathered(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
@@ -68,23 +104,36 @@ class TracedRound(NamedTuple):
 
 
 def trace_round(
-    program: Program, algorithm: Algorithm, params: Tree, statistics: Tree, kept: Kept, samples: Tree, place: Place
+    program: Program,
+    algorithm: Algorithm,
+    params: Tree,
+    statistics: Tree,
+    kept: Kept,
+    samples: Tree,
+    place: Place,
+    broken: list[FedraxError],
 ) -> TracedRound:
     """A round of one client by its shapes.
 
     The first time that the algorithm is traced: what breaks the contract's rules is refused here, in a sentence.
-    place: of any client, its fields of shape [1, ...].
+    place: of any client, its fields of shape [1, ...]. broken: what is known to be wrong already.
     """
 
     def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
-        executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples)
+        executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples, broken)
         server = checked_init(algorithm, params, algorithm.init(params, program.num_clients))
         after = run_round(executor, server, statistics)[0]
-        checked_round(algorithm, server, after)
+        with noted(algorithm, broken):
+            checked_round(algorithm, server, after)
         return executor.received, executor.sent, after
 
-    with explained(algorithm):
-        shapes = jax.eval_shape(lambda *trees: trees, params, statistics, kept, samples)
-        made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)
+    shapes = jax.eval_shape(lambda *trees: trees, params, statistics, kept, samples)
+    try:
+        with explained(algorithm):
+            made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)
+    except FedraxError as error:
+        refuse([*broken, error])
+        raise
+    refuse(broken)
     return TracedRound(tree.num_bytes(received), tree.num_bytes(sent), made)

@@ -147,7 +147,10 @@ def _order_does_not_matter(algorithm: Algorithm, base: Result) -> str | None:
 
 
 def _keeps_float64(algorithm: Algorithm, base: Result) -> str | None:
-    double = _run(algorithm, dtype="float64")
+    try:
+        double = _run(algorithm, dtype="float64")
+    except FedraxError as error:
+        return f"cannot be run in float64: {error}"
     short = [
         name
         for name, leaf in zip(tree.leaf_names(double.server), jax.tree.leaves(double.server), strict=True)

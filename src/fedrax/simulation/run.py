@@ -15,6 +15,7 @@ import numpy as np
 
 from fedrax.compiled.cores import abandon_processes, use_all_cores
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.mistakes import explained
 from fedrax.contract.task import Task
 from fedrax.data import Dataset, Federation
 from fedrax.errors import FedraxError, unknown
@@ -390,4 +391,5 @@ def run_portion(setup: Setup, storage: Storage, carry: Carry, portion: Portion) 
     if portion.samples is not None:
         setup.engine.samples = portion.samples
     carry = storage.bring(carry, portion)
-    return setup.engine.run(setup.algorithm, carry, setup.key, portion.xs, portion.rounds)
+    with explained(setup.algorithm):
+        return setup.engine.run(setup.algorithm, carry, setup.key, portion.xs, portion.rounds)

@@ -18,9 +18,10 @@ from fedrax import tree
 from fedrax.compiled.pieces import Cut, cuts_in, speed_of
 from fedrax.compiled.tracing import computed
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.checks import check_method, explained
+from fedrax.contract.checks import check_method
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
+from fedrax.contract.mistakes import noted
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task, Variables, starting_parameters
 from fedrax.contract.task_checks import check_task
@@ -105,7 +106,9 @@ def prepare(
     start, statistics = _start(task, params, settings)
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
-    with explained(algorithm):
+    broken: list[FedraxError] = []
+    initial = Kept((), ())
+    with noted(algorithm, broken):
         initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
@@ -121,7 +124,7 @@ def prepare(
     fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
     program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
-    traced = trace_round(program, algorithm, start, statistics, initial, samples, place)
+    traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     directory = directory if jax.process_index() == 0 else None  # the first process writes
     cuts = cuts_in(traced.program)
     joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
