@@ -18,6 +18,7 @@ from jax import Array, lax
 
 import fedrax
 from fedrax.algorithms.moon import MOON
+from fedrax.compiled import kernel_gradients
 from fedrax.compiled.convolutions import fast_on_cpu
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
 from fedrax.simulation.setup import prepare
@@ -125,6 +126,40 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
 def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
     rng = np.random.default_rng(0)
     assert_same(gradients(partial(conv, **options), 1), draw(rng, (3, 8, 8, 6), dtype), draw(rng, kernel, dtype))
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize(
+    ("channels", "kernel", "options"),
+    [
+        ((4, 30), (3, 3), dict()),
+        ((30, 4), (3, 2), dict(padding=((0, 1), (2, 0)))),
+        ((30, 4), (3, 3), dict(rhs_dilation=(2, 1))),
+        ((5, 6), (3, 5), dict(padding=((2, 1), (-1, 3)))),
+        ((5, 6), (9, 2), dict()),
+        ((30, 5), (3, 3), dict(window_strides=(2, 3))),
+        ((5, 6), (2, 2), dict(lhs_dilation=(2, 2), padding=((1, 1), (0, 1)))),
+        (
+            (5, 6),
+            (3, 2),
+            dict(lhs_dilation=(2, 3), window_strides=(3, 2), rhs_dilation=(1, 2), padding=((1, 2), (0, 1))),
+        ),
+        ((6, 12), (3, 3), dict(feature_group_count=6, padding="VALID")),
+        ((6, 6), (3, 2), dict(feature_group_count=6, window_strides=(2, 1), rhs_dilation=(1, 2))),
+        ((6, 4), (3, 3), dict(feature_group_count=2)),
+    ],
+)
+@pytest.mark.parametrize("samples", [1, 4, 7])
+@EACH_TYPE
+def test_gradients_of_kernels(
+    channels: tuple, kernel: tuple, options: dict, samples: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """In every form, of which some are summed over a few samples at a time."""
+    monkeypatch.setattr(kernel_gradients, "_CACHED", 20_000)
+    rng = np.random.default_rng(0)
+    into = channels[0] // options.get("feature_group_count", 1)
+    x, w = draw(rng, (samples, 11, 37, channels[0]), dtype), draw(rng, (*kernel, into, channels[1]), dtype)
+    assert_same(gradients(partial(conv, **options), 1), x, w)
 
 
 def test_no_dense_convolution_is_left_in_another_form():

@@ -15,25 +15,21 @@ height, width and the like, and k for these axes of a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, kernel_gradient
 from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
 from fedrax.compiled.rewriting import rewritten
+from fedrax.compiled.windows import MOST_TAPS, Window, canonical, out_space, seen_whole, tap, taps, without_needless
 
-Pads = tuple[tuple[int, int], ...]
-
-_MOST_TAPS = 128
-"""Entries of a window up to which it is worth laying them out one after another."""
 _MOST_GROUPS = 64
 """Groups of channels up to which each gets a product of its own."""
-_MOST_SAMPLES = 128
-"""Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
 _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
@@ -49,17 +45,6 @@ def fast_on_cpu(function: Callable) -> Callable:
 # --- Convolutions -------------------------------------------------------------------------------------
 
 
-class Window(NamedTuple):
-    """How a kernel goes over images, a value for each axis of space."""
-
-    strides: tuple[int, ...]
-    pads: Pads
-    gaps: tuple[int, ...]
-    """Distance of neighbouring pixels: 2 where one zero lies between them (a transposed convolution)."""
-    dilation: tuple[int, ...]
-    """Distance of neighbouring entries of the kernel."""
-
-
 def convolution(inputs: list[Array], params: dict) -> Array | None:
     """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone."""
     x, kernel = inputs
@@ -72,65 +57,44 @@ def convolution(inputs: list[Array], params: dict) -> Array | None:
         return None
     batch, channel, *pixels = numbers.lhs_spec
     out, into, *entries = numbers.rhs_spec
-    places = _out_space([x.shape[axis] for axis in pixels], [kernel.shape[axis] for axis in entries], window)
-    if params["batch_group_count"] == x.shape[batch] > 1 and math.prod(places) <= _MOST_TAPS:
+    places = out_space([x.shape[axis] for axis in pixels], [kernel.shape[axis] for axis in entries], window)
+    by_batch = params["batch_group_count"]
+    if groups == 1 and batch > channel and math.prod(places) <= MOST_TAPS:  # as in the gradient of a kernel
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
-        y = _depthwise_gradient(images, upstream, window, places)[None]
-    elif math.prod(places) == 1 and (y := _over_all_pixels(x, kernel, numbers, window, params)) is not None:
-        pass
+        y = _kernel_gradient(images, upstream, window, places, by_batch, params["precision"])
+        if y is None:
+            return None
+        y = jnp.moveaxis(y, -2, 0)
     else:
         kernel = kernel.transpose(*entries, into, out)
-        turned = (batch, channel, *pixels) == (x.ndim - 1, *range(x.ndim - 1))  # of a kernel's gradient
-        x = _last_to_first(x) if turned else x.transpose(batch, *pixels, channel)
-        if params["batch_group_count"] > 1:
-            groups = params["batch_group_count"]
+        x = x.transpose(batch, *pixels, channel)
+        if by_batch > 1:
+            groups = by_batch
             x = _groups_of_batch_to_channels(x, groups)
         if groups > _MOST_GROUPS and not _is_depthwise(kernel):
             return None
-        x, window = _without_needless(x, window)
+        x, window = without_needless(x, window)
         y = _in_groups(x, kernel, window, groups, params["precision"])
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
 
 
-def _over_all_pixels(x: Array, kernel: Array, numbers: Any, window: Window, params: dict) -> Array | None:
-    """The gradient of a kernel of one entry: what it saw [pixels, C] and its upstream [pixels, D], one product [C, D].
-
-    Here C is called the batch. Both lie as they are wanted, with no transposed copy; None for anything else.
-    """
-    batch, *summed = numbers.lhs_spec
-    out, *over = numbers.rhs_spec
-    last = (x.ndim - 1, kernel.ndim - 1)
-    single = params["feature_group_count"] == params["batch_group_count"] == 1 and (batch, out) == last
-    if not single or any(map(any, window.pads)) or any(gap > 1 for gap in window.gaps):
+def _kernel_gradient(
+    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any
+) -> Array | None:
+    """[k, C / groups, D]: each group of channels in goes to a group of channels out."""
+    if groups == images.shape[-1] > 1:
+        return depthwise_kernel_gradient(images, upstream, window, places)[..., None, :]
+    if groups > _MOST_GROUPS:
         return None
-    order = sorted(range(len(summed)), key=lambda i: summed[i])
-    if [over[i] for i in order] != list(range(last[1])):  # the two go over the pixels in another order
-        return None
-    steps = dict(zip(summed[1:], window.dilation, strict=True))
-    seen = x[tuple(slice(None, None, steps.get(axis, 1)) for axis in range(x.ndim))]
-    if seen.shape[:-1] != kernel.shape[:-1]:  # pixels at the end that no place of the kernel saw
-        return None
-    pixels = math.prod(kernel.shape[:-1])
-    columns, upstream = seen.reshape(pixels, -1), kernel.reshape(pixels, -1)
-    y = lax.dot_general(columns, upstream, (((0,), (0,)), ((), ())), params["precision"])
-    return y.reshape(len(y), *(1 for _ in window.strides), -1)
-
-
-def _last_to_first(x: Array) -> Array:
-    """[N, space, C] -> [C, space, N]."""
-    if x.dtype != jnp.float32 or len(x) > _MOST_SAMPLES:
-        return jnp.swapaxes(x, 0, -1)
-    # a product with the identity: a transposition goes number by number, and computes for each what x is computed of
-    flat, identity = x.reshape(len(x), -1), jnp.eye(len(x), dtype=x.dtype)
-    turned = lax.dot_general(flat, identity, (((0,), (0,)), ((), ())), lax.Precision.HIGHEST)
-    return jnp.moveaxis(turned.reshape(*x.shape[1:], len(x)), -2, 0)
+    parts = zip(jnp.split(images, groups, -1), jnp.split(upstream, groups, -1), strict=True)
+    return jnp.concatenate([kernel_gradient(*part, window, places, precision) for part in parts], -1)
 
 
 def _is_depthwise(kernel: Array) -> bool:
     """[k, C, G D]: each channel by itself, and few entries."""
-    return kernel.shape[-2] == 1 and math.prod(kernel.shape[:-2]) <= _MOST_TAPS
+    return kernel.shape[-2] == 1 and math.prod(kernel.shape[:-2]) <= MOST_TAPS
 
 
 def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
@@ -139,35 +103,12 @@ def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
     return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)
 
 
-def _without_needless(x: Array, window: Window) -> tuple[Array, Window]:
-    """Images without the pixels that negative padding drops, and a window without negative padding."""
-    if all(low >= 0 and high >= 0 for low, high in window.pads):
-        return x, window
-    none = tuple((0, 0) for _ in window.pads)
-    return _padded(x, window.pads, window.gaps, 0), window._replace(pads=none, gaps=(1,) * len(none))
-
-
-def _padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
-    """x [N, space, C] with ``gaps - 1`` pixels put between pixels and ``pads`` around."""
-    config = [(0, 0, 0), *((low, high, gap - 1) for (low, high), gap in zip(pads, gaps, strict=True)), (0, 0, 0)]
-    if not any(any(axis) for axis in config):
-        return x
-    return lax.pad(x, jnp.asarray(value, x.dtype), config)
-
-
-def _out_space(space: Sequence[int], kernel_space: Sequence[int], window: Window) -> tuple[int, ...]:
-    """Height, width, ... of the result, from those of the images and of the kernel."""
-    padded = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(space, window.gaps, window.pads, strict=True)]
-    reach = [(k - 1) * d + 1 for k, d in zip(kernel_space, window.dilation, strict=True)]
-    return tuple(max(0, (n - r) // s + 1) for n, r, s in zip(padded, reach, window.strides, strict=True))
-
-
 def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
     """[N, space, G C], [k, C, G D] -> [N, space, G D]."""
     if groups == 1:
         return _dense(x, kernel, window, precision)
     if _is_depthwise(kernel):
-        return _depthwise(x, kernel, window, _out_space(x.shape[1:-1], kernel.shape[:-2], window))
+        return _depthwise(x, kernel, window, out_space(x.shape[1:-1], kernel.shape[:-2], window))
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
 
@@ -176,12 +117,12 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
     """[N, space, C], [k, C, D] -> [N, space, D]."""
     entries, unit = kernel.shape[:-2], (1,) * len(window.strides)
     unpadded = not any(low or high for low, high in window.pads)
-    out = _out_space(x.shape[1:-1], entries, window)
+    out = out_space(x.shape[1:-1], entries, window)
     if math.prod(entries) == 1 and unpadded and window.gaps == unit:
         x = lax.slice(x, (0,) * x.ndim, x.shape, (1, *window.strides, 1))
         return lax.dot_general(x, kernel.reshape(kernel.shape[-2:]), (((x.ndim - 1,), (0,)), ((), ())), precision)
     if math.prod(out) == 1 and unpadded and window.gaps == unit:
-        x = _tap(x, (0,) * len(entries), entries, window.dilation)
+        x = tap(x, (0,) * len(entries), entries, window.dilation)
         over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
         y = lax.dot_general(x, kernel, (over, ((), ())), precision)
         return y.reshape(len(x), *out, -1)
@@ -194,7 +135,7 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         step, none = window.strides[-1], (0,) * (len(entries) - 1)
         kernel = _beside([kernel] * count, [(*none, i * step) for i in range(count)])
         window = window._replace(strides=(*window.strides[:-1], count * step))
-    numbers = lax.ConvDimensionNumbers(*_canonical(len(entries)))
+    numbers = lax.ConvDimensionNumbers(*canonical(len(entries)))
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
     ).reshape(len(x), *out, -1)
@@ -252,54 +193,26 @@ def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...
     needed = [low + n + size - 1 for low, n, size in zip(least, blocks, kernel.shape, strict=False)]
     pads = tuple((-low, end - n) for low, end, n in zip(least, needed, x.shape[1:-1], strict=True))
     unit = (1,) * axes
-    x, window = _without_needless(x, Window(unit, pads, unit, unit))
+    x, window = without_needless(x, Window(unit, pads, unit, unit))
     y = _dense(x, kernel, window, precision).reshape(len(x), *blocks, *gaps, -1)
     y = y.transpose(0, *(axis for i in range(axes) for axis in (1 + i, 1 + i + axes)), y.ndim - 1)
     y = y.reshape(len(x), *(n * gap for n, gap in zip(blocks, gaps, strict=True)), -1)
     return lax.slice(y, (0,) * y.ndim, (len(x), *out, y.shape[-1]))
 
 
-def _canonical(space: int) -> tuple[tuple[int, ...], ...]:
-    """Which axes of images, kernels and results are batch, channels and space where space lies in between."""
-    images = (0, space + 1, *range(1, space + 1))
-    return images, (space + 1, space, *range(space)), images
-
-
-def _taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[tuple]:
-    """(index, what the kernel's entry of this index sees of the images, [N, space of the result, C]) of each entry."""
-    x = _padded(x, window.pads, window.gaps, 0)
-    for index in product(*map(range, kernel_space)):
-        start = tuple(i * d for i, d in zip(index, window.dilation, strict=True))
-        yield index, _tap(x, start, out, window.strides)
-
-
-def _tap(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """``size`` pixels of x [N, space, C] from ``start`` on, ``strides`` apart."""
-    stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, size, strides, strict=True)]
-    return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[-1]), (1, *strides, 1))
-
-
 def _by_columns(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
     """One matrix product of what the kernel sees at each place and the kernel."""
     if math.prod(kernel.shape[:-2]) <= math.prod(out):
-        columns = jnp.concatenate([tap for _, tap in _taps(x, kernel.shape[:-2], window, out)], -1)
+        columns = jnp.concatenate([tap for _, tap in taps(x, kernel.shape[:-2], window, out)], -1)
         flat = kernel.reshape(-1, kernel.shape[-1])
         return lax.dot_general(columns, flat, (((columns.ndim - 1,), (0,)), ((), ())), precision)
     # a large kernel with few places, as in a kernel's gradient: a product for each place
     over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
     places = [
         lax.dot_general(seen, kernel, (over, ((), ())), precision)
-        for seen in _places(x, kernel.shape[:-2], window, out)
+        for seen in seen_whole(x, kernel.shape[:-2], window, out)
     ]
     return jnp.stack(places, 1).reshape(len(x), *out, -1)
-
-
-def _places(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
-    """What the whole kernel sees of the images at each place of the result, [N, k, C]."""
-    x = _padded(x, window.pads, window.gaps, 0)
-    for index in product(*map(range, out)):
-        start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
-        yield _tap(x, start, kernel_space, window.dilation)
 
 
 def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) -> Array:
@@ -307,33 +220,9 @@ def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) ->
     groups, kernel = x.shape[-1], kernel.reshape(*kernel.shape[:-2], x.shape[-1], -1)
     several = kernel.shape[-1] > 1
     total: Any = 0
-    for index, seen in _taps(x, kernel.shape[:-2], window, out):
+    for index, seen in taps(x, kernel.shape[:-2], window, out):
         total = total + (seen[..., None] * kernel[index] if several else seen * kernel[index][:, 0])
     return total.reshape(len(x), *out, groups * kernel.shape[-1])
-
-
-def _depthwise_gradient(images: Array, upstream: Array, window: Window, places: tuple[int, ...]) -> Array:
-    """images [N, space, C], upstream [N, space of the result, C M] -> [places, C M]: of a depthwise kernel.
-
-    Its entries are few and each is a sum over all pixels: products pixel by pixel, summed. Sample by sample, all
-    entries find theirs in the cache, and the images are not computed anew for each.
-    """
-    channels, several = images.shape[-1], upstream.shape[-1] // images.shape[-1]
-    images = _padded(images, window.pads, window.gaps, 0)
-    upstream = upstream.reshape(*upstream.shape[:-1], channels, several)
-    over = tuple(range(len(places)))
-
-    def add(total: Array, sample: tuple[Array, Array]) -> tuple[Array, None]:
-        image, given = sample[0][None], sample[1]
-        each = []
-        for index in product(*map(range, places)):
-            start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
-            seen = _tap(image, start, given.shape[:-2], window.dilation)[0]
-            each.append(jnp.stack([(seen * given[..., m]).sum(over) for m in range(several)], -1))
-        return total + jnp.stack(each), None
-
-    zero = jnp.zeros((math.prod(places), channels, several), images.dtype)
-    return lax.scan(add, zero, (images, upstream))[0].reshape(*places, -1)
 
 
 _RULES = {

@@ -1,0 +1,208 @@
+"""The gradient of a convolution's kernel, in forms that XLA's CPU backend runs fast.
+
+It is a convolution whose kernel is as large as the images and whose result is as small as a kernel. Eigen's products
+want some dozens of channels in their result, and its convolutions neighbouring entries that lie side by side: which
+form gives both is decided by the shapes alone.
+
+Shapes are written with N for the samples, which are summed over, C and D for channels in and out, "space" for height,
+width and the like of the images, and k for these axes of a kernel. ``images`` are [N, space, C], ``upstream``, the
+gradient of what the convolution gave, [N, space of the result, D].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax.compiled.windows import Space, Window, canonical, padded, seen_whole, tap, without_needless
+
+_MOST_SAMPLES = 128
+"""Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
+_FEW = 24
+"""Channels: products with up to so many in their result are slow."""
+_CACHED = 2 << 20
+"""Bytes that are best touched by the samples which are worked on together."""
+_WIDEST = 7
+"""Entries along an axis of a kernel up to which images and upstream are laid out once for each."""
+_FEWEST_PIXELS, _MOST_PIXELS = 16, 32
+"""Of which products are added up in one loop: XLA makes it of vectors only where they are not too few."""
+
+Form = Callable[[Array, Array, Window, Space, Any], Array]
+"""(images, upstream, window, places, precision) -> [k, C, D]."""
+
+
+def kernel_gradient(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """[k, C, D] of a kernel that went over ``images``; ``places`` is k.
+
+    window: how the upstream goes over the images, so that its strides are the dilation of the convolution that is
+    differentiated, and the other way round.
+    """
+    if images.dtype != jnp.float32 or len(places) > 3 or math.prod(places) == 1:
+        return _place_by_place(images, upstream, window, places, precision)
+    unit = (1,) * len(places)
+    if window.gaps != unit or (window.dilation == unit and images.shape[-1] > upstream.shape[-1]):
+        # the same sums as images that go over the upstream, from the kernel's end on
+        window = _seen_from_upstream(window, images.shape[1:-1], upstream.shape[1:-1], places)
+        y = _from_few_to_many(upstream, images, window, places, precision)
+        return lax.rev(jnp.swapaxes(y, -2, -1), range(len(places)))
+    return _from_few_to_many(images, upstream, window, places, precision)
+
+
+def _seen_from_upstream(window: Window, space: Space, given: Space, places: Space) -> Window:
+    """How images go over the upstream."""
+    far = [(k - 1) * stride for k, stride in zip(places, window.strides, strict=True)]
+    low = [end - before for end, (before, _) in zip(far, window.pads, strict=True)]
+    reach = [
+        (n - 1) * gap + 1 + end - (m - 1) * step - 1
+        for n, gap, end, m, step in zip(space, window.gaps, far, given, window.dilation, strict=True)
+    ]
+    pads = tuple((before, n - before) for before, n in zip(low, reach, strict=True))
+    return Window(window.strides, pads, gaps=window.dilation, dilation=window.gaps)
+
+
+def _from_few_to_many(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """In the form that is best for images of fewer channels than the upstream, or for places that lie apart."""
+    unit, form, touched = (1,) * len(places), _turned, 2 * (images.nbytes + upstream.nbytes)
+    if window.dilation != unit:
+        channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
+        form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
+    elif window.strides == unit and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
+        form, touched = _crossed, (1 + max(places)) * (images.nbytes + upstream.nbytes)
+    return _in_chunks(partial(form, window=window, places=places, precision=precision), images, upstream, touched)
+
+
+def _in_chunks(form: Callable[[Array, Array], Array], images: Array, upstream: Array, touched: int) -> Array:
+    """The sum of ``form`` over as many samples at a time as stay in the cache. Of all, so many bytes are touched."""
+    samples = len(images)
+    fewest = min(samples, -(-touched // _CACHED))
+    number = next((n for n in range(fewest, min(2 * fewest, samples + 1)) if samples % n == 0), 1)
+    if number == 1:
+        return form(images, upstream)
+    chunks = [a.reshape(number, samples // number, *a.shape[1:]) for a in (images, upstream)]
+    shape = jax.eval_shape(form, *(chunk[0] for chunk in chunks))
+    zero = jnp.zeros(shape.shape, shape.dtype)
+    return lax.fori_loop(0, number, lambda i, total: total + form(chunks[0][i], chunks[1][i]), zero)
+
+
+def _place_by_place(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """A product for each entry of the kernel."""
+    seen = seen_whole(images, upstream.shape[1:-1], window, places)
+    products = [_product(pixels, upstream, precision) for pixels in seen]
+    return jnp.stack(products).reshape(*places, *products[0].shape)
+
+
+def _by_columns(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """One product of the upstream and what each place of it saw of the images."""
+    columns = jnp.stack(list(seen_whole(images, upstream.shape[1:-1], window, places)), -2)
+    y = _product(columns.reshape(*columns.shape[:-2], -1), upstream, precision)
+    return y.reshape(*places, -1, upstream.shape[-1])
+
+
+def _product(left: Array, right: Array, precision: Any) -> Array:
+    """[..., A], [..., B] -> [A, B], the larger one last while it is made."""
+    if left.shape[-1] > right.shape[-1]:
+        return _product(right, left, precision).T
+    left, right = (a.reshape(-1, a.shape[-1]) for a in (left, right))
+    return lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision)
+
+
+def _crossed(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """Every entry of the kernel in one product, of images shifted along the width and upstream along the height.
+
+    So both have as many times their few channels as the kernel has entries along an axis.
+    """
+    (high, wide), (height, width) = places, (images.shape[1], upstream.shape[2])
+    (above, _), sides = window.pads
+    rows = padded(upstream, ((high - 1 - above, height + above - upstream.shape[1]), (0, 0)), (1, 1), 0)
+    columns = padded(images, ((0, 0), sides), (1, 1), 0)
+    rows, columns = lax.optimization_barrier((rows, columns))  # or each shift would look anew where the padding is
+    rows = jnp.stack([tap(rows, (high - 1 - i, 0), (height, width), (1, 1)) for i in range(high)], -2)
+    columns = jnp.stack([tap(columns, (0, j), (height, width), (1, 1)) for j in range(wide)], -2)
+    rows, columns = (a.reshape(*a.shape[:-2], -1) for a in (rows, columns))
+    y = _product(columns, rows, precision).reshape(wide, -1, high, upstream.shape[-1])
+    return y.transpose(2, 0, 1, 3)
+
+
+def _turned(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """A convolution of images [C, space, N] with upstream [space, N, D]."""
+    images, window = without_needless(_last_to_first(images), window)
+    y = _convolved(images, jnp.moveaxis(upstream, 0, -2), window, places, precision)
+    return jnp.moveaxis(y, 0, -2)
+
+
+def _convolved(x: Array, kernel: Array, window: Window, out: Space, precision: Any) -> Array:
+    """[C, space, N], [space, N, D] -> [C, out, D], which the window may go beyond."""
+    numbers = lax.ConvDimensionNumbers(*canonical(len(out)))
+    y = lax.conv_general_dilated(
+        x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
+    )
+    return lax.slice(y, (0,) * y.ndim, (len(y), *out, y.shape[-1]))
+
+
+def _last_to_first(x: Array) -> Array:
+    """[N, space, C] -> [C, space, N]."""
+    if len(x) > _MOST_SAMPLES:
+        return jnp.swapaxes(x, 0, -1)
+    # a product with the identity: a transposition goes number by number, and computes for each what x is computed of
+    flat, identity = x.reshape(len(x), -1), jnp.eye(len(x), dtype=x.dtype)
+    turned = lax.dot_general(flat, identity, (((0,), (0,)), ((), ())), lax.Precision.HIGHEST)
+    return jnp.moveaxis(turned.reshape(*x.shape[1:], len(x)), -2, 0)
+
+
+def depthwise_kernel_gradient(images: Array, upstream: Array, window: Window, places: Space) -> Array:
+    """[k, C M] of a kernel [k, 1, C M] that went over each channel by itself; upstream is [N, space, C M].
+
+    Each entry is a sum over all pixels of products of two numbers. All entries, which stay in the cache, are added up
+    together, a few rows of pixels at a time.
+    """
+    channels, several = images.shape[-1], upstream.shape[-1] // images.shape[-1]
+    upstream = jnp.swapaxes(upstream.reshape(*upstream.shape[:-1], channels, several), -1, -2)
+    block = _block(upstream.shape[1:-2])
+    blocks = [-(-n // size) for n, size in zip(upstream.shape[1:-2], block, strict=True)]
+    whole = [n * size for n, size in zip(blocks, block, strict=True)]
+    reach = lambda pixels: [  # noqa: E731 - of the images, seen from so many pixels of the upstream
+        (k - 1) * apart + (n - 1) * step + 1
+        for k, apart, n, step in zip(places, window.strides, pixels, window.dilation, strict=True)
+    ]
+    images = padded(images, window.pads, window.gaps, 0)
+    images = _with_room(images, (len(images), *reach(whole), channels))
+    upstream = _with_room(upstream, (len(images), *whole, several, channels))
+
+    def add(turn: Array, total: Array) -> Array:
+        sample, *first = jnp.unravel_index(turn, (len(images), *blocks))
+        first = [at * size for at, size in zip(first, block, strict=True)]
+        given = lax.dynamic_slice(upstream, (sample, *first, 0, 0), (1, *block, several, channels))[0]
+        first = [at * step for at, step in zip(first, window.dilation, strict=True)]
+        seen = lax.dynamic_slice(images, (sample, *first, 0), (1, *reach(block), channels))
+        for pixel in product(*map(range, block)):
+            start = tuple(at * step for at, step in zip(pixel, window.dilation, strict=True))
+            total = total + tap(seen, start, places, window.strides)[0][..., None, :] * given[pixel]
+        return total
+
+    zero = jnp.zeros((*places, several, channels), images.dtype)
+    total = lax.fori_loop(0, len(images) * math.prod(blocks), add, zero)
+    return jnp.swapaxes(total, -1, -2).reshape(*places, -1)
+
+
+def _block(space: Space) -> Space:
+    """Pixels that are added up in one turn: of a row, or of a few rows where they are short."""
+    *lines, width = space
+    wide = -(-width // -(-width // _MOST_PIXELS))
+    if not lines:
+        return (wide,)
+    fewest = min(-(-_FEWEST_PIXELS // wide), lines[-1])
+    high = next((n for n in range(fewest, 2 * fewest) if lines[-1] % n == 0), fewest)
+    return (*(1 for _ in lines[:-1]), high, wide)
+
+
+def _with_room(x: Array, shape: Sequence[int]) -> Array:
+    """With zeros at the ends of axes that are shorter, and without the ends of those that are longer."""
+    config = [(0, size - n, 0) for n, size in zip(x.shape, shape, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config) if any(more for _, more, _ in config) else x

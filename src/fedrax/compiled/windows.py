@@ -1,0 +1,87 @@
+"""How a kernel goes over images: what it sees of them, and where.
+
+Shapes are written with N for the batch, C and D for channels in and out, "space" for height, width and the like, and k
+for these axes of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+Space = tuple[int, ...]
+"""A number for each axis of space."""
+Pads = tuple[tuple[int, int], ...]
+
+MOST_TAPS = 128
+"""Entries of a window up to which it is worth laying them out one after another."""
+
+
+class Window(NamedTuple):
+    """How a kernel goes over images, a value for each axis of space."""
+
+    strides: tuple[int, ...]
+    pads: Pads
+    gaps: tuple[int, ...]
+    """Distance of neighbouring pixels: 2 where one zero lies between them (a transposed convolution)."""
+    dilation: tuple[int, ...]
+    """Distance of neighbouring entries of the kernel."""
+
+    def without_padding(self) -> Window:
+        """Over images that have been padded."""
+        none = tuple((0, 0) for _ in self.pads)
+        return self._replace(pads=none, gaps=(1,) * len(none))
+
+
+def out_space(space: Sequence[int], kernel_space: Sequence[int], window: Window) -> tuple[int, ...]:
+    """Height, width, ... of the result, from those of the images and of the kernel."""
+    room = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(space, window.gaps, window.pads, strict=True)]
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel_space, window.dilation, strict=True)]
+    return tuple(max(0, (n - r) // s + 1) for n, r, s in zip(room, reach, window.strides, strict=True))
+
+
+def canonical(space: int) -> tuple[tuple[int, ...], ...]:
+    """Which axes of images, kernels and results are batch, channels and space where space lies in between."""
+    images = (0, space + 1, *range(1, space + 1))
+    return images, (space + 1, space, *range(space)), images
+
+
+def padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
+    """x [N, space, C] with ``gaps - 1`` pixels put between pixels and ``pads`` around."""
+    config = [(0, 0, 0), *((low, high, gap - 1) for (low, high), gap in zip(pads, gaps, strict=True)), (0, 0, 0)]
+    if not any(any(axis) for axis in config):
+        return x
+    return lax.pad(x, jnp.asarray(value, x.dtype), config)
+
+
+def without_needless(x: Array, window: Window) -> tuple[Array, Window]:
+    """Images without the pixels that negative padding drops, and a window without negative padding."""
+    if all(low >= 0 and high >= 0 for low, high in window.pads):
+        return x, window
+    return padded(x, window.pads, window.gaps, 0), window.without_padding()
+
+
+def tap(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """``size`` pixels of x [N, space, C] from ``start`` on, ``strides`` apart."""
+    stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, size, strides, strict=True)]
+    return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[-1]), (1, *strides, 1))
+
+
+def taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[tuple]:
+    """(index, what the kernel's entry of this index sees of the images, [N, space of the result, C]) of each entry."""
+    x = padded(x, window.pads, window.gaps, 0)
+    for index in product(*map(range, kernel_space)):
+        start = tuple(i * d for i, d in zip(index, window.dilation, strict=True))
+        yield index, tap(x, start, out, window.strides)
+
+
+def seen_whole(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
+    """What the whole kernel sees of the images at each place of the result, [N, k, C]."""
+    x = padded(x, window.pads, window.gaps, 0)
+    for index in product(*map(range, out)):
+        start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
+        yield tap(x, start, kernel_space, window.dilation)
