@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.sorting import rising
 from fedrax.contract.algorithm import Cohort
 from fedrax.contract.fields import Bound
 from fedrax.contract.hyperparameters import Count, Positive, Whole, hyperparameters
@@ -34,7 +35,7 @@ def _by_rank(cohort: Cohort, shares: Callable[[Array, Array], Array]) -> Tree:
 
     def coordinates(u: Array) -> Array:
         over = lambda row: row.reshape(-1, *[1] * (u.ndim - 1))  # noqa: E731
-        ordered = jnp.sort(jnp.where(over(cohort.real), u, jnp.inf), axis=0)  # rows that hold none come last
+        ordered = rising(jnp.where(over(cohort.real), u, jnp.inf))  # rows that hold none come last
         return jnp.sum(jnp.where(over(share > 0), ordered * over(share).astype(u.dtype), 0), axis=0)
 
     return jax.tree.map(coordinates, cohort.uploads)
