@@ -213,7 +213,7 @@ def write_report(session: Session, measured: list[Measured], out: Path) -> list[
 
 
 def draw(measured: list[Measured], path: Path) -> list[Path]:
-    """A bar for each algorithm's time, and a mark where its gradients alone would put it."""
+    """A dot for each algorithm's time and a mark where its gradients alone would put it, as multiples of FedAvg's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,9 +224,14 @@ def draw(measured: list[Measured], path: Path) -> list[Path]:
     heights = range(len(measured))
     times = [m.round / reference.round for m in measured]
     work = [m.gradients / reference.gradients for m in measured]
-    axis.barh(heights, times, color="tab:orange", label="time")
+    axis.hlines(heights, 1, times, color="tab:orange", alpha=0.4, linewidth=1)
+    axis.plot(times, heights, "o", color="tab:orange", markersize=5, label="time")
     axis.plot(work, heights, "|", color="black", markersize=9, label="evaluations of gradients")
     axis.set_yticks(heights, [m.name for m in measured], fontsize=8)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.axvline(1, color="gray", linewidth=0.8)
+    axis.set_ylim(-1, len(measured))
     axis.set_xlabel("relative to FedAvg")
     axis.grid(axis="x", alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
