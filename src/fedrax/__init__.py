@@ -11,8 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fedrax.errors import FedraxError
+from fedrax.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from fedrax import tree

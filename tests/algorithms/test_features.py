@@ -16,10 +16,10 @@ import pytest
 
 from fedrax import MOON, FedAvg, Federation, FedMLB, LocalSGD, Result, Script, classification, simulate
 from fedrax.algorithms.moon import cosine
+from fedrax.contract.model import Model
 from fedrax.contract.server_optimizers import SGD
 from fedrax.errors import FedraxError
 from fedrax.models import MLP, Linear
-from fedrax.models.model import Model
 
 SIZES = (4, 3, 5, 3)
 """Inputs, two hidden layers, classes."""

@@ -184,7 +184,7 @@ def test_finished_runs_of_something_else_are_not_taken(
         (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE.replace("1,1,", "2,1,"))
         says = "its data differ"
     elif changed == "version":
-        monkeypatch.setattr("fedrax.__version__", "99.0")
+        monkeypatch.setattr("fedrax.version.VERSION", "99.0")
         says = "and here is fedrax 99.0"
     elif changed == "program":
         made = tasks.classification

@@ -154,7 +154,7 @@ def test_another_activation_does_not_resume(tmp_path: Path):
 
 def test_another_version_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run(SCAFFOLD, rounds=2, directory=tmp_path)
-    monkeypatch.setattr(fedrax, "__version__", "99.0")
+    monkeypatch.setattr("fedrax.version.VERSION", "99.0")
     with pytest.raises(FedraxError, match=r"computed by fedrax .* and here is fedrax 99\.0"):
         run(SCAFFOLD, rounds=4, directory=tmp_path, resume=True)
 

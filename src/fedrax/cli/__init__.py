@@ -121,9 +121,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(USAGE.format(commands="\n".join(lines)), end="")
         return 0
     if arguments[0] in ("-V", "--version"):
-        from fedrax import __version__
+        from fedrax.version import VERSION
 
-        print(f"fedrax {__version__}")
+        print(f"fedrax {VERSION}")
         return 0
     command, *rest = arguments
     if command not in COMMANDS:

@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.contract.model import Model, Params, Variables
 from fedrax.contract.task_checks import check_function
 from fedrax.errors import FedraxError
-from fedrax.models.model import Model, Params, Variables
 
 Preprocess = Callable[[Array], Array]
 WholeSetMetric = Callable[[np.ndarray, np.ndarray], float | None]

@@ -23,6 +23,7 @@ from fedrax.report.runs import Method, Row, default_target, main_metric, summari
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.progress import somebody_looks_on
 from fedrax.simulation.tuning import Choice
+from fedrax.text import settings_in_words
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,5 +229,5 @@ def _labelled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]])
         names = (f.name for f in dataclasses.fields(run) if f.name != "seed")
         own = {f"run.{name}": getattr(run, name) for name in names if getattr(run, name) != getattr(spec.run, name)}
         own |= chosen.get(method.label, {})
-        found.append(dataclasses.replace(method, settings=grids_of.in_words(own)))
+        found.append(dataclasses.replace(method, settings=settings_in_words(own)))
     return found

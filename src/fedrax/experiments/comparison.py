@@ -46,6 +46,7 @@ from fedrax.experiments.grid import Grid, Point
 from fedrax.experiments.own_code import Trust, trust_in
 from fedrax.report.runs import Method, Run, read_run
 from fedrax.simulation.settings import Seed, Settings
+from fedrax.text import settings_in_words
 
 OUTPUTS = (
     "table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "report.html", "search",
@@ -212,7 +213,7 @@ class Job:
         """The run of a method's experiment with one seed."""
         place = Path("search") if spec.validation else Path()
         place = place / safe_name(spec.name) / (grid.folder_of(point) if point else "") / f"seed-{seed}"
-        words = f" ({grid.in_words(point)})" if point else ""
+        words = f" ({settings_in_words(point)})" if point else ""
         run = dataclasses.replace(spec.run, seed=seed)
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 

@@ -24,6 +24,7 @@ from fedrax.experiments import experiment
 from fedrax.experiments.config import Reader, Table
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.own_code import Trust
+from fedrax.text import short_path
 
 Point = dict[str, Any]
 """A value for each path of a grid."""
@@ -202,30 +203,8 @@ def _put(table: Table, path: str, value: Any, source: str) -> None:
     table[last] = value
 
 
-def in_words(point: Mapping[str, Any]) -> str:
-    """A point for people: ``local.lr 0.1, server_optimizer adam``."""
-    return ", ".join(f"{short(path)} {word(value)}" for path, value in point.items())
-
-
-def short(path: str) -> str:
-    """A path without the word that goes without saying."""
-    return path.removeprefix("algorithm.")
-
-
-def word(value: Any) -> str:
-    """A value for people."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        rest = ", ".join(f"{key} {word(item)}" for key, item in value.items() if key != "name")
-        return f"{value.get('name', '')} ({rest})" if rest else str(value.get("name", ""))
-    return str(value)
-
-
 def folder_of(point: Point) -> str:
     """A directory's name for a point, another one for another point."""
-    exact = ",".join(f"{short(path)}={value!r}" for path, value in sorted(point.items()))
+    exact = ",".join(f"{short_path(path)}={value!r}" for path, value in sorted(point.items()))
     name = "".join(c if c.isalnum() or c in "._=,-" else "-" for c in exact)
     return name if name == exact and len(name) <= 100 else f"{name[:80]}-{zlib.crc32(exact.encode()):08x}"

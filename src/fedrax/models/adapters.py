@@ -15,8 +15,8 @@ import jax
 from jax import Array
 
 from fedrax.compiled.cores import use_all_cores
+from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError, unknown
-from fedrax.models.model import Model, Params, Variables
 
 Part = str | Callable[..., Any]
 """A method's name, or a function whose first argument is the module."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax.contract.hyperparameters import Count
+from fedrax.contract.model import Model
 from fedrax.models import parts
-from fedrax.models.model import Model
 from fedrax.models.parts import Norm, Part, image_shape, network, series
 
 Shape = tuple[int, ...]

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
 from fedrax.models import layers
 from fedrax.models.layers import init_conv, init_dense, init_output
-from fedrax.models.model import Model, Params, Variables
 
 Norm = Literal["none", "group", "batch"]
 """No norm; group norm (Wu and He 2018), alike in training and evaluation; or batch norm with running statistics."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError
-from fedrax.models.model import Model, Params
 
 
 @dataclass(frozen=True)

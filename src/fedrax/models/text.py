@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax.contract.hyperparameters import Count
+from fedrax.contract.model import Model, Params
 from fedrax.data.words import PADDING, UNKNOWN, read_vectors
 from fedrax.errors import FedraxError
 from fedrax.models.layers import dense, dropout, init_dense, init_output, output
-from fedrax.models.model import Model, Params
 from fedrax.models.recurrent import init_lstm
 
 

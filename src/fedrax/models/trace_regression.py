@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError
-from fedrax.models.model import Model, Params
 
 VISIBLE = 1e-3
 """Singular values from which on they count for the rank (LoSAC, section 5.5)."""

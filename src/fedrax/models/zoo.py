@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax.contract.hyperparameters import Count
+from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError, unknown
 from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
@@ -36,7 +37,6 @@ from fedrax.models.layers import (
     to_features,
     to_images,
 )
-from fedrax.models.model import Model, Params
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.recurrent import init_lstm, lstm
 from fedrax.models.text import SentencePairs, Tweets

@@ -10,10 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.experiments.grid import in_words, short, word
 from fedrax.report.curves import DASHES, PALETTE
 from fedrax.simulation.tuning import Choice, Trial
-from fedrax.text import for_picture
+from fedrax.text import for_picture, settings_in_words, short_path, value_in_words
 
 
 def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
@@ -85,18 +84,18 @@ def _places(values: Sequence[Any]) -> Any:
     """Where a value lies on the axis: itself, or its number among the names."""
     if are_numbers(values):
         return float
-    names = list(dict.fromkeys(map(word, values)))
-    return lambda value: names.index(word(value))
+    names = list(dict.fromkeys(map(value_in_words, values)))
+    return lambda value: names.index(value_in_words(value))
 
 
 def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
-    axes.set_xlabel(for_picture(short(path)))
+    axes.set_xlabel(for_picture(short_path(path)))
     axes.set_ylabel(f"validation {for_picture(choice.metric)}")
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if not are_numbers(values):
-        names = list(dict.fromkeys(map(word, values)))
+        names = list(dict.fromkeys(map(value_in_words, values)))
         axes.set_xticks(range(len(names)), [for_picture(name) for name in names])
         axes.set_xlim(-0.5, len(names) - 0.5)
         return
@@ -122,14 +121,14 @@ def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int], tri
         best, lost = choice.best, sum(trial.value is None for trial in choice.trials)
         came = "every point diverged" if best.value is None else f"{choice.metric} {best.value:.4g}"
         besides = f", {lost} diverged" if lost and best.value is not None else ""
-        said.append(f"  {label}: {in_words(best.point)} ({came}; {len(choice.trials)} points{besides})")
+        said.append(f"  {label}: {settings_in_words(best.point)} ({came}; {len(choice.trials)} points{besides})")
     return said + warnings(choices)
 
 
 def warnings(choices: Mapping[str, Choice]) -> list[str]:
     """A sentence for each best value at the end of its grid."""
     return [
-        f"warning: {label}: the best {short(path)}, {word(choice.best.point[path])}, is "
+        f"warning: {label}: the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is "
         + (
             f"next to the {choice.end(path)} of its range; one beyond may be better: widen the range"
             if path in choice.ranges

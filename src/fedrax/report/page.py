@@ -13,13 +13,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import fedrax
 from fedrax.files import write_text
 from fedrax.report import grids, page_curves, tables
 from fedrax.report.material import Material, Search, differences, flat, gather
 from fedrax.report.runs import last_values, megabytes, summarise
 from fedrax.report.svg import Curve, bars, breakable, chart, dots, number, shown
 from fedrax.simulation.clients_file import Clients
+from fedrax.text import short_path, value_in_words
+from fedrax.version import VERSION
 
 FILE = "report.html"
 _MOST_RUNS = 400
@@ -66,7 +67,7 @@ def page(material: Material, title: str | None = None) -> str:
         f'<meta name="color-scheme" content="light dark">\n<title>{shown(title)}</title>\n'
         f"<style>{style}</style></head>\n"
         f"<body><header><h1>{shown(title)}</h1>{_lead(material)}<nav>{links}</nav></header>\n"
-        f"<main>{body}</main>\n<footer>Made by fedrax {fedrax.__version__} from {_places(material)}.</footer>\n"
+        f"<main>{body}</main>\n<footer>Made by fedrax {VERSION} from {_places(material)}.</footer>\n"
         f"<script>{script}</script></body></html>\n"
     )
 
@@ -187,8 +188,8 @@ def _search(search: Search) -> str:
 def _tried(path: str, search: Search) -> str:
     shown_choices = {label: c for label, c in search.choices.items() if path in c.trials[0].point}
     values = [trial.point[path] for choice in shown_choices.values() for trial in choice.trials]
-    names = [] if grids.are_numbers(values) else list(dict.fromkeys(map(grids.word, values)))
-    at: Callable[[Any], float] = (lambda value: names.index(grids.word(value))) if names else float
+    names = [] if grids.are_numbers(values) else list(dict.fromkeys(map(value_in_words, values)))
+    at: Callable[[Any], float] = (lambda value: names.index(value_in_words(value))) if names else float
     curves = []
     for i, (label, choice) in enumerate(search.choices.items()):
         if label not in shown_choices:
@@ -204,7 +205,7 @@ def _tried(path: str, search: Search) -> str:
     found = range(len(names)) if names else sorted(set(map(float, values)))
     ticks = list(found) if len(found) <= 8 else []
     name = f"validation {metric.replace('_', ' ')}"
-    drawn = chart(curves, grids.short(path), name, share=metric == "accuracy", log_x=wide, ticks=ticks, names=names)
+    drawn = chart(curves, short_path(path), name, share=metric == "accuracy", log_x=wide, ticks=ticks, names=names)
     return f"<h3>{shown(name)}</h3>{drawn}"
 
 
@@ -255,7 +256,7 @@ def _differences(material: Material) -> str:
         return "<p>Nothing but their seeds.</p>"
     heads = "".join(f"<th>{shown(method.label)}</th>" for method in material.methods)
     cells = {path: "".join(f"<td>{shown(_value(value))}</td>" for value in values) for path, values in found.items()}
-    lines = "".join(f"<tr><th>{breakable(grids.short(path))}</th>{made}</tr>" for path, made in cells.items())
+    lines = "".join(f"<tr><th>{breakable(short_path(path))}</th>{made}</tr>" for path, made in cells.items())
     return (
         f'<div class="card scroll"><table><thead><tr><th class="name">setting</th>{heads}</tr></thead>'
         f'<tbody>{lines}</tbody></table></div><p class="note">All other settings are the same, the seeds apart.</p>'

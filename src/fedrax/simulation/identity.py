@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from fedrax import version
 from fedrax.compiled.tracing import constants_in
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
@@ -81,9 +82,7 @@ def difference(kept: Any, now: dict[str, str]) -> str | None:
 
 
 def _versions() -> str:
-    import fedrax
-
-    return f"fedrax {fedrax.__version__} with jax {jax.__version__}"
+    return f"fedrax {version.VERSION} with jax {jax.__version__}"
 
 
 def _text(program: ClosedJaxpr) -> str:

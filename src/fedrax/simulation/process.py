@@ -17,6 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from fedrax.files import replacing
+from fedrax.version import VERSION
 
 
 class Interrupted(KeyboardInterrupt):
@@ -97,11 +98,9 @@ def _one_lapack_thread() -> Iterator[None]:
 
 def write_environment(directory: Path) -> None:
     """What the run ran on, as ``environment.json``."""
-    import fedrax
-
     devices = jax.devices()
     facts = {
-        "fedrax": fedrax.__version__,
+        "fedrax": VERSION,
         "jax": jax.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),

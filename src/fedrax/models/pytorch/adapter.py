@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from fedrax.compiled.cores import use_all_cores
+from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError, unknown
-from fedrax.models.model import Model, Params, Variables
 from fedrax.models.pytorch.program import Program, line_of_error, only_batches_of, quiet
 
 QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}

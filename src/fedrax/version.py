@@ -1,0 +1,3 @@
+"""The version, which runs and reports keep."""
+
+VERSION = "0.1.0"
