@@ -1,6 +1,6 @@
 """Every execution plan, chunk and number of devices gives the same numbers to the rounding of float64.
 
-Here for a few methods; that every method runs on every plan stands in the contract's tests.
+Here for a few methods; that every other runs on every plan stands in the contract's tests.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Who takes part: draws, traces, given cohorts and blocks, weights, stragglers; and what is refused."""
+"""Who takes part: draws, traces, given cohorts and blocks, weights, stragglers; and what is refused.
+
+Where they work is told in test_planner.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,17 @@ import pytest
 import fedrax
 from fedrax import FedraxError
 from fedrax.simulation import Availability, FixedList, Poisson, Script, Settings, WeightedBySamples
-from fedrax.simulation.cohorts import Planner, Sampler
+from fedrax.simulation.cohorts import Sampler
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, SIZES, assert_close, assert_identical, run
 
 N = len(SIZES)
+MANY = np.random.default_rng(1).integers(1, 50, 40)
+"""Sizes of more clients, among whom draws are counted."""
 BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
 
 
 def write_trace(path: Path, rows: list[tuple[int, int]]) -> Availability:
-    """A trace file of (round, client) rows."""
+    """A trace file of (round, client) rows, its columns the other way round."""
     path.write_text("client,round\n" + "".join(f"{client},{round}\n" for round, client in rows))
     return Availability(path)
 
@@ -29,11 +34,19 @@ def cohorts(rounds: int, **settings: Any) -> list[list[int]]:
     return [sampler.cohort(r).tolist() for r in range(rounds)]
 
 
-def test_uniform_draws_everybody_equally():
-    drawn = np.bincount(np.ravel(cohorts(4000, cohort_size=3)), minlength=N)
-    np.testing.assert_allclose(drawn / 4000, 3 / N, atol=0.03)
-    assert cohorts(5, cohort_size=3, seed=1) != cohorts(5, cohort_size=3)
-    assert all(len(set(cohort)) == 3 for cohort in cohorts(50, cohort_size=3))
+def test_cohorts_are_drawn_without_replacement_and_evenly():
+    sampler = Sampler(Settings(rounds=4000, cohort_size=9), MANY)
+    drawn = np.array([sampler.cohort(r) for r in range(4000)])
+    assert all(len(np.unique(cohort)) == 9 for cohort in drawn[:200])
+    rates = np.bincount(drawn.ravel(), minlength=40) / 4000
+    np.testing.assert_allclose(rates, 9 / 40, atol=5 * np.sqrt(9 / 40 * 31 / 40 / 4000))
+    assert len(np.unique(drawn[:500], axis=0)) == 500
+
+
+def test_seeds_differ_and_repeat():
+    draw = lambda seed: [Sampler(Settings(seed=seed), MANY).cohort(r).tolist() for r in range(5)]  # noqa: E731
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
 
 
 def test_poisson_takes_each_client_by_a_coin_of_its_own():
@@ -104,9 +117,11 @@ def test_a_method_for_cohorts_of_one_size_takes_no_poisson_cohorts():
         run(fedrax.LoSAC(local=BLOCKS), participation=Poisson())
 
 
-def test_weighted_draws_in_proportion_to_samples():
-    drawn = np.bincount(np.ravel(cohorts(4000, cohort_size=1, participation=WeightedBySamples())), minlength=N)
-    np.testing.assert_allclose(drawn / 4000, np.array(SIZES) / sum(SIZES), atol=0.03)
+def test_larger_clients_are_drawn_more_often_where_asked_for():
+    sampler = Sampler(Settings(cohort_size=1, participation=WeightedBySamples()), MANY)
+    rates = np.bincount([sampler.cohort(r)[0] for r in range(4000)], minlength=40) / 4000
+    chance = MANY / MANY.sum()
+    assert (np.abs(rates - chance) < 5 * np.sqrt(chance / 4000) + 1e-3).all()
 
 
 def test_a_fixed_list_limits_the_draw():
@@ -129,6 +144,10 @@ def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):
     assert all(set(cohort) <= available[r % 3] for r, cohort in enumerate(drawn))
     assert [len(cohort) for cohort in drawn] == [2, 1, 2] * 4
     assert {client for cohort in drawn for client in cohort} == {0, 1, 2, 3, 5, 6, 7}
+    (tmp_path / "same.csv").write_text("round,client\n0,1\n0,3\n0,5\n1,2\n2,0\n2,7\n2,6\n")
+    same = Availability(tmp_path / "same.csv")
+    assert cohorts(12, cohort_size=2, participation=same) == drawn
+    assert Sampler(Settings(cohort_size=2, participation=same), np.array(SIZES)).varying
     result = run(fedrax.Scaffold(local=LOCAL), participation=trace, cohort_size=2, rounds=3)
     assert [event["clients"] for event in result.events] == [2, 1, 2]
 
@@ -158,7 +177,7 @@ def test_traces_that_are_refused(text: str | bytes | None, words: str, tmp_path:
         (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FedraxError, match=words) as caught:
         run(participation=Availability(tmp_path / "t.csv"))
-    assert "t.csv" in str(caught.value)
+    assert "availability trace" in str(caught.value) and "t.csv" in str(caught.value)
 
 
 def test_a_long_trace_is_read_quickly(tmp_path: Path):
@@ -224,12 +243,19 @@ def test_given_blocks_are_worked_on():
     np.testing.assert_allclose(given.params["output"]["weight"], plain.params["output"]["weight"], rtol=1e-5)
 
 
+def test_stragglers_are_as_many_as_asked_for_and_do_a_uniform_share():
+    sampler = Sampler(Settings(stragglers=0.4), MANY)
+    works = np.array([sampler.work(r, 10) for r in range(1000)])
+    assert ((works < 1).sum(1) == 4).all()
+    assert (works > 0).all() and (works <= 1).all()
+    slow = works[works < 1]
+    assert abs(slow.mean() - 0.5) < 0.03
+    assert abs((slow < 0.25).mean() - 0.25) < 0.04
+
+
 def test_stragglers_are_the_same_for_every_algorithm():
-    """Shares come from (seed, round) alone; half of four is two."""
+    """Shares come from (seed, round) alone."""
     sampler = Sampler(Settings(stragglers=0.5, cohort_size=4), np.array(SIZES))
-    for round in range(20):
-        work = sampler.work(round, 4)
-        assert (work > 0).all() and (work <= 1).all() and (work < 1).sum() == 2
     local = fedrax.LocalSGD(lr=0.02, steps=10, batch_size=2)
     runs = [run(kind(local=local), stragglers=0.5, cohort_size=4) for kind in (fedrax.FedAvg, fedrax.Scaffold)]
     counts = [[event["gradients"] for event in result.events] for result in runs]
@@ -265,30 +291,6 @@ def test_settings_that_a_method_refuses(tmp_path: Path):
     with pytest.raises(FedraxError, match="wrong point when the cohort's size varies"):
         run(printed, participation=trace, cohort_size=2)
     run(printed, participation=trace, cohort_size=1, rounds=2)
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_the_planner_places_everybody_once(devices: int, stateful: bool):
-    sampler = Sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), np.array(SIZES))
-    planner = Planner(sampler, FEDERATION.offsets, devices=devices, stateful=stateful, by_samples=True, chunk=2)
-    block, homes = planner.block(0, 30, 32), {}
-    for r in range(30):
-        placed = []
-        for d in range(devices):
-            n = block.count[r, d]
-            clients = block.places.client[r, d, :n]
-            placed += clients.tolist()
-            assert (block.places.client[r, d, n:] == N).all() and (block.places.weight[r, d, n:] == 0).all()
-            assert (block.places.size[r, d, :n] == np.array(SIZES)[clients]).all()
-            for client, slot in zip(clients.tolist(), block.places.slot[r, d, :n].tolist(), strict=True):
-                assert not stateful or homes.setdefault(client, (d, slot)) == (d, slot)
-        assert sorted(placed) == sampler.cohort(r).tolist()
-        assert block.places.weight[r].sum() == pytest.approx(1)
-    assert len(set(homes.values())) == len(homes)
-    owners = planner.owners()
-    assert sorted(owners[owners >= 0].tolist()) == sorted(homes)
-    assert (block.count[30:] == 0).all()
 
 
 @pytest.mark.exhaustive

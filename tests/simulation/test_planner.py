@@ -1,13 +1,12 @@
-"""Who takes part, how much they do and where: the same for every algorithm and every number of devices."""
+"""Where those who take part do their work: the same work on every number of devices, in every plan."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import Planner, Sampler
-from fedrax.simulation.settings import Availability, Poisson, Script, Settings, WeightedBySamples
+from fedrax.simulation.settings import Poisson, Script, Settings
 
 SIZES = np.random.default_rng(1).integers(1, 50, 40)
 OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
@@ -178,69 +177,25 @@ def test_clients_side_by_side_are_of_like_size():
     assert any((np.diff(one_by_one.places.size[r, 0, : one_by_one.count[r, 0]]) > 0).any() for r in range(20))
 
 
-def test_cohorts_are_drawn_without_replacement_and_evenly():
-    sampler = Sampler(Settings(rounds=4000, cohort_size=9), SIZES)
-    cohorts = np.array([sampler.cohort(r) for r in range(4000)])
-    assert all(len(np.unique(c)) == 9 for c in cohorts[:200])
-    rates = np.bincount(cohorts.ravel(), minlength=40) / 4000
-    np.testing.assert_allclose(rates, 9 / 40, atol=5 * np.sqrt(9 / 40 * 31 / 40 / 4000))
-    assert len(np.unique(cohorts[:500], axis=0)) == 500
-
-
-def test_seeds_differ_and_repeat():
-    draw = lambda seed: [Sampler(Settings(seed=seed), SIZES).cohort(r).tolist() for r in range(5)]  # noqa: E731
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
-
-
-def test_larger_clients_are_drawn_more_often_where_asked_for():
-    sampler = Sampler(Settings(cohort_size=1, participation=WeightedBySamples()), SIZES)
-    rates = np.bincount([sampler.cohort(r)[0] for r in range(4000)], minlength=40) / 4000
-    chance = SIZES / SIZES.sum()
-    assert (np.abs(rates - chance) < 5 * np.sqrt(chance / 4000) + 1e-3).all()
-
-
-def test_stragglers_are_as_many_as_asked_for_and_do_a_uniform_share():
-    sampler = Sampler(Settings(stragglers=0.4), SIZES)
-    works = np.array([sampler.work(r, 10) for r in range(1000)])
-    assert ((works < 1).sum(1) == 4).all()
-    assert (works > 0).all()
-    slow = works[works < 1]
-    assert abs(slow.mean() - 0.5) < 0.03
-    assert abs((slow < 0.25).mean() - 0.25) < 0.04
-
-
-def test_availability_limits_the_cohort_and_repeats(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("round,client\n0,3\n0,5\n0,3\n1,7\n1,8\n1,9\n1,10\n")
-    sampler = Sampler(Settings(cohort_size=3, participation=Availability(path)), SIZES)
-    for r in (0, 2, 4):
-        assert sampler.cohort(r).tolist() == [3, 5]
-        assert set(sampler.cohort(r + 1)) < {7, 8, 9, 10}
-        assert len(sampler.cohort(r + 1)) == 3
-    assert sampler.varying
-
-
-@pytest.mark.parametrize(
-    ("settings", "script", "sentence"),
-    [
-        ({"cohort_size": 41}, None, "cannot sample 41 clients a round: there are 40"),
-        ({"rounds": 3}, Script(cohorts=[[0], [1]]), "2 cohorts are given for 3 rounds"),
-        ({"rounds": 1}, Script(cohorts=[[0, 40]]), "different clients from 0 to 39"),
-        ({"rounds": 1}, Script(cohorts=[[0, 0]]), "different clients from 0 to 39"),
-        ({"rounds": 1}, Script(cohorts=[[]]), "different clients from 0 to 39"),
-    ],
-)
-def test_impossible_cohorts_are_refused(settings: dict, script: Script | None, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
-        Sampler(Settings(**settings), SIZES, script)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "round,client\n", "a,b\n1,2\n", "round,client\n0,40\n", "round,client\n1,2\n", "round,client\n0,x\n"]
-)
-def test_impossible_traces_are_refused(tmp_path, text: str):
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(FedraxError, match=r"availability trace .*trace\.csv"):
-        Sampler(Settings(participation=Availability(path)), SIZES)
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_everybody_has_one_place_in_a_round(devices: int, stateful: bool):
+    sampler = Sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
+    made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True, chunk=2)
+    block, homes = made.block(0, 30, 32), {}
+    for r in range(30):
+        placed = []
+        for d in range(devices):
+            n = block.count[r, d]
+            clients = block.places.client[r, d, :n]
+            placed += clients.tolist()
+            assert (block.places.client[r, d, n:] == len(SIZES)).all() and (block.places.weight[r, d, n:] == 0).all()
+            assert (block.places.size[r, d, :n] == SIZES[clients]).all()
+            for client, slot in zip(clients.tolist(), block.places.slot[r, d, :n].tolist(), strict=True):
+                assert not stateful or homes.setdefault(client, (d, slot)) == (d, slot)
+        assert sorted(placed) == sampler.cohort(r).tolist()
+        assert block.places.weight[r].sum() == pytest.approx(1)
+    assert len(set(homes.values())) == len(homes)
+    owners = made.owners()
+    assert sorted(owners[owners >= 0].tolist()) == sorted(homes)
+    assert (block.count[30:] == 0).all()
