@@ -35,13 +35,19 @@ def process(module: str, *arguments: object, path: Path = ROOT) -> Iterator[subp
     """A Python module as a process of its own, for as long as it is needed."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, **quiet)  # type: ignore[call-overload]
+    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths})  # pytest shows what it says
     try:
         yield started
     finally:
         started.kill()
         started.wait()
+
+
+def wait_until(started: subprocess.Popen, is_ready: Callable[[], bool]) -> None:
+    """Wait for what a process is to do, however long it takes, but no longer than the process lives."""
+    while not is_ready():
+        assert started.poll() is None, f"it ended with status {started.returncode}"
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -51,9 +57,8 @@ def dask(tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen]]]:
     (tmp_path / "preload.py").write_text(PRELOAD)
     with contextlib.ExitStack() as stack:
         where = ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", file]
-        stack.enter_context(process("distributed.cli.dask_scheduler", *where, *options))
-        while not file.exists():
-            time.sleep(0.05)
+        scheduler = stack.enter_context(process("distributed.cli.dask_scheduler", *where, *options))
+        wait_until(scheduler, file.exists)
         address = json.loads(file.read_text())["address"].removeprefix("tcp://")
         options += ["--nthreads", 1, "--no-nanny", "--preload", tmp_path / "preload.py", "--local-directory", tmp_path]
         workers = {
@@ -145,10 +150,7 @@ def ray(tmp_path: Path) -> Iterator[str]:
     options = ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={folder}", "--num-cpus=2"]
     ports = [f"--port={head}", f"--ray-client-server-port={client}"]
     with process("ray.scripts.scripts", "start", "--head", "--block", *options, *ports, path=tmp_path) as started:
-        end = time.monotonic() + 60
-        while socket.socket().connect_ex(("127.0.0.1", client)):
-            assert started.poll() is None and time.monotonic() < end
-            time.sleep(0.1)
+        wait_until(started, lambda: not socket.socket().connect_ex(("127.0.0.1", client)))
         yield f"127.0.0.1:{client}"
         started.terminate()  # and with it its node
         started.wait()

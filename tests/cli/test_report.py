@@ -56,7 +56,7 @@ def browse(page: Path, *options: str) -> str:
     profile = page.parent / "profile"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *options]
     command += ["--proxy-server=127.0.0.1:9", "--virtual-time-budget=2000", "--dump-dom", page.resolve().as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,8 +1,8 @@
 """A run in a process of its own, to be killed: python child.py DATA METHOD DIRECTORY ROUNDS [SLEEP_AT].
 
 It goes on with the run in DIRECTORY, says each round on standard output, and leaves the final state in
-DIRECTORY/final.npz. In round SLEEP_AT the sink sleeps for a minute. Exit status: 3 Interrupted, 4 a bare
-KeyboardInterrupt.
+DIRECTORY/final.npz. In round SLEEP_AT the sink waits, says the round again when a first Ctrl-C has come,
+and waits on. Exit status: 3 Interrupted, 4 a bare KeyboardInterrupt.
 """
 
 import signal
@@ -39,7 +39,10 @@ class Rounds:
         """Say which round is over."""
         print(event["round"], flush=True)
         if event["round"] == self.sleep_at:
-            time.sleep(60)
+            while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # as the first one leaves it
+                time.sleep(0.01)
+            print(event["round"], flush=True)
+            time.sleep(600)
 
     def finish(self, result: Any) -> None:
         """Nothing to close."""

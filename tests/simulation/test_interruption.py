@@ -120,10 +120,9 @@ def test_interrupted_once_and_twice(start: Start, tmp_path: Path):
     finish(start("scaffold", tmp_path / "whole", rounds=rounds))
     process = start("scaffold", tmp_path / "cut", sleep_at, rounds=rounds)
     read_until(process, sleep_at)
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None  # asleep in the sink, it waits for its round to end
+    assert read_until(process, sleep_at) == sleep_at  # it has heard, and waits for its round to end
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     lines(process).close()
     assert process.wait(timeout=1800) == 4

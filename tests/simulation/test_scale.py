@@ -16,7 +16,7 @@ import fedrax
 from fedrax.models import Logistic
 features = 20
 task = fedrax.classification(Logistic().build((features,), 2))
-algorithm = fedrax.FedAvg(local=fedrax.LocalSGD(steps=200, batch_size=2))
+algorithm = fedrax.FedAvg(local=fedrax.LocalSGD(steps=20, batch_size=2))
 class Clock:
     def __init__(self): self.times = []
     def start(self, run): pass
@@ -59,4 +59,4 @@ def test_a_million_clients():
     few, many = measure(1000, 1_000_000)
     assert 0 < many["loss"] < 2
     assert many["gib"] < 1.2  # the samples are 0.17 GiB, a copy on each device
-    assert many["round"] < 1.5 * few["round"]
+    assert many["round"] < 4 * few["round"]  # about 1; with one permutation of all clients a round 11
