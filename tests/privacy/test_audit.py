@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedrax
@@ -103,6 +104,26 @@ def test_what_the_public_sees_is_the_model():
     assert seen.shape == (50, 8) and len(np.unique(seen[:, 0])) == 50
     again = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
     assert seen.tobytes() == again.tobytes()
+
+
+def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
+    """Where nothing is drawn, and of a local optimizer whose state the client carries from round to round."""
+    local = fedrax.LocalSGD(lr=0.1, steps=2, batch_size="full", optimizer=fedrax.Optax(optax.adam), carry=True)
+    method = fedrax.Scaffold(local=local)
+    federation = fedrax.Federation.from_arrays(X, np.array([1]), np.zeros(1, int), num_classes=2)
+    options = {"rounds": 3, "cohort_size": 1, "params": PARAMS, "record": fedrax.Record(clients=[0])}
+    result = fedrax.simulate(method, TASK, federation, progress=False, **options)
+    sent = [leaf.ravel() for one in result.exchanges for leaf in jax.tree.leaves(one.sent)]
+    seen = watch(method, TASK, PARAMS, WORLDS[1], 1, rounds=3)
+    np.testing.assert_allclose(seen[0], np.concatenate(sent), rtol=1e-6)
+    assert np.abs(seen).max() > 0.01
+
+
+def test_nobody_is_seen_where_nobody_takes_part():
+    """MIFA's server remembers each client's update: of one that never comes it has none."""
+    method = fedrax.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full"), memory="server")
+    seen = watch(method, TASK, PARAMS, WORLDS[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)
+    assert not seen.any()
 
 
 def test_mu_and_epsilon_of_a_gaussian_agree():

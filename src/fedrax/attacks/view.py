@@ -21,6 +21,7 @@ from fedrax.contract.client_data import Carried, ClientData, LossRule, Reduction
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.simulation.recording import Exchange
+from fedrax.simulation.round import Kept, take_part
 from fedrax.tree import Tree
 
 Predict = Callable[[Any, Batch, int | None], tuple[Tree, ...]]
@@ -93,18 +94,16 @@ class _Program:
 
     def __call__(self, known: tuple, data: Batch, classes: int | None) -> tuple[Tree, ...]:
         algorithm, params, key, received = known
-        state, optimizer, found = algorithm.init_client(params), algorithm.init_local(params), []
+        kept, found = Kept.at_first(algorithm, params, ()), []
         for k, (message, statistics) in enumerate(received):
             round, p = self.rounds[k], self.phases[k]
             drawn = jax.random.fold_in(key, round)
             facts = {"round": round, "num_clients": self.num_clients, "cohort_size": self.cohort_size, "phase": p}
-            carried = Carried(statistics, optimizer)
-            client = _client(self.task, data, drawn, classes, **facts).with_carried(carried)
-            output = algorithm.phases[p].client(message, state, client)
-            state, optimizer = output.state, carried.optimizer
+            client = _client(self.task, data, drawn, classes, **facts)
+            done = take_part(p, algorithm, message, kept, statistics, client)
+            kept, output = done.kept, done.output
             if self.matched[k]:
-                upload = algorithm.phases[p].receive(output.upload)
-                upload = without_whole_numbers(upload, output.upload) if self.own else upload
+                upload = without_whole_numbers(done.received, output.upload) if self.own else done.received
                 read = upload, output.each, output.total
                 found += [part for values in read for part in parts(values, params)]
         return tuple(found)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, summed_dtype
-from fedrax.contract.client_data import ClientData
+from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.contract.place import Layout, Place
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
+from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round, serve
 from fedrax.tree import Tree
 
 Drawn = Literal["always", "poisson", "fixed"]
@@ -24,7 +25,8 @@ and else a bystander with data of its own is."""
 MOST_ROUNDS, MOST_BYTES = 1000, 4 << 30
 """Rounds, which are laid out one after another in the program, and bytes of what is seen of all runs of a world."""
 _SIDE_BY_SIDE = 64
-_CLIENT, _SERVER, _DRAW = 0, 1, 2
+_DRAW = 2
+"""Of the keys of a round the one of the draw; the client's is 0."""
 
 
 def watch(
@@ -67,36 +69,50 @@ def watch(
     return np.asarray(program(*given))
 
 
+class _Watched(Alone):
+    """A round with the watched client or, where it is not ``there``, with nobody as the server has it."""
+
+    def __init__(self, *inputs: Any, there: Array | None):
+        super().__init__(*inputs)
+        self.there = there
+
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """What the client brings or, where it is not there, what a phase without clients does."""
+        gathered = super().clients(p, message, statistics)
+        if self.there is None:
+            return gathered
+        nobody = jax.tree.map(jnp.zeros_like, gathered)._replace(clients=jnp.full(1, self.program.num_clients))
+        return jax.tree.map(partial(jnp.where, self.there), gathered, nobody)
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """As every executor, of a cohort of one or none."""
+        size = self.here.cohort_size if self.there is None else self.there.astype(jnp.float32)
+        here = self.here._replace(cohort_size=size)
+        return serve(self.program, p, self.algorithm, server, gathered, here, self.round_key)
+
+
 @lru_cache(maxsize=8)
 def _program(task: Task, rounds: int, seen: str, side_by_side: int, drawn: Drawn) -> Callable[..., Array]:
     """The compiled function (algorithm, params, samples, rate, keys) -> what is seen with each key: of all worlds."""
 
     def run(algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], rate: Array, key: Array) -> Array:
         found: list[Tree] = []
-        server, states = algorithm.init(params, 1), (algorithm.init_client(params),) * 2
+        rows = len(clients[0].y)
+        program = Program(task, Layout(rows, rows, rows), 1, 0, expected=1.0)
+        zero = jnp.zeros(1, jnp.int32)
+        places = Place(zero, zero, zero, jnp.full(1, rows, jnp.int32), jnp.ones(1))
+        server, kept = algorithm.init(params, 1), (Kept.at_first(algorithm, params, ()),) * 2
         for r in range(rounds):
-            of_round = jax.random.fold_in(key, r)
-            there = jax.random.uniform(jax.random.fold_in(of_round, _DRAW)) < rate
+            there = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), _DRAW)) < rate
             choose = partial(jax.tree.map, lambda a, b: a if drawn == "always" else jnp.where(there, a, b))  # noqa: B023
-            samples = choose(*clients) if drawn == "fixed" else clients[0]
-            state = choose(*states) if drawn == "fixed" else states[0]
-            for p, phase in enumerate(algorithm.phases):
-                own = jax.random.fold_in(of_round, _CLIENT)
-                facts = {"round": r, "num_clients": 1, "cohort_size": 1, "phase": p}
-                data = ClientData.alone(task, samples.x, samples.y, own, **facts)
-                output = phase.client(phase.broadcast(server), state, data)
-                received = jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), phase.receive(output.upload))
-                cohort = _cohort(received, output, r, jax.random.fold_in(jax.random.fold_in(of_round, _SERVER), p))
-                if drawn == "poisson":
-                    nothing = jax.tree.map(jnp.zeros_like, received)
-                    cohort = cohort._replace(mean=choose(received, nothing), size=there.astype(jnp.float32))
-                if phase.stacked:
-                    cohort = cohort._replace(uploads=jax.tree.map(lambda u: u[None], received))
-                state, (server, _) = output.state, phase.server(server, cohort)
-                if seen == "server":
-                    found.append((output.upload, output.each, output.total))
-            states = choose(state, states[0]), choose(states[1], state)
-            if seen == "public":
+            who = (choose(*kept), choose(*clients)) if drawn == "fixed" else (kept[0], clients[0])
+            here = Rounds(jnp.int32(r), jnp.float32(1), jnp.int32(1), places)
+            executor = _Watched(program, algorithm, here, key, *who, there=there if drawn == "poisson" else None)
+            server = run_round(executor, server, ())[0]
+            kept = choose(executor.kept, kept[0]), choose(kept[1], executor.kept)
+            if seen == "server":
+                found += [(done.output.upload, done.output.each, done.output.total) for done in executor.finished]
+            else:
                 found.append(algorithm.params(server))
         return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(found)])
 
@@ -104,20 +120,3 @@ def _program(task: Task, rounds: int, seen: str, side_by_side: int, drawn: Drawn
         return jax.lax.map(partial(run, algorithm, params, clients, rate), keys, batch_size=side_by_side)
 
     return jax.jit(all_runs)
-
-
-def _cohort(received: Tree, output: ClientOutput, round: int, key: Array) -> Cohort:
-    """The cohort of the one client."""
-    one = jnp.float32(1)
-    return Cohort(
-        mean=received,
-        each=jax.tree.map(lambda e: e[None], output.each),
-        total=output.total,
-        clients=jnp.zeros(1, jnp.int32),
-        weights=jnp.ones(1),
-        size=one,
-        num_clients=1,
-        round=jnp.int32(round),
-        key=key,
-        expected=one,
-    )

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
@@ -15,43 +14,21 @@ from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import Place
 from fedrax.contract.mistakes import explained, noted, refuse
 from fedrax.errors import FedraxError
-from fedrax.simulation.round import (
-    Executor,
-    Gathered,
-    Kept,
-    Program,
-    Rounds,
-    Sums,
-    add_client,
-    client_keys,
-    no_sums,
-    run_client,
-    run_round,
-    turn_of,
-)
+from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, Sums, run_round
 from fedrax.tree import Tree
 
 
-class Counting(Executor):
+class Counting(Alone):
     """A round of one client, for the shapes of what travels.
 
     What breaks the contract's rules goes into ``broken``, and the round goes on with something in its place, so that
     one that breaks several hears of all of them.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        algorithm: Algorithm,
-        here: Rounds,
-        key: Array,
-        kept: Kept,
-        samples: Tree,
-        broken: list[FedraxError],
-    ):
-        super().__init__(program, algorithm, here, key)
-        self.kept, self.samples, self.broken = kept, samples, broken
-        self.initial = None if broken else kept  # of a broken init_client it is not known
+    def __init__(self, *inputs: Any, broken: list[FedraxError]):
+        super().__init__(*inputs)
+        self.broken = broken
+        self.initial = None if broken else self.kept  # of a broken init_client it is not known
         self.received: list[Tree] = []
         self.sent: list[Tree] = []
 
@@ -76,20 +53,15 @@ class Counting(Executor):
         return Gathered(none, ((), ()), self.here.places.client, self.here.places.weight)
 
     def _client(self, p: int, message: Tree, statistics: Tree) -> Gathered:
-        places = self.here.places
-        turn = turn_of(self.here, client_keys(self.round_key, places.client), 0)
-        inputs = (message, self.kept, statistics, self.samples, turn)
-        done = run_client(self.program, p, self.algorithm, *inputs)
+        gathered = super().clients(p, message, statistics)
+        output = self.finished[-1].output
         self.received.append(message)
-        self.sent.append((done.output.upload, done.output.each, done.output.total))
+        self.sent.append((output.upload, output.each, output.total))
         # running statistics go down with the first message and up with the last upload
         if p == 0 and not self.algorithm.statistics_at_home:
             self.received.append(statistics)
             self.sent.append(statistics)
-        sums = no_sums(self.program, self.algorithm, p, self.initial or done.kept, done)
-        sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
-        self.kept = done.kept
-        return Gathered(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
+        return gathered
 
 
 class TracedRound(NamedTuple):
@@ -121,7 +93,7 @@ def trace_round(
 
     def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
-        executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples, broken)
+        executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
         server = checked_init(algorithm, params, algorithm.init(params, program.num_clients))
         after = run_round(executor, server, statistics)[0]
         with noted(algorithm, broken):

@@ -15,21 +15,10 @@ from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.errors import FedraxError
 from fedrax.simulation.cohorts import share_of, whole_round
 from fedrax.simulation.engine import NOTED, Carry, Engine, stacked
-from fedrax.simulation.recording import Noted, no_notes, noted, on_host, sent_by, statistics_down
+from fedrax.simulation.phase import PhaseRunner, Progress
+from fedrax.simulation.recording import Noted, on_host, statistics_down
 from fedrax.simulation.result import Result
-from fedrax.simulation.round import (
-    Executor,
-    Gathered,
-    Kept,
-    Program,
-    Rounds,
-    add_client,
-    client_keys,
-    no_sums,
-    run_client,
-    run_round,
-    turn_of,
-)
+from fedrax.simulation.round import Executor, Finished, Gathered, Program, Rounds, client_keys, run_round
 from fedrax.tree import Tree
 
 
@@ -70,7 +59,7 @@ class DebugEngine(Engine):
         record = {**record, "sound": True, "bad": self.program.num_clients}
         if executor.noted:
             record[NOTED] = on_host(executor.noted, 1)
-        return Carry(server, statistics, executor.stored()), record
+        return Carry(server, statistics, executor.store), record
 
 
 class StepByStep(Executor):
@@ -79,59 +68,26 @@ class StepByStep(Executor):
     def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, store: Tree, samples: Tree):
         here = jax.tree.map(jnp.asarray, here)
         super().__init__(program, algorithm, here, key)
-        self.store, self.samples = jax.tree.map(np.array, store), samples
+        self.store, self.samples = jax.tree.map(jnp.asarray, store), samples
+        self.kept: Tree = ()
         self.where = f"{type(algorithm).__name__}, round {int(here.round) + 1}"  # as events count them
         self.keys = client_keys(self.round_key, here.places.client)
-        count = int(here.count)
-        self.numbers, self.slots = here.places.client[:count], [int(slot) for slot in here.places.slot[:count]]
-        self.kept: list[Kept] = [jax.tree.map(lambda a, s=slot: jnp.asarray(a[s]), self.store) for slot in self.slots]
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """One client after another."""
-        if not self.slots:
-            return self._nobody(p, message, statistics)
-        sums, single, initial = None, [], self.kept[0]
-        notes: Any = ()
-        last, recorded = p == len(self.algorithm.phases) - 1, self.here.recorded
-        for k, client in enumerate(self.numbers):
-            done = run_client(
-                self.program,
-                p,
-                self.algorithm,
-                message,
-                self.kept[k],
-                statistics,
-                self.samples,
-                turn_of(self.here, self.keys, k),
-            )
-            sent, who = done.output, f"{self.where}, client {int(client)}"
-            named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}
-            require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.kept.statistics)}, who)
-            if sums is None:
-                sums = no_sums(self.program, self.algorithm, p, initial if p == 0 else self._row(k), done)
-                notes = no_notes(recorded, sent_by(done, last))
-            weight = self.here.places.weight[k]
-            sums = add_client(self.program, sums, done, weight, jnp.bool_(True), client)
-            notes = noted(notes, recorded, client, sent_by(done, last))
-            self.kept[k] = done.kept
-            single.append(done.single)
-        assert sums is not None
-        if recorded is not None:
-            self.noted.append(Noted(message, statistics_down(self.algorithm, p, statistics), notes))
-        each = jax.tree.map(lambda *e: jnp.stack(e), *single)
-        return Gathered(sums, each, self.numbers, self.here.places.weight[: len(single)])
-
-    def _nobody(self, p: int, message: Tree, statistics: Tree) -> Gathered:
-        """Of a cohort without clients: zeros, in the shapes that one would bring."""
-        kept = jax.tree.map(lambda a: jnp.asarray(a[0]), self.store)
-        turn = turn_of(self.here, self.keys, 0)
+        inputs = (message, statistics, self.samples, self.here, self.keys)
+        runner, count = CheckedRunner(self.where, self.program, self.algorithm, p, *inputs), int(self.here.count)
         with jax.disable_jit(False):
-            done = jax.eval_shape(
-                lambda: run_client(self.program, p, self.algorithm, message, kept, statistics, self.samples, turn)
-            )
-        none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), done.single)
-        sums = no_sums(self.program, self.algorithm, p, kept, done)
-        return Gathered(sums, none, self.numbers, self.here.places.weight[:0])
+            progress = runner.start(self.kept, self.store)
+        for k in range(count):
+            progress = runner.step(jnp.int32(k), self.kept, progress)
+        self.kept, self.store = progress.kept, progress.store
+        if self.here.recorded is not None:
+            down = statistics_down(self.algorithm, p, statistics)
+            self.noted.append(Noted(message, down, progress.notes))
+        places = self.here.places
+        single, clients, weights = jax.tree.map(lambda a: a[:count], (progress.single, places.client, places.weight))
+        return Gathered(progress.sums, single, clients, weights)
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""
@@ -139,14 +95,21 @@ class StepByStep(Executor):
         require_finite({"server": server}, self.where)
         return server, info
 
-    def _row(self, k: int) -> Kept:
-        return jax.tree.map(lambda a: jnp.asarray(a[self.slots[k]]), self.store)
 
-    def stored(self) -> Tree:
-        """The store after the round."""
-        for slot, kept in zip(self.slots, self.kept, strict=True):
-            jax.tree.map(lambda table, value, s=slot: table.__setitem__(s, value), self.store, kept)
-        return self.store
+class CheckedRunner(PhaseRunner):
+    """A phase that names the first number of a client that is not finite."""
+
+    def __init__(self, where: str, *inputs: Any):
+        super().__init__(*inputs)
+        self.where = where
+        self.get_state, self.put_state = tree.row, tree.set_row  # each use of a table in the store would copy all of it
+
+    def after(self, progress: Progress, at: Array, done: Finished, *how: Any) -> Progress:
+        """As of every phase, of what is finite."""
+        sent, who = done.output, f"{self.where}, client {int(self.here.places.client[at])}"
+        named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}
+        require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.kept.statistics)}, who)
+        return super().after(progress, at, done, *how)
 
 
 def require_finite(values: Tree, where: str) -> None:

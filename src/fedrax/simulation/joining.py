@@ -19,8 +19,7 @@ from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.scopes import AGGREGATE, STATES, scope
 from fedrax.simulation.phase import PhaseRunner, Progress
-from fedrax.simulation.recording import noted, sent_by
-from fedrax.simulation.round import add_client, run_client, turn_of
+from fedrax.simulation.round import run_client, turn_of
 from fedrax.tree import Tree
 
 _WAITING = 0.05
@@ -72,27 +71,20 @@ class JoiningRunner(PhaseRunner):
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
         """Client i of this device, or beyond its own the next that all of them share; one of them keeps the result."""
-        sums, single, kept, store, notes = progress
         joined = i >= self.alone
         k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
         owner = k // self.room
         mine = owner == self.me
         at = jnp.where(mine, k % self.room, 0)  # of a client of another device, what is in place 0 is put back there
-        slot, client = self.here.places.slot[at], self.here.places.client[at]
         where_mine = lambda new, old: jax.tree.map(lambda a, b: jnp.where(mine, a.astype(b.dtype), b), new, old)  # noqa: E731
         put = lambda table, row, value: tree.set_row(table, row, where_mine(value, tree.row(table, row)))  # noqa: E731
         with scope(STATES):
-            begins = tree.row(store, slot) if self.first else tree.row(before, at)
-            begins = lax.cond(joined, lambda t: _of_device(owner, t), lambda t: t, begins)
-        done = self.one(begins, k)
-        with scope(STATES):
-            single = put(single, at, done.single)
-            store, kept = (put(store, slot, done.kept), kept) if self.last else (store, put(kept, at, done.kept))
+            source, row = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
+            begins = lax.cond(joined, lambda t: _of_device(owner, t), lambda t: t, tree.row(source, row))
+        after = self.after(progress, at, self.one(begins, k), jnp.bool_(True), put, put)
         with scope(AGGREGATE):
-            weight = self.here.places.weight[at]
-            sums = where_mine(add_client(self.program, sums, done, weight, jnp.bool_(True), client), sums)
-        notes = noted(notes, self.here.recorded, jnp.where(mine, client, -1), sent_by(done, self.last))
-        return Progress(sums, single, kept, store, notes)
+            sums, notes = where_mine((after.sums, after.notes), (progress.sums, progress.notes))
+        return after._replace(sums=sums, notes=notes)
 
     def run(self, kept: Tree, store: Tree) -> Progress:
         """This device's own clients, then those of all."""

@@ -70,30 +70,38 @@ class PhaseRunner:
         What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
         goes to the store in the last phase and to ``Progress.kept`` before.
         """
-        chunk, (sums, single, kept, store, notes) = self.program.chunk, progress
+        chunk = self.program.chunk
         place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
         real = place < self.here.count
         at = jnp.minimum(place, self.here.count - 1) if chunk else place
-        slots = self.here.places.slot[at]
-        source, rows = (store, slots) if self.first else (before, at)
+        source, rows = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
         if chunk:
             done: Finished = jax.vmap(self.one)(_get_rows(source, rows), at)
-            put = put_state = _put_rows
-        else:
-            with scope(STATES):
-                begins = self.get_state(source, rows)
-            done = self.one(begins, at)
-            put, put_state = scope(STATES)(tree.set_row), scope(STATES)(self.put_state)
-        single = put(single, at, done.single)
-        if self.last:
-            store = put_state(store, slots, done.kept)
-        else:
-            kept = put(kept, at, done.kept)
+            return self.after(progress, at, done, real, _put_rows, _put_rows)
+        with scope(STATES):
+            begins = self.get_state(source, rows)
+        return self.after(progress, at, self.one(begins, at), real, tree.set_row, self.put_state)
+
+    def after(
+        self, progress: Progress, at: Array, done: Finished, real: Any, put: Callable, put_state: Callable
+    ) -> Progress:
+        """What the client in place ``at`` leaves at the end of its turn, or several side by side: rows, sums and notes.
+
+        real: as of :func:`add_client`. put, put_state: (table, rows, values) -> the table with them in these rows.
+        """
+        sums, single, kept, store, notes = progress
+        client, slot = self.here.places.client[at], self.here.places.slot[at]
+        with scope(STATES):
+            single = put(single, at, done.single)
+            if self.last:
+                store = put_state(store, slot, done.kept)
+            else:
+                kept = put(kept, at, done.kept)
         with scope(AGGREGATE):
             weight = self.here.places.weight[at]
-            weight = jnp.where(real, weight, 0) if chunk else weight
-            sums = add_client(self.program, sums, done, weight, real, self.here.places.client[at])
-        notes = noted(notes, self.here.recorded, self.here.places.client[at], sent_by(done, self.last))
+            weight = jnp.where(real, weight, 0) if self.program.chunk else weight
+            sums = add_client(self.program, sums, done, weight, real, client)
+        notes = noted(notes, self.here.recorded, client, sent_by(done, self.last))
         return Progress(sums, single, kept, store, notes)
 
     def run(self, kept: Tree, store: Tree) -> Progress:
@@ -108,6 +116,5 @@ def _get_rows(table: Tree, rows: Array) -> Tree:
     return jax.tree.map(lambda a: a.at[rows].get(mode="clip"), table)
 
 
-@scope(STATES)
 def _put_rows(table: Tree, rows: Array, values: Tree) -> Tree:
     return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype)), table, values)

@@ -220,9 +220,7 @@ def turn_of(here: Rounds, keys: Keys, k: Any) -> Turn:
     return Turn(place, jnp.asarray(here.round), jnp.asarray(here.cohort_size), keys.own[k], keys.shared)
 
 
-def client_data(
-    program: Program, samples: Tree, turn: Turn, carried: Carried | None = None, phase: int = 0
-) -> ClientData:
+def client_data(program: Program, samples: Tree, turn: Turn, phase: int = 0) -> ClientData:
     """The client whose turn it is as algorithms see it."""
     return ClientData(
         program.task,
@@ -235,7 +233,6 @@ def client_data(
         num_clients=program.num_clients,
         cohort_size=turn.cohort_size,
         phase=phase,
-        carried=carried,
         unroll=program.unroll,
         precision=program.precision,
     )
@@ -253,16 +250,43 @@ def run_client(
     turn: Turn,
 ) -> Finished:
     """Phase ``p`` of the client whose turn it is, and its upload's reception by the server."""
+    return take_part(p, algorithm, message, kept, statistics, client_data(program, samples, turn, p))
+
+
+def take_part(p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistics: Tree, data: ClientData) -> Finished:
+    """As :func:`run_client`, of a client whose data are at hand."""
     at_home = algorithm.statistics_at_home
     carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
-    data = client_data(program, samples, turn, carried, p)
     phase = algorithm.phases[p]
-    output = checked_output(algorithm, phase.client(message, kept.state, data))
+    output = checked_output(algorithm, phase.client(message, kept.state, data.with_carried(carried)))
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
     after = Kept(output.state, carried.optimizer, moved if at_home else ())
     single = (output.each, received if phase.stacked else ())
     return Finished(output._replace(state=()), received, single, after, () if at_home else moved)
+
+
+class Alone(Executor):
+    """A round of one client, for the shapes of what travels and for who watches it."""
+
+    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: Kept, samples: Tree):
+        super().__init__(program, algorithm, here, key)
+        self.kept, self.samples = kept, samples
+        self.initial: Kept | None = kept
+        """None where it is not known, and the client's own is taken."""
+        self.finished: list[Finished] = []
+        """The client at the end of each phase so far."""
+
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """The one client."""
+        places = self.here.places
+        turn = turn_of(self.here, client_keys(self.round_key, places.client), 0)
+        done = run_client(self.program, p, self.algorithm, message, self.kept, statistics, self.samples, turn)
+        sums = no_sums(self.program, self.algorithm, p, self.initial or done.kept, done)
+        sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
+        self.kept = done.kept
+        self.finished.append(done)
+        return Gathered(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------
