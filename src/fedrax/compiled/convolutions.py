@@ -26,7 +26,17 @@ from jax import Array, lax
 from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, kernel_gradient
 from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
 from fedrax.compiled.rewriting import rewritten
-from fedrax.compiled.windows import MOST_TAPS, Window, canonical, out_space, seen_whole, tap, taps, without_needless
+from fedrax.compiled.windows import (
+    MOST_TAPS,
+    Window,
+    canonical,
+    in_planes,
+    out_space,
+    seen_whole,
+    tap,
+    taps,
+    without_needless,
+)
 
 _MOST_GROUPS = 64
 """Groups of channels up to which each gets a product of its own."""
@@ -126,8 +136,12 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
         y = lax.dot_general(x, kernel, (over, ((), ())), precision)
         return y.reshape(len(x), *out, -1)
-    if x.dtype != jnp.float32 or len(entries) > 3:
+    if x.dtype != jnp.float32:
         return _by_columns(x, kernel, window, out, precision)
+    if len(entries) > 2:  # Eigen's convolutions of volumes are slow: their depth goes to samples and channels
+        x, rest = in_planes(x, window, entries[0], window.dilation[0], out[0], window.strides[0])
+        kernel = jnp.moveaxis(kernel, 0, -3).reshape(*entries[1:], -1, kernel.shape[-1])
+        return _dense(x, kernel, rest, precision).reshape(-1, *out, kernel.shape[-1])
     if window.gaps != unit and window.strides == window.dilation == unit:
         return _between_pixels(x, kernel, window, out, precision)
     count = _neighbours(kernel, window, out)

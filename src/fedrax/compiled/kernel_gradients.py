@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedrax.compiled.windows import Space, Window, canonical, padded, seen_whole, tap, without_needless
+from fedrax.compiled.windows import Space, Window, canonical, in_planes, padded, seen_whole, tap, without_needless
 
 _MOST_SAMPLES = 128
 """Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
@@ -44,8 +44,14 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
     window: how the upstream goes over the images, so that its strides are the dilation of the convolution that is
     differentiated, and the other way round.
     """
-    if images.dtype != jnp.float32 or len(places) > 3 or math.prod(places) == 1:
+    if images.dtype != jnp.float32 or math.prod(places) == 1:
         return _place_by_place(images, upstream, window, places, precision)
+    if len(places) > 2:
+        given = (places[0], window.strides[0], upstream.shape[1], window.dilation[0])
+        planes, rest = in_planes(images, window, *given)
+        y = kernel_gradient(planes, upstream.reshape(-1, *upstream.shape[2:]), rest, places[1:], precision)
+        y = y.reshape(*places[1:], places[0], -1, upstream.shape[-1])
+        return jnp.moveaxis(y, -3, 0)
     unit = (1,) * len(places)
     if window.gaps != unit or (window.dilation == unit and images.shape[-1] > upstream.shape[-1]):
         # the same sums as images that go over the upstream, from the kernel's end on

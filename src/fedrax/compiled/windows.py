@@ -65,6 +65,20 @@ def without_needless(x: Array, window: Window) -> tuple[Array, Window]:
     return padded(x, window.pads, window.gaps, 0), window.without_padding()
 
 
+def in_planes(x: Array, window: Window, entries: int, apart: int, number: int, step: int) -> tuple[Array, Window]:
+    """Images [N, depth, space, C] as [N number, space, entries C], and how a window goes over these.
+
+    Of the depth, each of ``number`` samples sees so many ``entries``, which lie ``apart``, and the next sample the same
+    a ``step`` further.
+    """
+    none, rest = ((0, 0),) * (len(window.pads) - 1), Window(*(axes[1:] for axes in window))
+    x = padded(x, (window.pads[0], *none), (window.gaps[0], *(1 for _ in none)), 0)
+    ends = [at * apart + (number - 1) * step + 1 for at in range(entries)]
+    seen = [lax.slice_in_dim(x, at * apart, end, step, axis=1) for at, end in enumerate(ends)]
+    planes = jnp.stack(seen, -2)
+    return planes.reshape(len(x) * number, *x.shape[2:-1], -1), rest
+
+
 def tap(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """``size`` pixels of x [N, space, C] from ``start`` on, ``strides`` apart."""
     stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, size, strides, strict=True)]
