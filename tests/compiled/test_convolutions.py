@@ -19,7 +19,7 @@ from jax import Array, lax
 import fedrax
 from fedrax.algorithms.moon import MOON
 from fedrax.compiled import kernel_gradients
-from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
 from fedrax.simulation.setup import prepare
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 from fedrax.profiling.program import Description, ProgramText
 

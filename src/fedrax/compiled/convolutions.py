@@ -3,10 +3,8 @@
 XLA:CPU hands a convolution to its matrix-product library only where images lie as [batch, space, channels] and
 kernels as [space, channels in, channels out]. It brings convolutions of other forms, such as the gradients of
 every convolution, into this one at the top level of a program, but not inside a loop or branch, where they run
-element by element, ten to thirty times slower; and so do convolutions in groups and the gradient of max pooling
-everywhere. :func:`fast_on_cpu` rewrites a traced function so that every loop has the good forms. Which one is
-decided by the shapes alone. It is meant to go round a gradient: what differentiation makes of a convolution is
-again convolutions.
+element by element, ten to thirty times slower; and so do convolutions in groups everywhere. :func:`convolution` says
+which form is good, from the shapes alone.
 
 Shapes are written with N for the batch, C and D for channels in and out, G for groups of channels, "space" for
 height, width and the like, and k for these axes of a kernel.
@@ -15,17 +13,15 @@ height, width and the like, and k for these axes of a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend import core
 
 from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, kernel_gradient
-from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
-from fedrax.compiled.rewriting import rewritten
 from fedrax.compiled.windows import (
     MOST_TAPS,
     Window,
@@ -44,20 +40,9 @@ _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
 
-def fast_on_cpu(function: Callable) -> Callable:
-    """``function`` with its float32 and float64 convolutions and pooling gradients rewritten, on a CPU.
-
-    Values differ by rounding only. To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
-    """
-    return rewritten(function, _RULES) if jax.default_backend() == "cpu" else function
-
-
-# --- Convolutions -------------------------------------------------------------------------------------
-
-
-def convolution(inputs: list[Array], params: dict) -> Array | None:
+def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone."""
-    x, kernel = inputs
+    (x, kernel), params = inputs, equation.params
     numbers, out_type = params["dimension_numbers"], params["preferred_element_type"]
     if x.dtype not in (jnp.float32, jnp.float64) or x.dtype != kernel.dtype or out_type not in (None, x.dtype):
         return None
@@ -237,10 +222,3 @@ def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) ->
     for index, seen in taps(x, kernel.shape[:-2], window, out):
         total = total + (seen[..., None] * kernel[index] if several else seen * kernel[index][:, 0])
     return total.reshape(len(x), *out, groups * kernel.shape[-1])
-
-
-_RULES = {
-    "conv_general_dilated": convolution,
-    "select_and_scatter_add": max_pool_gradient,
-    "reduce_sum": sum_in_steps,
-}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.rewriting import evaluated, laid_out
 from fedrax.tree import Tree
 

@@ -7,14 +7,15 @@ from itertools import product
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend import core
 
 _MOST_TAPS = 128
 """Entries of a window up to which it is worth laying them out one after another."""
 
 
-def max_pool_gradient(inputs: list[Array], params: dict) -> Array | None:
+def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
-    source, operand = inputs
+    (source, operand), params = inputs, equation.params
     sizes, strides, pads = params["window_dimensions"], params["window_strides"], params["padding"]
     known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
     if not known or math.prod(sizes) > _MOST_TAPS or operand.size == 0 or source.size == 0:
@@ -67,12 +68,12 @@ def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...
     return sums.reshape([n * s for n, s in zip(full, strides, strict=True)])
 
 
-def sum_in_steps(inputs: list[Array], params: dict) -> Array | None:
+def sum_in_steps(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
 
     XLA:CPU adds vectors where the last axis stays, and single numbers where it goes.
     """
-    (x,), axes = inputs, params["axes"]
+    (x,), axes = inputs, equation.params["axes"]
     if x.dtype not in (jnp.float32, jnp.float64):
         return None
     last = {axis for axis in axes if all(other in axes for other in range(axis, x.ndim))}

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend import core
 from jax.extend.core import primitives
 
 from fedrax.compiled.rewriting import rewritten
@@ -35,7 +36,8 @@ def with_operands(function: Callable, format: Format) -> Callable:
     return rewritten(function, {primitive.name: partial(_product, primitive, format) for primitive in _PRODUCTS})
 
 
-def _product(primitive: Any, format: Format, inputs: list[Array], params: dict) -> Array | None:
+def _product(primitive: Any, format: Format, inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+    params = equation.params
     if any(x.dtype != jnp.float32 for x in inputs):
         return None
     if jax.default_backend() == "cpu":

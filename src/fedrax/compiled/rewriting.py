@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
-Rule = Callable[[list, dict], Any]
-"""(inputs, parameters of the equation) -> its output, or None to leave the equation as it is."""
+Rule = Callable[[list, core.JaxprEqn], Any]
+"""(inputs, equation) -> its output, a list if it has several, or None to leave the equation as it is."""
 Rules = Mapping[str, Rule]
 """By the primitive's name."""
 
@@ -33,7 +33,7 @@ def rewritten(function: Callable, rules: Rules) -> Callable:
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         leaves = jax.tree.leaves(args)
-        out = _replay(closed, leaves, rules) if _concerns(closed, rules) else core.jaxpr_as_fun(closed)(*leaves)
+        out = replayed(closed, leaves, rules) if _concerns(closed, rules) else core.jaxpr_as_fun(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
@@ -42,16 +42,16 @@ def rewritten(function: Callable, rules: Rules) -> Callable:
 def laid_out(function: Callable, *args: Any) -> tuple[core.ClosedJaxpr, Any]:
     """(the jaxpr of ``function``, with the functions that it calls in their place; the structure of its output)."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    flat = jax.make_jaxpr(lambda *leaves: _replay(closed, leaves, {}))(*jax.tree.leaves(args))
+    flat = jax.make_jaxpr(lambda *leaves: replayed(closed, leaves, {}))(*jax.tree.leaves(args))
     return flat, jax.tree.structure(shape)
 
 
 def evaluated(closed: core.ClosedJaxpr, args: Any, wanted: Sequence) -> list:
     """The values of any variables of ``closed`` for these arguments."""
-    return _replay(closed, args, {}, wanted)
+    return replayed(closed, args, {}, wanted)
 
 
-def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules, wanted: Sequence | None = None) -> list:
+def replayed(closed: core.ClosedJaxpr, args: Any, rules: Rules, wanted: Sequence | None = None) -> list:
     """The outputs of ``closed``, or other variables of it, evaluated equation by equation."""
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
@@ -59,7 +59,7 @@ def _replay(closed: core.ClosedJaxpr, args: Any, rules: Rules, wanted: Sequence 
     for equation in jaxpr.eqns:
         # the scopes of the function, layers' names among them, for whoever reads the compiled program
         names = source_info_util.current_name_stack() + equation.source_info.name_stack
-        if equation.primitive.name in rules:
+        if equation.primitive.name in rules and not equation.primitive.multiple_results:
             names = names.extend(equation.primitive.name)
         with source_info_util.set_name_stack(names):
             outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
@@ -71,14 +71,17 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     """The outputs of one equation."""
     primitive, params = equation.primitive, equation.params
     if primitive.name in rules:
-        out = rules[primitive.name](inputs, params)
+        out = rules[primitive.name](inputs, equation)
         if out is not None:
-            wanted: Any = equation.outvars[0].aval
-            # of another shape it would be broadcast somewhere, and wrong in silence
-            assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype), f"{primitive.name}: {out.shape} for {wanted}"
-            return [out]
+            outputs = out if primitive.multiple_results else [out]
+            for given, variable in zip(outputs, equation.outvars, strict=True):
+                wanted: Any = variable.aval
+                # of another shape it would be broadcast somewhere, and wrong in silence
+                same = (given.shape, given.dtype) == (wanted.shape, wanted.dtype)
+                assert same, f"{primitive.name}: {given.shape} for {wanted}"
+            return outputs
     if primitive.name in _CALLS:
-        return _replay(params["jaxpr"], inputs, rules)
+        return replayed(params["jaxpr"], inputs, rules)
     if primitive.name not in _CLOSED_TO_US:
         params = {name: _inside(value, rules) for name, value in params.items()}
     out = primitive.bind(*inputs, **primitive.get_bind_params(params))
@@ -96,7 +99,7 @@ def _inside(value: Any, rules: Rules) -> Any:
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
             for v in value.jaxpr.invars
         ]
-        return jax.make_jaxpr(lambda *args: _replay(value, args, rules))(*inputs)
+        return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs)
     if isinstance(value, core.Jaxpr) and not value.constvars:  # of jax.checkpoint
         return _inside(core.ClosedJaxpr(value, ()), rules).jaxpr
     return value

@@ -71,7 +71,8 @@ def in_planes(x: Array, window: Window, entries: int, apart: int, number: int, s
     Of the depth, each of ``number`` samples sees so many ``entries``, which lie ``apart``, and the next sample the same
     a ``step`` further.
     """
-    none, rest = ((0, 0),) * (len(window.pads) - 1), Window(*(axes[1:] for axes in window))
+    none = ((0, 0),) * (len(window.pads) - 1)
+    rest = Window(window.strides[1:], window.pads[1:], window.gaps[1:], window.dilation[1:])
     x = padded(x, (window.pads[0], *none), (window.gaps[0], *(1 for _ in none)), 0)
     ends = [at * apart + (number - 1) * step + 1 for at in range(entries)]
     seen = [lax.slice_in_dim(x, at * apart, end, step, axis=1) for at, end in enumerate(ends)]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.tracing import traced_once
 from fedrax.tree import Tree

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax.compiled.convolutions import fast_on_cpu
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.pieces import AXIS
 from fedrax.contract.task import OfOutputs
 from fedrax.simulation.storage import release

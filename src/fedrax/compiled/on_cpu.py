@@ -1,0 +1,35 @@
+"""Functions in the forms that XLA's CPU backend runs fast inside compiled loops.
+
+What users write is fast on accelerators, and as a program of its own. In a loop, where all of a simulation runs,
+XLA:CPU computes convolutions and the gradient of max pooling element by element, and takes each recurrent step's part
+of a gradient by itself. :func:`fast_on_cpu` rewrites a traced function; what is chosen is decided by operations and
+shapes. It is meant to go round a gradient: what differentiation makes of a convolution is again convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from fedrax.compiled.convolutions import convolution
+from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
+from fedrax.compiled.rewriting import Rule, rewritten
+from fedrax.compiled.scans import sums_after
+
+
+def fast_on_cpu(function: Callable) -> Callable:
+    """``function`` with float32 and float64 operations in other forms, on a CPU.
+
+    Values differ by rounding only. To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
+    """
+    return rewritten(function, _RULES) if jax.default_backend() == "cpu" else function
+
+
+_RULES: dict[str, Rule] = {
+    "conv_general_dilated": convolution,
+    "select_and_scatter_add": max_pool_gradient,
+    "reduce_sum": sum_in_steps,
+}
+_RULES["scan"] = partial(sums_after, _RULES)
