@@ -20,6 +20,8 @@ from fedrax.compiled.samples import parts_of_scan
 
 _MOST = 1 << 28
 """Bytes of factors that are kept."""
+_WORTH = 8
+"""How many times as large as its factors a product is at least; with less, adding it up in the cache is as fast."""
 _PASSED_ON = ("transpose", "reshape", "squeeze", "slice", "split")
 """Of a sum they are the sum of each."""
 
@@ -100,7 +102,7 @@ def _added(body: Any, fixed: int, carried: int) -> dict[int, Added]:
 
 
 def _worth_it(added: dict[int, Added], body: Any, first_cut: int, length: int) -> dict[int, Added]:
-    """Products that give more than they are made of, and sums of what is kept all the same."""
+    """Products that are much larger than what must be kept for them, and sums of what is kept all the same."""
     kept = set(body.invars[first_cut:])
     known = lambda v: not isinstance(v, core.Literal) and v not in body.invars[:first_cut] and v not in body.constvars  # noqa: E731
     size = lambda vs: sum(v.aval.size * v.aval.dtype.itemsize for v in vs)  # noqa: E731
@@ -110,7 +112,9 @@ def _worth_it(added: dict[int, Added], body: Any, first_cut: int, length: int) -
             if each.root.primitive.name != name or not all(map(known, each.root.invars)):
                 continue
             more = set(each.root.invars) - kept
-            needless = name == "reduce_sum" or size(more) > 2 * size(each.root.outvars) or length * size(more) > room
+            needless = (
+                name == "reduce_sum" or _WORTH * size(more) > size(each.root.outvars) or length * size(more) > room
+            )
             if more and needless:
                 continue
             room -= length * size(more)
