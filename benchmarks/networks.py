@@ -1,0 +1,139 @@
+"""``python -m benchmarks.networks``: networks as Flax's users write them, beside the same in a plain PyTorch loop.
+
+Nineteen networks that fedrax has no layers of its own for. Shapes, batches and work are equal; starting weights are
+each library's own, for only time is compared (equal weights and losses: `benchmarks.peers`). Appends the runs to
+``results/networks.jsonl`` and writes ``networks.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+from benchmarks.environments import ensure_environment
+from benchmarks.machine import cores
+from benchmarks.network_cases import CASES, CLIENTS, LEARNING_RATE
+from benchmarks.pages import markdown_table, number, write_page
+from benchmarks.points import REPOSITORY, measure_point, point_parser
+from benchmarks.quiet import run_quietly
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.timing import RESULT_PREFIX
+
+RAW = RESULTS / "networks.jsonl"
+ROUNDS, OURS = 9, "fedrax"
+
+
+def main() -> None:
+    parser = point_parser(__doc__)
+    parser.add_argument("--networks", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of everything, in turn (default 1)")
+    parser.add_argument("--report", action="store_true", help="only write the last session's page again")
+    arguments = parser.parse_args()
+    if arguments.point:
+        print(RESULT_PREFIX + json.dumps(measure_here(**json.loads(arguments.point))))
+        return
+    session = Session.latest(RAW) if arguments.report else measure(arguments)
+    print(write_page(arguments.out / "networks.md", sections(session)).read_text())
+
+
+def measure(arguments: argparse.Namespace) -> Session:
+    """Runs of everything."""
+    python = ensure_environment("torch", arguments.cache / "environments") / "python"
+    session = Session.start(RAW)
+    for repeat in range(1, arguments.repeats + 1):
+        for name in arguments.networks:
+            runs = {OURS: measure_point("benchmarks.networks", {"name": name}, arguments.max_wait)}
+            for threads in sorted({1, min(cores(), 8)}):
+                command = [str(python), "-m", "benchmarks.runners.run_torch_network", name, str(threads)]
+                variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+                runs[f"{threads} threads"] = run_quietly(command, variables, arguments.max_wait, timeout=900)
+            for setting, run in runs.items():
+                session.add({"network": name, "setting": setting, "repeat": repeat} | run)
+            print(name, {setting: run.get("round", run.get("failed")) for setting, run in runs.items()}, flush=True)
+    return session
+
+
+def measure_here(name: str) -> dict[str, Any]:
+    """A round of ours in seconds, the first since the process started, and how many parameters there are."""
+    started = time.monotonic()
+    import jax
+    import numpy as np
+
+    from benchmarks.runners.linen_networks import network
+    from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
+    from fedrax.models import from_linen
+
+    case = CASES[name]
+    x, y = case.arrays()
+    everyone = [np.concatenate([a] * CLIENTS) for a in (x, y)]
+    federation = Federation.from_arrays(
+        *everyone, offsets=np.arange(CLIENTS + 1) * len(x), test=(x[:8], y[:8]), num_classes=case.classes, shuffle=False
+    )
+    ends: list[float] = []
+    result = simulate(
+        FedAvg(local=LocalSGD(lr=LEARNING_RATE, epochs=1, batch_size=case.batch, order="stored")),
+        classification(from_linen(network(name), x[:1])),
+        federation,
+        rounds=ROUNDS,
+        cohort_size=CLIENTS,
+        eval_every=ROUNDS,
+        progress=False,
+        callbacks=[lambda event: ends.append(time.monotonic())],
+    )
+    seconds = [event["seconds"] for event in result.events][:-1]  # the last one is evaluated
+    steps = [after - before for before, after in itertools.pairwise(seconds)]
+    return {
+        "round": statistics.median(steps),
+        "first": ends[0] - started,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(result.params)),
+        "plan": result.plan,
+    }
+
+
+def sections(session: Session) -> list[str]:
+    """The page's."""
+    lines, ratios = [], []
+    for name, case in CASES.items():
+        runs = [run for run in session.runs if run["network"] == name and "failed" not in run]
+        ours = [run for run in runs if run["setting"] == OURS]
+        loops = [run for run in runs if run["setting"] != OURS]
+        if not ours or not loops:
+            continue
+        time, best = statistics.median(run["round"] for run in ours), min(loops, key=lambda run: run["round"])
+        ratios.append(best["round"] / time)
+        sizes = dict.fromkeys(f"{run['parameters']:,}" for run in (ours[0], best))
+        times = (number(1e3 * time), number(1e3 * best["round"]), f"{ratios[-1]:.2f}")
+        first = statistics.median(run["first"] for run in ours)
+        memory = f"{ours[0]['peak_pss_mb']:.0f} / {best['peak_pss_mb']:.0f}"
+        lines.append((name, case.what, " / ".join(sizes), *times, number(first), memory))
+    failed = [f"- **{run['network']}, {run['setting']} failed**" for run in session.runs if "failed" in run]
+    text = (
+        f"Written by `python -m benchmarks.networks` on {session.header['date']} from session "
+        f"`{session.header['id']}` of `networks.jsonl`. FedAvg with {CLIENTS} clients in a round, each with two or "
+        "four steps; networks of Flax Linen under fedrax, and the same in a loop of PyTorch, one client after another, "
+        "on one thread and on all cores, whichever is faster. Milliseconds a round: the median of a run; of several "
+        "runs the median of ours and the least of theirs. The first round has nothing compiled before, and starts with "
+        f"the imports. fedrax is as fast or faster on {sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}; the "
+        f"median ratio is {statistics.median(ratios):.2f}. Ratio: PyTorch's time over ours. Peak memory: ours / PyTorch's.\n\n"
+        f"{session.machine_text()} No accelerator is used."
+    )
+    head = (
+        "network",
+        "what it has",
+        "parameters",
+        "fedrax, ms",
+        "PyTorch, ms",
+        "PyTorch / fedrax",
+        "first round, s",
+        "peak MB",
+    )
+    return ["# Networks of one's own", text, markdown_table(head, lines), *failed]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Networks in Flax Linen as their users write them, for `benchmarks.networks`; `torch_networks` has the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+Three, Two = (3, 3), (2, 2)
+pool = partial(nn.max_pool, window_shape=Two, strides=Two)
+
+
+def group_norm(x: Array) -> Array:
+    return nn.GroupNorm(num_groups=4)(x)
+
+
+def mnist_cnn(x: Array) -> Array:
+    for channels in (32, 64):
+        x = nn.avg_pool(nn.relu(nn.Conv(channels, Three)(x)), Two, Two)
+    return nn.Dense(10)(nn.relu(nn.Dense(256)(x.reshape(len(x), -1))))
+
+
+def wide_kernels(x: Array) -> Array:
+    for _ in range(2):
+        x = nn.max_pool(nn.relu(nn.Conv(64, (5, 5))(x)), Three, Two, "SAME")
+    x = x.reshape(len(x), -1)
+    for units in (384, 192):
+        x = nn.relu(nn.Dense(units)(x))
+    return nn.Dense(10)(x)
+
+
+def vgg(x: Array) -> Array:
+    for channels in (32, 64, 128):
+        for _ in range(2):
+            x = nn.relu(nn.Conv(channels, Three)(x))
+        x = pool(x)
+    return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(len(x), -1))))
+
+
+def densenet(x: Array) -> Array:
+    conv = partial(nn.Conv, use_bias=False)
+    x = conv(24, Three)(x)
+    for block in range(3):
+        for _ in range(4):
+            x = jnp.concatenate([x, conv(12, Three)(nn.relu(group_norm(x)))], -1)
+        if block < 2:
+            channels = x.shape[-1] // 8 * 4
+            x = nn.avg_pool(conv(channels, (1, 1))(nn.relu(group_norm(x))), Two, Two)
+    return nn.Dense(10)(nn.relu(group_norm(x)).mean((1, 2)))
+
+
+def batch_norm_resnet(x: Array) -> Array:
+    norm = partial(nn.BatchNorm, use_running_average=False)
+    x = nn.relu(norm()(nn.Conv(16, Three, use_bias=False)(x)))
+    for stage, channels in enumerate((16, 32, 64)):
+        for block in range(2):
+            strides = (2, 2) if stage and not block else (1, 1)
+            y = nn.relu(norm()(nn.Conv(channels, Three, strides, use_bias=False)(x)))
+            y = norm()(nn.Conv(channels, Three, use_bias=False)(y))
+            if x.shape != y.shape:
+                x = nn.Conv(channels, (1, 1), strides, use_bias=False)(x)
+            x = nn.relu(x + y)
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+def convnext(x: Array) -> Array:
+    x = nn.LayerNorm()(nn.Conv(48, Two, Two)(x))
+    for stage, channels in enumerate((48, 96)):
+        if stage:
+            x = nn.Conv(channels, Two, Two)(nn.LayerNorm()(x))
+        for _ in range(2):
+            y = nn.LayerNorm()(nn.Conv(channels, (7, 7), feature_group_count=channels)(x))
+            x = x + nn.Dense(channels)(nn.gelu(nn.Dense(4 * channels)(y)))
+    return nn.Dense(10)(nn.LayerNorm()(x.mean((1, 2))))
+
+
+def efficientnet(x: Array) -> Array:
+    conv = partial(nn.Conv, use_bias=False)
+    x = nn.silu(group_norm(conv(16, Three)(x)))
+    for out, stride, size in ((24, 2, 3), (24, 1, 3), (40, 2, 5), (40, 1, 5)):
+        into, wide = x.shape[-1], 4 * x.shape[-1]
+        y = nn.silu(group_norm(conv(wide, (1, 1))(x)))
+        y = nn.silu(group_norm(conv(wide, (size, size), (stride, stride), feature_group_count=wide)(y)))
+        weight = nn.sigmoid(nn.Dense(wide)(nn.silu(nn.Dense(into)(y.mean((1, 2))))))
+        y = group_norm(conv(out, (1, 1))(y * weight[:, None, None]))
+        x = x + y if x.shape == y.shape else y
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+def shufflenet(x: Array) -> Array:
+    conv = partial(nn.Conv, use_bias=False)
+    x = nn.relu(group_norm(conv(48, Three, Two)(x)))
+    for _ in range(4):
+        y = nn.relu(group_norm(conv(48, (1, 1), feature_group_count=4)(x)))
+        y = y.reshape(*y.shape[:-1], 4, 12).swapaxes(-1, -2).reshape(y.shape)
+        y = conv(48, (1, 1), feature_group_count=4)(group_norm(conv(48, Three, feature_group_count=48)(y)))
+        x = nn.relu(x + y)
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+def inception(x: Array) -> Array:
+    one = lambda channels: nn.Conv(channels, (1, 1))  # noqa: E731
+    x = nn.relu(nn.Conv(32, Three)(x))
+    for _ in range(2):
+        branches = [
+            one(16)(x),
+            nn.Conv(32, Three)(nn.relu(one(16)(x))),
+            nn.Conv(16, (5, 5))(nn.relu(one(8)(x))),
+            one(16)(nn.max_pool(x, Three, (1, 1), "SAME")),
+        ]
+        x = pool(nn.relu(jnp.concatenate(branches, -1)))
+    return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+def dilated(x: Array) -> Array:
+    x = nn.relu(nn.Conv(32, Three)(x))
+    x = pool(nn.relu(nn.Conv(32, Three, kernel_dilation=Two)(x)))
+    x = nn.relu(nn.Conv(64, Three, kernel_dilation=Two)(x))
+    x = pool(nn.relu(nn.Conv(64, Three, feature_group_count=4)(x)))
+    return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+def unet(x: Array) -> Array:
+    def twice(x: Array, channels: int) -> Array:
+        for _ in range(2):
+            x = nn.relu(nn.Conv(channels, Three)(x))
+        return x
+
+    up = lambda x, channels: nn.ConvTranspose(channels, Two, Two)(x)  # noqa: E731
+    first = twice(x, 16)
+    second = twice(pool(first), 32)
+    x = up(twice(pool(second), 64), 32)
+    x = up(twice(jnp.concatenate([x, second], -1), 32), 16)
+    return nn.Conv(3, (1, 1))(twice(jnp.concatenate([x, first], -1), 16))
+
+
+def autoencoder(x: Array) -> Array:
+    for channels in (32, 64, 128):
+        x = nn.leaky_relu(nn.Conv(channels, (4, 4), Two)(x))
+    for channels in (64, 32):
+        x = nn.relu(nn.ConvTranspose(channels, (4, 4), Two)(x))
+    return nn.ConvTranspose(4, (4, 4), Two)(x)
+
+
+def volumes(x: Array) -> Array:
+    for channels in (16, 32):
+        x = nn.max_pool(nn.relu(nn.Conv(channels, (3, 3, 3))(x)), (2, 2, 2), (2, 2, 2))
+    return nn.Dense(5)(nn.relu(nn.Conv(64, (3, 3, 3))(x)).mean((1, 2, 3)))
+
+
+def waveform(x: Array) -> Array:
+    x = nn.relu(group_norm(nn.Conv(32, (80,), (4,))(x)))
+    for channels in (32, 64, 64):
+        x = nn.max_pool(x, (4,), (4,))
+        x = nn.relu(group_norm(nn.Conv(channels, (3,))(x)))
+    return nn.Dense(10)(x.mean(1))
+
+
+def temporal(x: Array) -> Array:
+    for level in range(4):
+        conv = partial(nn.Conv, 48, (3,), kernel_dilation=2**level, padding="CAUSAL")
+        y = nn.relu(conv()(nn.relu(conv()(x))))
+        x = nn.relu((x if x.shape == y.shape else nn.Conv(48, (1,))(x)) + y)
+    return nn.Dense(10)(x[:, -1])
+
+
+def characters(x: Any) -> Any:
+    x = nn.Embed(90, 8)(x)
+    for _ in range(2):
+        x = nn.RNN(nn.OptimizedLSTMCell(256))(x)
+    return nn.Dense(90)(x)
+
+
+def both_ways(x: Array) -> Array:
+    x = nn.Embed(2000, 64)(x)
+    there: Any = nn.RNN(nn.OptimizedLSTMCell(64))(x)
+    back: Any = nn.RNN(nn.OptimizedLSTMCell(64), reverse=True, keep_order=True)(x)
+    return nn.Dense(2)(jnp.concatenate([there, back], -1).max(1))
+
+
+def language_model(x: Array) -> Array:
+    mask, h = nn.make_causal_mask(x), nn.Embed(1000, 128)(x)
+    for _ in range(2):
+        y = nn.LayerNorm()(h)
+        h = h + nn.MultiHeadDotProductAttention(num_heads=4)(y, y, mask=mask)
+        h = h + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(h))))
+    return nn.Dense(1000)(nn.LayerNorm()(h))
+
+
+def mixer(x: Array) -> Array:
+    x = nn.Conv(128, (4, 4), (4, 4))(x).reshape(len(x), 64, 128)
+    for _ in range(4):
+        y = nn.LayerNorm()(x).swapaxes(1, 2)
+        x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(y))).swapaxes(1, 2)
+        x = x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x))))
+    return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
+class Network(nn.Module):
+    """A function of inputs alone as a module."""
+
+    function: Callable
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return self.function(x)
+
+
+def network(name: str) -> Any:
+    """By its name."""
+    return Network(globals()[name])

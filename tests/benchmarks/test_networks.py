@@ -1,0 +1,48 @@
+"""The networks of `benchmarks.networks`: what they give, one of them measured, and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.network_cases import CASES
+from benchmarks.networks import OURS, measure_here, sections
+from benchmarks.runners.linen_networks import network
+from benchmarks.sessions import Session
+from tests.benchmarks.test_storage_benchmark import MACHINE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_have_the_labels_shape(name: str) -> None:
+    case, module = CASES[name], network(name)
+    x, y = case.arrays()
+    assert len(x) == len(y) == case.batch * case.steps
+    made = jax.eval_shape(module.init, jax.random.key(0), x[:2])
+    outputs = jax.eval_shape(lambda v: module.apply(v, x[:2], mutable=["batch_stats"])[0], made)
+    assert outputs.shape == (2, *case.labels, case.classes)
+
+
+def test_a_network_is_measured() -> None:
+    measured = measure_here("mnist_cnn")
+    assert measured["parameters"] == 824_458  # 320 + 18,496 + 803,072 + 2,570
+    assert 0 < measured["round"] < measured["first"]
+
+
+def test_the_page_compares_with_the_faster_loop(tmp_path: Path) -> None:
+    seconds = {OURS: 0.2, "1 threads": 0.3, "2 threads": 0.25}
+    runs = [
+        {"network": "vgg", "setting": setting, "round": took, "first": 3.0, "parameters": 1000, "peak_pss_mb": 500.0}
+        for setting, took in seconds.items()
+    ]
+    runs += [{"network": "unet", "setting": OURS, "failed": "no memory"}]
+    text = "\n".join(sections(Session(tmp_path / "a.jsonl", {"id": "x", "date": "today", "machine": MACHINE}, runs)))
+    assert "as fast or faster on 1 of 1; the median ratio is 1.25" in text
+    assert "| vgg | six 3x3 convolutions, max pooling | 1,000 | 200 | 250 | 1.25 | 3 | 500 / 500 |" in text
+    assert "- **unet, fedrax failed**" in text
+
+
+def test_samples_are_drawn_for_every_kind_of_input() -> None:
+    assert {CASES[name].arrays()[0].dtype for name in ("vgg", "characters")} == {np.dtype("f4"), np.dtype("i4")}
