@@ -119,8 +119,8 @@ def sections(session: Session) -> list[str]:
         "on one thread and on all cores, whichever is faster. Milliseconds a round: the median of a run; of several "
         "runs the median of ours and the least of theirs. The first round has nothing compiled before, and starts with "
         f"the imports. fedrax is as fast or faster on {sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}; the "
-        f"median ratio is {statistics.median(ratios):.2f}. Ratio: PyTorch's time over ours. Peak memory: ours / PyTorch's.\n\n"
-        f"{session.machine_text()} No accelerator is used."
+        f"median ratio is {statistics.median(ratios):.2f}. Ratio: PyTorch's time over ours. Peak memory: ours / "
+        f"PyTorch's.\n\n{session.machine_text()} No accelerator is used."
     )
     head = (
         "network",

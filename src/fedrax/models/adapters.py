@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from fedrax.compiled.cores import use_all_cores
@@ -22,7 +23,9 @@ Part = str | Callable[..., Any]
 """A method's name, or a function whose first argument is the module."""
 
 
-def from_linen(module: Any, sample_input: Array, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
+def from_linen(
+    module: Any, sample_input: Array | np.ndarray, *, features: Part | None = None, blocks: Sequence[Part] = ()
+) -> Model:
     """A Flax Linen module that maps a batch [B, ...] to outputs [B, ...]; `sample_input` is such a batch.
 
     Parameters are the collection "params"; all other collections, such as "batch_stats", are statistics. Where
