@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, kernel_gradient
+from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, is_patches, kernel_gradient
 from fedrax.compiled.windows import (
     MOST_TAPS,
     Window,
@@ -54,7 +54,9 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     out, into, *entries = numbers.rhs_spec
     places = out_space([x.shape[axis] for axis in pixels], [kernel.shape[axis] for axis in entries], window)
     by_batch = params["batch_group_count"]
-    if groups == 1 and batch > channel and math.prod(places) <= MOST_TAPS:  # as in the gradient of a kernel
+    given = tuple(kernel.shape[axis] for axis in entries)
+    few = math.prod(places) <= MOST_TAPS or is_patches(window, tuple(x.shape[axis] for axis in pixels), given, places)
+    if groups == 1 and batch > channel and few:  # as in the gradient of a kernel
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         y = _kernel_gradient(images, upstream, window, places, by_batch, params["precision"])
         if y is None:

@@ -34,9 +34,6 @@ _WIDEST = 7
 _FEWEST_PIXELS, _MOST_PIXELS = 16, 32
 """Of which products are added up in one loop: XLA makes it of vectors only where they are not too few."""
 
-Form = Callable[[Array, Array, Window, Space, Any], Array]
-"""(images, upstream, window, places, precision) -> [k, C, D]."""
-
 
 def kernel_gradient(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """[k, C, D] of a kernel that went over ``images``; ``places`` is k.
@@ -106,9 +103,22 @@ def _place_by_place(images: Array, upstream: Array, window: Window, places: Spac
 
 def _by_columns(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """One product of the upstream and what each place of it saw of the images."""
-    columns = jnp.stack(list(seen_whole(images, upstream.shape[1:-1], window, places)), -2)
-    y = _product(columns.reshape(*columns.shape[:-2], -1), upstream, precision)
+    given = upstream.shape[1:-1]
+    if is_patches(window, images.shape[1:-1], given, places):
+        cut = images.reshape(len(images), *(n for pair in zip(given, places, strict=True) for n in pair), -1)
+        axes = range(1, 2 * len(places), 2)
+        columns = cut.transpose(0, *axes, *(axis + 1 for axis in axes), cut.ndim - 1)
+    else:
+        columns = jnp.stack(list(seen_whole(images, given, window, places)), -2)
+    y = _product(columns.reshape(len(images), *given, -1), upstream, precision)
     return y.reshape(*places, -1, upstream.shape[-1])
+
+
+def is_patches(window: Window, space: Space, given: Space, places: Space) -> bool:
+    """Whether each pixel of the upstream saw a part of the images that no other one saw, and nothing is left over."""
+    exact = all(n == m * k for n, m, k in zip(space, given, places, strict=True))
+    plain = window.strides == window.gaps == (1,) * len(places) and not any(map(any, window.pads))
+    return exact and plain and window.dilation == places
 
 
 def _product(left: Array, right: Array, precision: Any) -> Array:
