@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax import FedAvg, Positive, Wrapper, hyperparameters, tree
+from fedrax import Averaging, FedAvg, Positive, Wrapper, hyperparameters, tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative
@@ -156,6 +156,39 @@ class Shaken(FedAvg):
         """The mean with noise of the server's own stream."""
         noise = normal_like(cohort.stream("noise"), cohort.mean)
         return super().server(server, cohort._replace(mean=tree.add_scaled(cohort.mean, self.sigma, noise)))
+
+
+@hyperparameters
+class NormAtHome(Averaging):
+    """FedBN (Li et al. 2021): normalisation stays on each client, with its running statistics; all else is FedAvg."""
+
+    @property
+    def statistics_at_home(self) -> bool:
+        """They stay."""
+        return True
+
+    def init_client(self, params: Tree) -> dict[str, Array]:
+        """The starting ones."""
+        return self._norm(params)
+
+    def client(self, message: Tree, state: dict[str, Array], data: ClientData) -> ClientOutput:
+        """Local steps with the client's own normalisation, which goes up as no change."""
+        result = self.local.run(data, self.personal(message, state))
+        ends = self._norm(result.params)
+        upload = tree.sub(self._placed(result.params, self._norm(message)), message)
+        return ClientOutput(upload=upload, state=ends, info=result.info)
+
+    def personal(self, params: Tree, state: dict[str, Array]) -> Tree:
+        """The global model with the client's own normalisation."""
+        return self._placed(params, state)
+
+    def _norm(self, params: Tree) -> dict[str, Array]:
+        named = zip(tree.leaf_names(params), jax.tree.leaves(params), strict=True)
+        return {name: leaf for name, leaf in named if "norm" in name.lower()}
+
+    def _placed(self, params: Tree, norm: dict[str, Array]) -> Tree:
+        named = zip(tree.leaf_names(params), jax.tree.leaves(params), strict=True)
+        return jax.tree.structure(params).unflatten([norm.get(name, leaf) for name, leaf in named])
 
 
 @hyperparameters

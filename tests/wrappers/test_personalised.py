@@ -30,6 +30,7 @@ from fedrax.contract.task import Batch
 from fedrax.models import MLP, from_linen
 from tests.simulation.problems import FEDERATION, assert_identical, run
 from tests.thinning import thinned
+from tests.wrappers.own_methods import NormAtHome
 
 ROUNDS, COHORTS, STEPS, ROWS = 3, [[1, 3], [3, 5], [1, 3]], 2, 3
 LOCAL = LocalSGD(lr=0.1, steps=STEPS, batch_size=ROWS)
@@ -155,6 +156,18 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
         model = Variables(x, moving) if isinstance(start, Variables) else x
         losses.extend(loss(model, Batch(*(np.asarray(a)[rows] for a in FEDERATION.train))))
     np.testing.assert_allclose(result.events[-1]["train_personal_loss"], np.mean(losses), rtol=1e-4)
+
+
+@pytest.mark.parametrize("plan", thinned(["scan", "vmap", "loop", "debug"]))
+def test_fedbn_written_out_is_the_same(plan: str):
+    """A method of one's own in a few lines, against the wrapper."""
+    wrapped = Personalised(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
+    expected, given = (run(m, task=NORM, **OPTIONS, plan=plan) for m in (wrapped, NormAtHome(local=LOCAL)))
+    assert_near(given.params, expected.params)
+    for client in (1, 3, 5):
+        assert_near(given.client_state(client), expected.client_state(client).own)
+    for name in ("train_personal_loss", "train_personal_accuracy", "test_loss"):
+        np.testing.assert_allclose(given.events[-1][name], expected.events[-1][name], rtol=1e-5)
 
 
 @pytest.mark.exhaustive
