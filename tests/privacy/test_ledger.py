@@ -146,7 +146,7 @@ def test_a_grid_of_noise_is_one_sweep():
         assert [e["epsilon"] for e in lane.events] == [e["epsilon"] for e in one.events]
         assert lane.spent == one.spent
     with pytest.raises(FedraxError, match="runs together cannot stop at a budget"):
-        fedrax.sweep(grid, TASK, FEDERATION, mode="together", epsilon_budget=3.0)
+        fedrax.sweep(grid, TASK, FEDERATION, mode="together", cohort_size=3, epsilon_budget=3.0)
 
 
 @pytest.mark.parametrize(
