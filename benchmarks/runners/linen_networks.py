@@ -53,18 +53,22 @@ def densenet(x: Array) -> Array:
     return nn.Dense(10)(nn.relu(group_norm(x)).mean((1, 2)))
 
 
-def batch_norm_resnet(x: Array) -> Array:
-    norm = partial(nn.BatchNorm, use_running_average=False)
-    x = nn.relu(norm()(nn.Conv(16, Three, use_bias=False)(x)))
-    for stage, channels in enumerate((16, 32, 64)):
-        for block in range(2):
-            strides = (2, 2) if stage and not block else (1, 1)
-            y = nn.relu(norm()(nn.Conv(channels, Three, strides, use_bias=False)(x)))
-            y = norm()(nn.Conv(channels, Three, use_bias=False)(y))
-            if x.shape != y.shape:
-                x = nn.Conv(channels, (1, 1), strides, use_bias=False)(x)
-            x = nn.relu(x + y)
-    return nn.Dense(10)(x.mean((1, 2)))
+class batch_norm_resnet(nn.Module):
+    """With running statistics."""
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = False) -> Array:
+        norm = partial(nn.BatchNorm, use_running_average=not train)
+        x = nn.relu(norm()(nn.Conv(16, Three, use_bias=False)(x)))
+        for stage, channels in enumerate((16, 32, 64)):
+            for block in range(2):
+                strides = (2, 2) if stage and not block else (1, 1)
+                y = nn.relu(norm()(nn.Conv(channels, Three, strides, use_bias=False)(x)))
+                y = norm()(nn.Conv(channels, Three, use_bias=False)(y))
+                if x.shape != y.shape:
+                    x = nn.Conv(channels, (1, 1), strides, use_bias=False)(x)
+                x = nn.relu(x + y)
+        return nn.Dense(10)(x.mean((1, 2)))
 
 
 def convnext(x: Array) -> Array:
@@ -212,4 +216,5 @@ class Network(nn.Module):
 
 def network(name: str) -> Any:
     """By its name."""
-    return Network(globals()[name])
+    made = globals()[name]
+    return made() if isinstance(made, type) else Network(made)
