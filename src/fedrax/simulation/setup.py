@@ -106,10 +106,7 @@ def prepare(
     start, statistics = _start(task, params, settings)
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
-    broken: list[FedraxError] = []
-    initial = Kept((), ())
-    with noted(algorithm, broken):
-        initial = computed(partial(Kept.at_first, algorithm), start, statistics)
+    initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
     algorithm.requirements.check_task(_name(algorithm), task, bool(statistics))
@@ -154,6 +151,15 @@ def prepare(
         traced=traced,
         identity=identity() if directory else None,
     )
+
+
+def _at_first(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kept, list[FedraxError]]:
+    """(what clients keep at first, nothing where that fails; what the failure was)."""
+    broken: list[FedraxError] = []
+    initial = Kept((), ())
+    with noted(algorithm, broken):
+        initial = computed(partial(Kept.at_first, algorithm), params, statistics)
+    return initial, broken
 
 
 def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> None:
