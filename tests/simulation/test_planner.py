@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedrax.simulation.cohorts import Planner, Sampler
+from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.planner import Planner
 from fedrax.simulation.settings import Poisson, Script, Settings
 
 SIZES = np.random.default_rng(1).integers(1, 50, 40)
@@ -199,3 +200,18 @@ def test_everybody_has_one_place_in_a_round(devices: int, stateful: bool):
     owners = made.owners()
     assert sorted(owners[owners >= 0].tolist()) == sorted(homes)
     assert (block.count[30:] == 0).all()
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_whether_devices_ever_join_is_the_same_for_every_seed(stateful: bool):
+    """Or a new seed would compile anew: one client of 200 has so much to do that sharing it helps where it is drawn."""
+    sizes = np.where(np.arange(200) == 7, 1000, 10)
+    drawn, found = set(), set()
+    for seed in range(20):
+        sampler = Sampler(Settings(rounds=20, cohort_size=2, seed=seed), sizes)
+        drawn.add(any(7 in sampler.cohort(r) for r in range(20)))
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        joins = Planner(sampler, offsets, devices=2, stateful=stateful, by_samples=True).join(2.0)
+        found.add(joins)
+    assert len(found) == 1
+    assert drawn == {False, True}

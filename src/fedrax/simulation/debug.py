@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohorts import share_of, whole_round
 from fedrax.simulation.engine import NOTED, Carry, Engine, stacked
 from fedrax.simulation.phase import PhaseRunner, Progress
+from fedrax.simulation.planner import share_of, whole_round
 from fedrax.simulation.recording import Noted, on_host, statistics_down
 from fedrax.simulation.result import Result
 from fedrax.simulation.round import Executor, Finished, Gathered, Program, Rounds, client_keys, run_round

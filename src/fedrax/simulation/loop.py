@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
-from fedrax.simulation.cohorts import share_of
 from fedrax.simulation.engine import NOTED, Carry, Engine, stacked
 from fedrax.simulation.phase import PhaseRunner, Progress
+from fedrax.simulation.planner import share_of
 from fedrax.simulation.recording import Noted, on_host, statistics_down
 from fedrax.simulation.round import Executor, Gathered, Program, Rounds, client_keys, join_sums, run_round, serve
 from fedrax.tree import Tree

@@ -27,7 +27,7 @@ from fedrax.contract.task import Batch, Task, Variables, starting_parameters
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohorts import Planner, Sampler
+from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
 from fedrax.simulation.engine import Engine
@@ -37,6 +37,7 @@ from fedrax.simulation.given import given_work
 from fedrax.simulation.identity import identify
 from fedrax.simulation.loop import LoopEngine
 from fedrax.simulation.personal import PersonalEvaluator
+from fedrax.simulation.planner import Planner
 from fedrax.simulation.plans import choose_plan, describe, make_mesh
 from fedrax.simulation.round import Kept, Program
 from fedrax.simulation.settings import Script, Settings

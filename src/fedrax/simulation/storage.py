@@ -22,8 +22,8 @@ from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.data.federation import ALIGNMENT
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohorts import Planner
 from fedrax.simulation.engine import Carry
+from fedrax.simulation.planner import Planner
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
