@@ -104,7 +104,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))  # the latter in test_cone, many at a time
 def test_one_problem_at_a_time(kind: str, dtype: str):

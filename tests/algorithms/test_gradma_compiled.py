@@ -47,7 +47,8 @@ def test_steps_that_turn_back(method: str, batch_size: int, steps: int):
     assert max(distance(method, "quadratic", local, seed) for seed in range(SEEDS)) < 1e-11
 
 
-@pytest.mark.parametrize("kind", thinned(["softmax", "quadratic"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["softmax", "quadratic"])
 def test_the_second_step_of_full_batches(kind: str):
     """All three columns are on one line: two are equal, and the third is opposite."""
     local = {"lr": 0.3, "steps": 2, "batch_size": "full"}

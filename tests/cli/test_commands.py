@@ -250,6 +250,7 @@ def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeyp
     assert all(path.stat().st_mtime_ns == then for path, then in first.items())
 
 
+@pytest.mark.exhaustive
 def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Whose two methods are one program."""
     diverging = '[[compare]]\nlabel = "far"\nlocal = { lr = 1e38 }\n'

@@ -24,6 +24,7 @@ OWN = (
 )
 
 
+@pytest.mark.exhaustive
 def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     flags = ("--algorithms", "own.py:Mine", "--run.rounds", 2, "--seeds", 0, "--out", "c")

@@ -200,6 +200,7 @@ def test_finished_runs_of_something_else_are_not_taken(
     assert events.read_bytes() == before
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_cut_short_before_its_last_checkpoint_is_run_again(tmp_path: Path, fedrax: Any):
     (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
     (tmp_path / "c.toml").write_text(COMPARED)

@@ -151,6 +151,7 @@ def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
     np.testing.assert_allclose(jax.tree.leaves(doubled), [2 * leaf for leaf in leaves])
 
 
+@pytest.mark.few(12)
 @EVERY
 def test_training_moves_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)
@@ -183,6 +184,7 @@ def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
     assert_close(run(example(kind), script=backwards).server, reference(kind).server)
 
 
+@pytest.mark.few(12)
 @EVERY
 @pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))
 def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: str):

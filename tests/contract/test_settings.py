@@ -20,6 +20,7 @@ from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_clo
 # -- sweeps --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_runs_together_honour_what_runs_in_turn_do():
     """Training data, each client apart, and fine-tuned models are evaluated in both."""
     methods = [Scaffold(local=LocalSGD(lr=lr, steps=2, batch_size=2)) for lr in (0.05, 0.1)]

@@ -13,6 +13,7 @@ from papers.upcycled import __main__ as upcycled
 from papers.upcycled import figures, grid, private
 
 
+@pytest.mark.exhaustive
 def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -145,6 +145,7 @@ def test_plans_that_are_not_one_program_are_timed_as_a_whole():
     assert show.draw(made).axes
 
 
+@pytest.mark.exhaustive
 def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(monkeypatch: pytest.MonkeyPatch):
     nn = pytest.importorskip("flax.linen")
     texts: list[str] = []
@@ -161,6 +162,7 @@ def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(mon
     assert len(show.draw(made).axes) == 1 + bool(made.heaviest)
 
 
+@pytest.mark.exhaustive
 def test_divergence_is_a_sentence():
     with pytest.raises(FedraxError, match="diverges"):
         run(fedrax.FedAvg(local=fedrax.LocalSGD(lr=1e38, steps=STEPS)), TwoNN())

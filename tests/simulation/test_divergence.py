@@ -38,7 +38,7 @@ class Overflowing(fedrax.FedAvg):
         return server._replace(params={"w": server.params["w"] / jnp.where(cohort.round == 2, 0.0, 1.0)}), info
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "plan"), [*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")])
 def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
     algorithm = getattr(fedrax, method)(local=LOCAL)

@@ -76,7 +76,7 @@ def agree(found: Result, wanted: Result, joined: bool = True) -> None:
         near([ours[name] for name in numbers], [theirs[name] for name in numbers])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", thinned(algorithms(), KEPT))
 def test_every_method(name: str):
     kind = algorithms()[name]

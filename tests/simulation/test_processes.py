@@ -105,7 +105,7 @@ except fedrax.FedraxError as error:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["is killed", "sleeps"])
 def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
     """It is waited for, in silence; or the run ends in a sentence, with its checkpoint kept."""

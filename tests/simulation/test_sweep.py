@@ -64,6 +64,7 @@ def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
     assert len(lost.events) < 4
 
 
+@pytest.mark.exhaustive
 def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
     """Together and in turn alike, also where others go on for more blocks of rounds."""
     wild = [fedrax.Scaffold(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0, steps=1)) for lr in (0.1, 1e8)]
