@@ -1,4 +1,4 @@
-"""Sums over a scan's turns that are made after it: gradients of recurrent networks against JAX's own."""
+"""Products of a scan's turns that are made before or after it: gradients of recurrent networks against JAX's own."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def carried_shapes(function: Callable, *args: Any) -> set[tuple[int, ...]]:
     return found
 
 
+def products_within(function: Callable, *args: Any) -> list[tuple[int, ...]]:
+    """Shapes of the products that scans make in their turns."""
+    found = []
+
+    def walk(jaxpr: Any, inside: bool) -> None:
+        for equation in jaxpr.eqns:
+            if inside and equation.primitive.name == "dot_general":
+                found.append(equation.outvars[0].aval.shape)
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    walk(value.jaxpr, inside or equation.primitive.name == "scan")
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr, False)
+    return sorted(found)
+
+
 def assert_same(function: Callable, *args: Any) -> None:
     expected, given = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(given), strict=True):
@@ -66,6 +82,7 @@ def summed_products(body: Callable) -> Callable:
     return lambda a, b: lax.scan(lambda total, ab: body(total, *ab), jnp.ones((a.shape[-1], b.shape[-1])), (a, b))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("body", "is_taken_out"),
     [
@@ -106,3 +123,86 @@ def test_a_scan_in_a_scan() -> None:
 
     assert_same(jax.grad(gradient), drawn(30, 30), drawn(3, 4, 2, 30))
     assert_same(jax.vmap(jax.grad(gradient), (None, 0)), drawn(30, 30), drawn(2, 3, 4, 2, 30))
+
+
+def test_inputs_are_multiplied_before_and_their_gradients_after() -> None:
+    """Of the four products of every step and the two of its gradient's sums two are left, by the state's weights."""
+    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(drawn(3, 7, 64))
+    weights = network.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
+    for function in (gradient, jax.jit(gradient)):
+        assert len(products_within(function, weights, x)) == 6
+        assert products_within(fast_on_cpu(function), weights, x) == [(3, 64), (3, 256)]
+        assert_same(function, weights, x)
+    many = jax.vmap(gradient, (None, 0))
+    assert_same(many, weights, jnp.stack([x, 2 * x]))
+    assert_same(lambda w, x: jax.jvp(gradient, (w, x), (w, x))[1], weights, x)
+
+
+def test_what_is_kept_of_every_step_is_kept_once_and_not_computed_otherwise() -> None:
+    """An LSTM keeps its four gates, its two states and a tanh, but for 1 - s and s (1 - s) of these."""
+    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(drawn(3, 7, 5))
+    weights = network.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda w: (network.apply(w, x) ** 2).sum())
+
+    def read(function: Callable) -> int:
+        jaxpr = jax.make_jaxpr(function)(weights).jaxpr
+        *_, last = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+        return len({v for v in last.invars if v.aval.shape == (7, 3, 64)})  # type: ignore[attr-defined]
+
+    assert read(gradient) == 13
+    assert read(fast_on_cpu(gradient)) == read(fast_on_cpu(jax.jit(gradient))) == 8  # and the gradient of the outputs
+    assert_same(gradient, weights)
+
+
+def of_rows(body: Callable, **how: Any) -> Callable:
+    """(w [64, 48], rows [T, B, 64]) -> a scan of ``body(w, carried, row)`` that starts from zeros [B, 64]."""
+    return lambda w, rows: lax.scan(lambda h, row: body(w, h, row), jnp.zeros_like(rows[0]), rows, **how)
+
+
+def wide(h: Array) -> Array:
+    return jnp.tanh(jnp.pad(h, ((0, 0), (0, 16))))
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("how", [{}, {"reverse": True}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        (lambda w, h, row: (wide(row @ w) + h, h), 0),  # before
+        (lambda w, h, row: (wide(jnp.sin(row) @ w) * h.sum(), ()), 0),
+        (lambda w, h, row: (wide(h @ w) + row, h), 1),  # of what is carried
+        (lambda w, h, row: (h + row, (2 * h) @ w), 1),  # what it is made of is larger than what it gives
+        (lambda w, h, row: (h + row, ((2 * h)[:, :48] @ w.T, 2 * h)), 0),  # a slice of what is kept
+        (lambda w, h, row: (h + row, ((2 * h) @ w, 2 * h)), 0),  # after: 2 h is kept all the same
+        (lambda w, h, row: (h + row, (h[:, :48] @ w.T)), 0),  # smaller than what it gives
+        (lambda w, h, row: (h + row, (h[:, :48] @ w.T + h[:, 16:] @ w.T)), 2),  # two of them are not
+        (lambda w, h, row: (wide(p := (2 * h) @ w) + row, (p, 2 * h)), 1),  # used otherwise, too
+        (lambda w, h, row: (h + row, ((2 * h) @ w + (row @ w), 2 * h)), 0),
+        (lambda w, h, row: (h + row, ((2 * h) @ w, (2 * h) @ w, 2 * h, row, 3.0, row)), 0),
+        (lambda w, h, row: (row @ (w @ w.T), h), 0),  # weights that every turn would make anew
+    ],
+)
+def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> None:
+    function, w, rows = of_rows(body, **how), drawn(64, 48) / 8, drawn(7, 2, 64)
+    assert len(products_within(fast_on_cpu(function), w, rows)) == left
+    assert_same(function, w, rows)
+    assert_same(jax.grad(lambda w, rows: sum(a.sum() for a in jax.tree.leaves(function(w, rows))), (0, 1)), w, rows)
+
+
+def test_small_weights_are_read_where_they_are() -> None:
+    function, w, rows = of_rows(lambda w, h, row: (jnp.tanh(row @ w) + h, ())), drawn(9, 9), drawn(7, 20, 9)
+    assert len(products_within(fast_on_cpu(function), w, rows)) == 1
+    assert_same(function, w, rows)
+
+
+def test_what_is_printed_in_every_turn_stays() -> None:
+    def body(w: Array, h: Array, row: Array) -> tuple[Array, tuple]:
+        jax.debug.callback(lambda x: seen.append(float(x)), row[0, 0], ordered=True)
+        return wide(row @ w) + h, ()
+
+    seen: list[float] = []
+    rows = drawn(7, 2, 64)
+    jax.block_until_ready(jax.jit(fast_on_cpu(of_rows(body)))(drawn(64, 48), rows))
+    jax.effects_barrier()
+    assert seen == rows[:, 0, 0].tolist()

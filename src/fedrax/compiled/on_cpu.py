@@ -15,8 +15,9 @@ import jax
 
 from fedrax.compiled.convolutions import convolution
 from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
+from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
-from fedrax.compiled.scans import sums_after
+from fedrax.compiled.scans import products_taken_out
 
 
 def fast_on_cpu(function: Callable) -> Callable:
@@ -24,7 +25,7 @@ def fast_on_cpu(function: Callable) -> Callable:
 
     Values differ by rounding only. To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
     """
-    return rewritten(function, _RULES) if jax.default_backend() == "cpu" else function
+    return rewritten(function, _RULES, fewer_residuals) if jax.default_backend() == "cpu" else function
 
 
 _RULES: dict[str, Rule] = {
@@ -32,4 +33,4 @@ _RULES: dict[str, Rule] = {
     "select_and_scatter_add": max_pool_gradient,
     "reduce_sum": sum_in_steps,
 }
-_RULES["scan"] = partial(sums_after, _RULES)
+_RULES["scan"] = partial(products_taken_out, _RULES)

@@ -37,7 +37,8 @@ def clipped_sum(gradient: Callable[..., Tree], params: Tree, *samples: Tree, bou
         for v, product in zip(closed.jaxpr.outvars, found, strict=True)
         for atoms in (product.factors if product else [v])
     ]
-    values = iter(evaluated(closed, jax.tree.leaves((params, *samples)), wanted))
+    known = dict(zip(closed.jaxpr.invars, jax.tree.leaves((params, *samples)), strict=True))
+    values = iter(evaluated(closed, known, wanted))
     leaves = [_Product(product, next(values), next(values)) if product else _Whole(next(values)) for product in found]
     length = jnp.sqrt(sum((leaf.length() ** 2 for leaf in leaves), jnp.zeros(())))
     factor = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)

@@ -18,20 +18,22 @@ Rule = Callable[[list, core.JaxprEqn], Any]
 Rules = Mapping[str, Rule]
 """By the primitive's name."""
 
-_CALLS = ("jit", "pjit")
+CALLS = ("jit", "pjit")
 """Primitives that only stand for the function they hold: it is laid out in their place."""
 _CLOSED_TO_US = ("shard_map", "pallas_call", "custom_partitioning")
 """Primitives whose functions mean something only in a context of their own."""
 
 
-def rewritten(function: Callable, rules: Rules) -> Callable:
+def rewritten(function: Callable, rules: Rules, prepared: Callable = lambda closed: closed) -> Callable:
     """``function`` with the outputs of ``rules`` in the place of its equations.
 
-    To cover the operations of a gradient, wrap the gradient: ``rewritten(jax.grad(f), rules)``.
+    To cover the operations of a gradient, wrap the gradient: ``rewritten(jax.grad(f), rules)``. prepared: makes of the
+    jaxpr another one, before the rules.
     """
 
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed = prepared(closed)
         leaves = jax.tree.leaves(args)
         out = replayed(closed, leaves, rules) if _concerns(closed, rules) else core.jaxpr_as_fun(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
@@ -39,32 +41,56 @@ def rewritten(function: Callable, rules: Rules) -> Callable:
     return wrapped
 
 
+def called_in_place(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same with the functions that it calls in their place."""
+    if not any(equation.primitive.name in CALLS for equation in closed.jaxpr.eqns):
+        return closed
+    return jax.make_jaxpr(lambda *args: replayed(closed, args, {}))(*inputs_of(closed))
+
+
+def inputs_of(closed: core.ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
+    """What to trace a function like it with."""
+    avals: Any = [v.aval for v in closed.jaxpr.invars]
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+
+
 def laid_out(function: Callable, *args: Any) -> tuple[core.ClosedJaxpr, Any]:
     """(the jaxpr of ``function``, with the functions that it calls in their place; the structure of its output)."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    flat = jax.make_jaxpr(lambda *leaves: replayed(closed, leaves, {}))(*jax.tree.leaves(args))
-    return flat, jax.tree.structure(shape)
+    return called_in_place(closed), jax.tree.structure(shape)
 
 
-def evaluated(closed: core.ClosedJaxpr, args: Any, wanted: Sequence) -> list:
-    """The values of any variables of ``closed`` for these arguments."""
-    return replayed(closed, args, {}, wanted)
-
-
-def replayed(closed: core.ClosedJaxpr, args: Any, rules: Rules, wanted: Sequence | None = None) -> list:
-    """The outputs of ``closed``, or other variables of it, evaluated equation by equation."""
+def replayed(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
+    """The outputs of ``closed``, evaluated equation by equation."""
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    return _run(jaxpr.eqns, values, rules, jaxpr.outvars)
+
+
+def evaluated(closed: core.ClosedJaxpr, known: Mapping, wanted: Sequence, rules: Rules | None = None) -> list:
+    """The values of any variables of ``closed`` from the values of others: only what lies between is evaluated."""
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(known)
+    needed, missing = [], {v for v in wanted if not isinstance(v, core.Literal) and v not in values}
+    for equation in reversed(jaxpr.eqns):
+        if not missing.isdisjoint(equation.outvars):
+            needed.append(equation)
+            missing.difference_update(equation.outvars)
+            missing.update(v for v in equation.invars if not isinstance(v, core.Literal) and v not in values)
+    return _run(needed[::-1], values, rules or {}, wanted)
+
+
+def _run(equations: Sequence[core.JaxprEqn], values: dict, rules: Rules, wanted: Sequence) -> list:
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
+    for equation in equations:
         # the scopes of the function, layers' names among them, for whoever reads the compiled program
         names = source_info_util.current_name_stack() + equation.source_info.name_stack
         if equation.primitive.name in rules and not equation.primitive.multiple_results:
             names = names.extend(equation.primitive.name)
         with source_info_util.set_name_stack(names):
             outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(v) for v in (jaxpr.outvars if wanted is None else wanted)]
+        values.update((v, out) for v, out in zip(equation.outvars, outputs, strict=True) if v not in values)
+    return [read(v) for v in wanted]
 
 
 def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
@@ -80,7 +106,7 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
                 same = (given.shape, given.dtype) == (wanted.shape, wanted.dtype)
                 assert same, f"{primitive.name}: {given.shape} for {wanted}"
             return outputs
-    if primitive.name in _CALLS:
+    if primitive.name in CALLS:
         return replayed(params["jaxpr"], inputs, rules)
     if primitive.name not in _CLOSED_TO_US:
         params = {name: _inside(value, rules) for name, value in params.items()}
@@ -95,11 +121,7 @@ def _inside(value: Any, rules: Rules) -> Any:
     if not _concerns(value, rules):
         return value
     if isinstance(value, core.ClosedJaxpr):  # the same class as the next one in later versions of JAX
-        inputs = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-            for v in value.jaxpr.invars
-        ]
-        return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs)
+        return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
     if isinstance(value, core.Jaxpr) and not value.constvars:  # of jax.checkpoint
         return _inside(core.ClosedJaxpr(value, ()), rules).jaxpr
     return value

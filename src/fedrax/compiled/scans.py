@@ -1,29 +1,59 @@
-"""Sums over the turns of a scan, made after it where that is faster.
+"""Products of a scan's turns, made all at once before it or after it where that is faster.
 
-The gradient of a recurrent network adds to its weights' gradients at every time step: a product [A, B] [B, C] of a few
-samples, as large as the weights, and a pass over them to add it up. If both factors of all steps are kept instead, they
-are one product after the loop, over steps and samples.
+A recurrent network multiplies a few samples by weights at every time step, and reads all of the weights for it. What it
+does to its inputs needs no earlier step: these products are made for all steps at once, before the loop. The gradient
+of the inputs is needed by no other step: it is made after the loop. And what is added to the weights' gradients at
+every step, a product [A, B] [B, C] of a few samples, is one product after the loop, over steps and samples.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.compiled.rewriting import Rules, replayed
+from fedrax.compiled.once import computed_once
+from fedrax.compiled.rewriting import Rules, called_in_place, evaluated
 from fedrax.compiled.samples import parts_of_scan
 
 _MOST = 1 << 28
-"""Bytes of factors that are kept."""
+"""Bytes of factors that are kept, and of products made ahead."""
 _WORTH = 8
 """How many times as large as its factors a product is at least; with less, adding it up in the cache is as fast."""
+_LARGE = 4
+"""How many times as large as what they are multiplied by and what they give weights are at least; with less, a turn
+takes no longer to read them."""
 _PASSED_ON = ("transpose", "reshape", "squeeze", "slice", "split")
 """Of a sum they are the sum of each."""
+_TOGETHER = ("add", "add_any", "transpose", "reshape", "squeeze")
+"""What products are put together with: nothing that would rather be fused into the loop."""
+
+
+class Body(NamedTuple):
+    """What a scan does in one turn."""
+
+    closed: core.ClosedJaxpr
+    fixed: tuple
+    """Variables that are the same in every turn."""
+    carried: tuple
+    cut: tuple
+    """Those of which each turn has a slice."""
+    length: int
+
+    @property
+    def given(self) -> Sequence:
+        """Outputs of every turn, stacked."""
+        return self.closed.jaxpr.outvars[len(self.carried) :]
+
+    @property
+    def ends(self) -> Sequence:
+        """What is handed to the next turn."""
+        return self.closed.jaxpr.outvars[: len(self.carried)]
 
 
 class Added(NamedTuple):
@@ -35,33 +65,211 @@ class Added(NamedTuple):
     """What comes between it and the addition, in this order, and which output of it."""
 
 
-def sums_after(rules: Rules, inputs: list, equation: core.JaxprEqn) -> list | None:
-    """The outputs of a scan, whose body is rewritten by ``rules``; None where it holds no such sums."""
-    fixed, carried = parts_of_scan(equation)
-    closed, length = equation.params["jaxpr"], equation.params["length"]
-    body: Any = closed.jaxpr
-    added = _worth_it(_added(body, fixed, carried), body, fixed + carried, length)
-    if not added:
+def products_taken_out(rules: Rules, inputs: list, equation: core.JaxprEqn) -> list | None:
+    """The outputs of a scan, whose body is rewritten by ``rules``; None where it holds no such products."""
+    if equation.params["jaxpr"].effects:
         return None
-    factors = dict.fromkeys(v for sum_ in added.values() for v in sum_.root.invars)
-    cut = dict(zip(body.invars[fixed + carried :], inputs[fixed + carried :], strict=True))
-    made = [v for v in factors if v not in cut]
+    body = _body(inputs, equation)
+    before = _before(body)
+    added = _worth_it(_added(body), body)
+    kept = {*body.cut, *before, *(v for sum_ in added.values() for v in sum_.root.invars)}
+    after = _after(body, kept)
+    if not (before or added or after):
+        return None
+    fixed, carried = len(body.fixed), len(body.carried)
+    known: dict[Any, Any] = dict(zip(body.fixed, inputs[:fixed], strict=True))
+    stacked: dict[Any, Array] = dict(zip(body.cut, inputs[fixed + carried :], strict=True))
+    stacked.update(_every_turn(body, known, stacked, before, rules))
+    ahead = list(stacked)
     left = [i for i in range(carried) if i not in added]
-    wanted = [*(body.outvars[i] for i in left), *body.outvars[carried:], *made]
+    factors = [v for sum_ in added.values() for v in sum_.root.invars] + [v for vs in after.values() for v in vs]
+    made = list(dict.fromkeys(v for v in (*_variables(body.given), *factors) if v not in stacked and v not in after))
+    wanted = [body.ends[i] for i in left] + made
 
     def turn(carry: list, xs: list) -> tuple[list, list]:
-        whole = list(inputs[fixed : fixed + carried])  # of those that are left out only the addition is made of them
-        for i, value in zip(left, carry, strict=True):
-            whole[i] = value
-        outputs = replayed(closed, [*inputs[:fixed], *whole, *xs], rules, wanted)
+        given = {body.carried[i]: value for i, value in zip(left, carry, strict=True)}
+        now = known | given | dict(zip(ahead, xs, strict=True))
+        outputs = evaluated(body.closed, now, wanted, rules)
         return outputs[: len(left)], outputs[len(left) :]
 
-    start, xs = [inputs[fixed + i] for i in left], list(inputs[fixed + carried :])
     how = {name: equation.params[name] for name in ("reverse", "unroll")}
-    carry, given = lax.scan(turn, start, xs, length, **how)
-    stacked = cut | dict(zip(made, given[len(given) - len(made) :], strict=True))
+    carry, rows = lax.scan(turn, [inputs[fixed + i] for i in left], list(stacked.values()), body.length, **how)
+    stacked.update(zip(made, rows, strict=True))
+    for v, sources in after.items():
+        stacked.update(_every_turn(body, known, {source: stacked[source] for source in sources}, [v], rules))
+    ends = dict(zip(left, carry, strict=True)) | _totals(added, stacked, inputs[fixed : fixed + carried])
+    return [*(ends[i] for i in range(carried)), *(_stack(v, stacked, body.length) for v in body.given)]
+
+
+def _body(inputs: list, equation: core.JaxprEqn) -> Body:
+    """What it calls in place of the calls, an input that is there twice once, and everything computed once."""
+    closed, length = equation.params["jaxpr"], equation.params["length"]
+    flat = called_in_place(closed)
+    fixed, carried = parts_of_scan(equation)
+    variables, first = flat.jaxpr.invars, {}
+    same = {}
+    for i, (value, v) in enumerate(zip(inputs, variables, strict=True)):
+        if not fixed <= i < fixed + carried:
+            same[v] = first.setdefault((id(value), i < fixed), v)
+    last = fixed + carried
+    parts = tuple(variables[:fixed]), tuple(variables[fixed:last]), tuple(variables[last:])
+    return Body(computed_once(flat, same), parts[0], parts[1], parts[2], length)
+
+
+def _every_turn(body: Body, known: dict, stacked: dict, wanted: list, rules: Rules) -> dict[Any, Array]:
+    """Of all turns at once, from what is the same in all of them and rows of what is stacked."""
+    if not wanted:
+        return {}
+    one = lambda xs: evaluated(body.closed, known | dict(zip(stacked, xs, strict=True)), wanted, rules)  # noqa: E731
+    return dict(zip(wanted, jax.vmap(one)(list(stacked.values())), strict=True))
+
+
+def _variables(atoms: Iterable) -> list:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def _makers(body: Body) -> dict[Any, core.JaxprEqn]:
+    return {v: equation for equation in body.closed.jaxpr.eqns for v in equation.outvars}
+
+
+def _uses(body: Body) -> Counter:
+    uses = Counter(v for equation in body.closed.jaxpr.eqns for v in _variables(equation.invars))
+    uses.update(_variables(body.closed.jaxpr.outvars))
+    return uses
+
+
+def _bytes(variables: Iterable) -> int:
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
+
+
+def _only_of(body: Body, sources: Iterable) -> set:
+    """Variables that are computed from no others than these."""
+    found = {*sources, *body.closed.jaxpr.constvars}
+    for equation in body.closed.jaxpr.eqns:
+        if all(v in found for v in _variables(equation.invars)):
+            found.update(equation.outvars)
+    return found
+
+
+def _weighed(equation: core.JaxprEqn, weights: Collection) -> Any:
+    """What a product multiplies by large weights: a variable; None where it is no such product."""
+    if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
+        return None
+    factors = _variables(equation.invars)
+    others = [v for v in factors if v not in weights]
+    if len(factors) != 2 or len(others) != 1:
+        return None
+    large = _bytes(v for v in factors if v in weights) >= _LARGE * _bytes([*others, *equation.outvars])
+    return others[0] if large else None
+
+
+# -- before the loop --------------------------------------------------------------------------------------------------
+
+
+def _before(body: Body) -> list:
+    """Products of weights and slices alone."""
+    weights = _only_of(body, body.fixed)
+    known = _only_of(body, (*body.fixed, *body.cut))
+    found, room = [], _MOST
+    for equation in body.closed.jaxpr.eqns:
+        if _weighed(equation, weights) in known and (size := body.length * _bytes(equation.outvars)) <= room:
+            found.extend(equation.outvars)
+            room -= size
+    return found
+
+
+# -- after it ---------------------------------------------------------------------------------------------------------
+
+
+def _after(body: Body, kept: set) -> dict[Any, list]:
+    """Outputs of every turn that are products by weights, or sums of them: what they are made of.
+
+    That must be kept for all turns: only where it is all the same, or is no larger than what is made of it.
+    """
+    makers, uses, weights = _makers(body), _uses(body), _only_of(body, body.fixed)
+    found, given = {}, Counter(_variables(body.given))
+    uses.subtract({v: times - 1 for v, times in given.items()})
+    made = {v: _sources(v, kept, makers, uses, weights) for v in given if uses[v] == 1}
+    kept = kept | {v for v in given if v not in made or not made[v][1]}
+    for v, (sources, products) in made.items():
+        more = [source for source in sources if source not in kept]
+        if products and _bytes(more) <= _bytes([v]):
+            found[v] = sources
+            kept = kept | set(more)
+    return found
+
+
+def _sources(v: Any, kept: set, makers: dict, uses: Counter, weights: Collection) -> tuple[list, int]:
+    """(what ``v`` is made of, but for weights; of how many products)."""
+    maker = makers.get(v)
+    multiplied = None if maker is None or v in kept else _weighed(maker, weights)
+    if multiplied is not None:
+        return [multiplied], 1
+    if v in weights:
+        return [], 0
+    if maker is None or v in kept or uses[v] != 1 or maker.primitive.name not in _TOGETHER:
+        return [v], 0
+    parts = [_sources(part, kept, makers, uses, weights) for part in _variables(maker.invars)]
+    return list(dict.fromkeys(source for sources, _ in parts for source in sources)), sum(n for _, n in parts)
+
+
+def _stack(v: Any, stacked: dict, length: int) -> Array:
+    if isinstance(v, core.Literal):
+        return jnp.full((length,), v.val, v.aval.dtype)  # type: ignore[attr-defined]
+    return stacked[v]
+
+
+# -- sums over all turns ----------------------------------------------------------------------------------------------
+
+
+def _added(body: Body) -> dict[int, Added]:
+    """By the number of the carried array."""
+    makers, uses = _makers(body), _uses(body)
+    found: dict[int, Added] = {}
+    readers: dict[Any, set[int]] = {}
+    for i, (before, after) in enumerate(zip(body.carried, body.ends, strict=True)):
+        last = None if isinstance(after, core.Literal) else makers.get(after)
+        if last is None or last.primitive.name not in ("add", "add_any") or uses[before] != 1 or uses[after] != 1:
+            continue
+        if before not in last.invars:
+            continue
+        at, then = next(v for v in last.invars if v is not before), []
+        while (made := None if isinstance(at, core.Literal) else makers.get(at)) is not None:
+            if made.primitive.name in ("dot_general", "reduce_sum"):
+                found[i] = Added(made, tuple(reversed(then)))
+                readers.setdefault(at, set()).add(id(then[-1][0] if then else last))
+            if made.primitive.name not in _PASSED_ON or uses[at] != 1:
+                break
+            then.append((made, list[Any](made.outvars).index(at)))
+            at = made.invars[0]
+    # nothing is saved of a product whose result is used otherwise too
+    only = lambda v: len(readers[v]) == uses[v]  # noqa: E731
+    return {i: added for i, added in found.items() if only(added.root.outvars[0])}
+
+
+def _worth_it(added: dict[int, Added], body: Body) -> dict[int, Added]:
+    """Products that are much larger than what must be kept for them, and sums of what is kept all the same."""
+    kept, fixed = set(body.cut), {*body.fixed, *body.carried, *body.closed.jaxpr.constvars}
+    known = lambda v: not isinstance(v, core.Literal) and v not in fixed  # noqa: E731
+    chosen, room = {}, _MOST
+    for name in ("dot_general", "reduce_sum"):
+        for i, each in added.items():
+            if each.root.primitive.name != name or not all(map(known, each.root.invars)):
+                continue
+            more = set(each.root.invars) - kept
+            large = _WORTH * _bytes(more) > _bytes(each.root.outvars) or body.length * _bytes(more) > room
+            if more and (name == "reduce_sum" or large):
+                continue
+            room -= body.length * _bytes(more)
+            kept |= more
+            chosen[i] = each
+    return chosen
+
+
+def _totals(added: dict[int, Added], stacked: dict, start: Sequence[Array]) -> dict[int, Array]:
+    """What the carried arrays end with to which something is added."""
     totals: dict[Any, Array] = {}
-    ends = dict(zip(left, carry, strict=True))
+    ends = {}
     for i, sum_ in added.items():
         of = sum_.root.outvars[0]
         if of not in totals:
@@ -70,57 +278,8 @@ def sums_after(rules: Rules, inputs: list, equation: core.JaxprEqn) -> list | No
         for each, output in sum_.then:
             total = each.primitive.bind(total, **each.params)
             total = total[output] if each.primitive.multiple_results else total
-        ends[i] = inputs[fixed + i] + total
-    return [*(ends[i] for i in range(carried)), *given[: len(given) - len(made)]]
-
-
-def _added(body: Any, fixed: int, carried: int) -> dict[int, Added]:
-    """By the number of the carried array."""
-    by_output = {v: equation for equation in body.eqns for v in equation.outvars}
-    uses = Counter(v for equation in body.eqns for v in equation.invars if not isinstance(v, core.Literal))
-    uses.update(v for v in body.outvars if not isinstance(v, core.Literal))
-    found: dict[int, Added] = {}
-    readers: dict[Any, set[int]] = {}
-    for i, (before, after) in enumerate(zip(body.invars[fixed : fixed + carried], body.outvars, strict=False)):
-        last = None if isinstance(after, core.Literal) else by_output.get(after)
-        if last is None or last.primitive.name not in ("add", "add_any") or uses[before] != 1 or uses[after] != 1:
-            continue
-        if before not in last.invars:
-            continue
-        at, then = next(v for v in last.invars if v is not before), []
-        while (made := None if isinstance(at, core.Literal) else by_output.get(at)) is not None:
-            if made.primitive.name in ("dot_general", "reduce_sum"):
-                found[i] = Added(made, tuple(reversed(then)))
-                readers.setdefault(at, set()).add(id(then[-1][0] if then else last))
-            if made.primitive.name not in _PASSED_ON or uses[at] != 1:
-                break
-            then.append((made, made.outvars.index(at)))
-            at = made.invars[0]
-    # nothing is saved of a product whose result is used otherwise too
-    only = lambda v: len(readers[v]) == uses[v]  # noqa: E731
-    return {i: added for i, added in found.items() if only(added.root.outvars[0])}
-
-
-def _worth_it(added: dict[int, Added], body: Any, first_cut: int, length: int) -> dict[int, Added]:
-    """Products that are much larger than what must be kept for them, and sums of what is kept all the same."""
-    kept = set(body.invars[first_cut:])
-    known = lambda v: not isinstance(v, core.Literal) and v not in body.invars[:first_cut] and v not in body.constvars  # noqa: E731
-    size = lambda vs: sum(v.aval.size * v.aval.dtype.itemsize for v in vs)  # noqa: E731
-    chosen, room = {}, _MOST
-    for name in ("dot_general", "reduce_sum"):
-        for i, each in added.items():
-            if each.root.primitive.name != name or not all(map(known, each.root.invars)):
-                continue
-            more = set(each.root.invars) - kept
-            needless = (
-                name == "reduce_sum" or _WORTH * size(more) > size(each.root.outvars) or length * size(more) > room
-            )
-            if more and needless:
-                continue
-            room -= length * size(more)
-            kept |= more
-            chosen[i] = each
-    return chosen
+        ends[i] = start[i] + total
+    return ends
 
 
 def _total(root: core.JaxprEqn, factors: Sequence[Array]) -> Array:
