@@ -13,6 +13,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.compiled.selection import largest
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.feedback import ErrorFeedback
 from fedrax.contract.fields import Bound, Static
@@ -26,7 +27,7 @@ class Sparse:
     """k numbers of a tree as they travel; all others are zero."""
 
     indices: Array
-    """int32 [k], in the tree's leaves laid end to end."""
+    """int32 [k], ascending, in the tree's leaves laid end to end."""
     values: Array
     """[k]"""
     structure: Any
@@ -36,9 +37,9 @@ class Sparse:
     def largest(cls, values: Tree, k: int) -> Sparse:
         """The k numbers of largest magnitude."""
         flat, _ = ravel_pytree(values)
-        _, indices = jax.lax.top_k(jnp.abs(flat), k)
+        indices = largest(flat, k)
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(values))
-        return cls(indices.astype(jnp.int32), flat[indices], jax.tree.structure(values), shapes)
+        return cls(indices, flat[indices], jax.tree.structure(values), shapes)
 
     def dense(self) -> Tree:
         """The whole tree."""
