@@ -11,6 +11,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -175,32 +176,101 @@ def reading_parquet(path: Path) -> Iterator[None]:
         os.close(nowhere)
 
 
-def read_csv(path: Path, missing_as: Sequence[str] = ()) -> pl.DataFrame:
+@dataclass(frozen=True)
+class CsvForm:
+    """How a CSV file is written: what stands between two cells, what before a number's fraction, and the texts of cells
+    that hold nothing, besides empty ones."""
+
+    separator: str = ","
+    decimal: str = "."
+    missing_as: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.separator) != 1 or not self.separator.isascii() or self.separator in '\r\n"':
+            raise FedraxError(f"a separator is one character of ASCII, such as ';', not {self.separator!r}.")
+        if self.decimal not in (".", ","):
+            raise FedraxError(f"decimal must be '.' or ',', not {self.decimal!r}.")
+        if self.decimal == self.separator:
+            raise FedraxError("a decimal comma needs another separator than a comma: set separator, to ';' perhaps.")
+
+
+def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -> pl.DataFrame:
     """The table in a CSV file with a header of different names; FedraxError if it is not one.
 
-    ``missing_as``: texts of cells that hold nothing, besides empty ones. A path is a file and never a pattern. A
-    compressed file is refused: it may grow to any size.
+    Columns in ``texts`` stay texts, whatever they hold; rows that hold nothing are left out. A path is a file and never
+    a pattern. A compressed file is refused: it may grow to any size.
     """
     import polars as pl
 
-    try:
-        with reading(path, MAX_CSV) as file:
-            if file.read(4).startswith(_COMPRESSED):
-                raise FedraxError(f"{path} is compressed: unpack it first.")
-            file.seek(0)
-            header = next(csv.reader([file.readline(MAX_FILE).decode("utf-8-sig")]), [])
-        if len(header) > MAX_COLUMNS:
-            raise FedraxError(f"{path} has {len(header):,} columns, where at most {MAX_COLUMNS:,} are read.")
-        twice = next((name for name, count in Counter(header).items() if count > 1), None)
-        if twice is not None:
-            raise FedraxError(f"{path} has two columns {twice!r}.")
-        table = pl.read_csv(path, infer_schema_length=None, glob=False, null_values=list(missing_as) or None)
-    except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
-        raise FedraxError(f"{path} cannot be read as a CSV table: {error}.") from error
+    header = _header(path, form)
+    with _reading_csv(path):
+        kinds = {name: pl.String for name in texts if name in header}
+        table = pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_options(form))
     long = next((name for name, kind in table.schema.items() if kind.is_integer() and "128" in str(kind)), None)
     if long is not None:
         raise FedraxError(f"{path}: column {long!r} holds whole numbers beyond 64 bits: write floats, or texts.")
-    return table
+    return table.filter(~pl.all_horizontal(pl.all().is_null())) if table.width > 1 else table
+
+
+def zero_padded(path: Path, names: Sequence[str], form: CsvForm = CsvForm()) -> list[str]:
+    """Of these columns those where a whole number begins with a zero, as in 007: such are names of things."""
+    import polars as pl
+
+    known = [name for name in names if name in _header(path, form)]
+    if not known:
+        return []
+    with _reading_csv(path):
+        table = pl.read_csv(path, infer_schema=False, columns=known, **_options(form))
+    return [name for name in known if table[name].str.contains(r"^\s*0\d+\s*$").any()]
+
+
+def _options(form: CsvForm) -> dict[str, Any]:
+    """For polars."""
+    missing = list(form.missing_as) or None
+    return {"glob": False, "separator": form.separator, "decimal_comma": form.decimal == ",", "null_values": missing}
+
+
+@contextmanager
+def _reading_csv(path: Path) -> Iterator[None]:
+    """What polars finds wrong with a CSV file, without its advice on arguments that users of fedrax do not have."""
+    import polars as pl
+
+    try:
+        yield
+    except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
+        first = (str(error).splitlines() or [""])[0].rstrip(".")
+        said = next((text for words, text in _KNOWN.items() if words in first.lower()), "{}").format(first)
+        raise FedraxError(f"{path} cannot be read as a CSV table: {said}.") from error
+
+
+_KNOWN = {
+    "utf-8": "it is no text in UTF-8: save it in this encoding",
+    "more fields than": "a row has more cells than the header has names",
+    "could not parse": "{}: perhaps a quotation mark is never closed",
+    "malformed": "{}: perhaps a quotation mark is never closed",
+}
+"""What to say where polars or Python says these words, which take the place of the brackets."""
+
+
+def _header(path: Path, form: CsvForm) -> list[str]:
+    """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
+    with _reading_csv(path), reading(path, MAX_CSV) as file:
+        if file.read(4).startswith(_COMPRESSED):
+            raise FedraxError(f"{path} is compressed: unpack it first.")
+        file.seek(0)
+        line = file.readline(MAX_FILE).decode("utf-8-sig")
+        header = next(csv.reader([line], delimiter=form.separator), [])
+    if len(header) > MAX_COLUMNS:
+        raise FedraxError(f"{path} has {len(header):,} columns, where at most {MAX_COLUMNS:,} are read.")
+    other = next((mark for mark in ",;\t|" if mark != form.separator and mark in line), None)
+    if len(header) == 1 and other is not None:
+        raise FedraxError(
+            f"{path} has one column {header[0]!r}: if {other!r} separates its columns, set separator to it."
+        )
+    twice = next((name for name, count in Counter(header).items() if count > 1), None)
+    if twice is not None:
+        raise FedraxError(f"{path} has two columns {twice!r}.")
+    return header
 
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
@@ -223,7 +293,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML file; FedraxError if it is not one."""
     try:
         with reading(path, MAX_FILE) as file:
-            return tomllib.loads(file.read().decode("utf-8"))
+            return tomllib.loads(file.read().decode("utf-8-sig"))
     except RecursionError as error:
         raise FedraxError(f"{path} cannot be read as TOML: brackets in brackets, too deep.") from error
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors

@@ -39,6 +39,12 @@ class Columns:
         others = [name for name in (self.client, self.partition_by) if name is not None]
         return [self.label, *others, *self.columns, *self.drop, *self.categorical]
 
+    @property
+    def of_names(self) -> list[str]:
+        """The columns whose numbers are names, of classes, clients and categories: 007 is another one than 7."""
+        classes = [self.label] if self.labels != "numbers" else []
+        return [*classes, *([self.client] if self.client is not None else []), *self.categorical]
+
     def features(self, table: pl.DataFrame, path: object) -> list[str]:
         """The columns that samples are made of: those asked for, without what is for something else."""
         besides = {self.label, self.client, *self.drop}
@@ -136,9 +142,11 @@ def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndar
 
 
 def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
-    if table[column].null_count():
+    found = table[column].fill_nan(None) if table[column].dtype.is_float() else table[column]
+    if found.null_count():
         raise FedraxError(
-            f"{path}: column {column!r} has missing values, which no row may have there: remove those rows"
+            f"{path}: column {column!r} has missing values, which no row may have there: remove those rows, of which"
+            f" there are {found.null_count():,}"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from fedrax.data.columns import Columns, Owners, check_columns
 from fedrax.data.dataset import Dataset
 from fedrax.errors import FedraxError
-from fedrax.files import read_csv
+from fedrax.files import CsvForm, read_csv, zero_padded
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,7 +24,7 @@ FAR_APART = 100.0
 """Times by which the deviations of two features may differ before a note says so."""
 
 MANY_ROWS = 50
-"""Rows from which on whole numbers that all differ are taken for the rows' own."""
+"""Rows from which on whole numbers that all differ, or texts of which most do, are taken for the rows' own."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ def load_csv(
     categorical: tuple[str, ...] = (),
     max_categories: int = 50,
     partition_by: str | None = None,
+    separator: str = ",",
+    decimal: Literal[".", ","] = ".",
 ) -> Dataset:
     """A table with a header: the column ``label``, optionally a column ``client``, and features (float32).
 
@@ -67,10 +69,11 @@ def load_csv(
     and deviation of the training rows out of the features that are numbers: of all clients' together, or of each
     client's own. ``missing`` values (empty cells, NaN, the texts of ``missing_as``) are refused, or become the mean of
     the training rows (of the client's, where each client is standardised by itself), for texts a category of their own.
+    ``separator`` stands between two cells, ``decimal`` before a number's fraction.
     """
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
-    table, first = _read(Path(path), test_path, tuple(missing_as), chosen.named)
+    table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
     _refuse_numbers_among_texts(table, chosen, path)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
@@ -109,19 +112,19 @@ def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, 
     return replace(made, feature_names=features.names)
 
 
-def _read(
-    path: Path, test_path: str | Path | None, missing_as: tuple[str, ...], named: Sequence[str]
-) -> tuple[pl.DataFrame, int]:
+def _read(path: Path, test_path: str | Path | None, form: CsvForm, chosen: Columns) -> tuple[pl.DataFrame, int]:
     """The rows of both files, and how many are of the first; every column that is named is there."""
     import polars as pl
 
-    table = read_csv(path, missing_as)
+    paths = [path] if test_path is None else [path, Path(test_path)]
+    padded = {name for file in paths for name in zero_padded(file, chosen.of_names, form)}
+    table, *others = (read_csv(file, form, sorted(padded)) for file in paths)
     if not len(table):
         raise FedraxError(f"{path} holds no rows.")
-    check_columns(table, named, path)
-    if test_path is None:
+    check_columns(table, chosen.named, path)
+    if not others:
         return table, len(table)
-    other = read_csv(Path(test_path), missing_as)
+    other = others[0]
     if table.columns != other.columns:
         raise FedraxError(f"{path} and {test_path} differ in their columns.")
     kinds = [[_is_text(t[name]) for t in (table, other)] for name in table.columns]
@@ -197,6 +200,8 @@ def _one_hot(
     new = ~hot.any(axis=1) & ~lost
     if new.any():
         said.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
+    if len(column) >= MANY_ROWS and 2 * len(categories) > (~lost[train]).sum():
+        said.append(f"warning: {name!r} has another text in most rows: drop it if it names or dates them")
     if lost.any():
         hot, titles = np.concatenate([hot, lost[:, None]], axis=1), [*titles, f"{name} missing"]
         said.append(f"{lost.sum():,} missing values of {name!r} are a category of their own")

@@ -1,0 +1,87 @@
+"""CSV files as other programs write them: other separators and encodings, empty rows, numbers that are names."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedrax.data import load
+from fedrax.errors import FedraxError
+from fedrax.files import CsvForm, read_csv
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "table.csv"
+
+
+def test_semicolons_and_decimal_commas(path: Path) -> None:
+    path.write_text("x;y;label\n1,5;2;a\n-0,25;3;b\n", encoding="utf-8")
+    read = load("csv", path=path, separator=";", decimal=",", standardise="none", test_fraction=0.0)
+    assert read.train.x.tolist() == [[1.5, 2], [-0.25, 3]] and read.class_names == ("a", "b")
+    for option, words in (
+        ({}, r"has one column 'x;y;label': if ';' separates its columns, set separator to it"),
+        ({"separator": ";;"}, "a separator is one character"),
+        ({"decimal": ","}, "a decimal comma needs another separator"),
+    ):
+        with pytest.raises(FedraxError, match=words):
+            load("csv", path=path, **option)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("größe,label\n1,2\n".encode("latin-1"), "no text in UTF-8: save it in this encoding"),
+        ("a,label\nü,2\n".encode("latin-1"), "no text in UTF-8: save it in this encoding"),
+        (b"a,label\n1,2\n1,2,3\n", "a row has more cells than the header has names"),
+        (b'a,label\n"1,2\n', "a quotation mark is never closed"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_line(path: Path, content: bytes, words: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(FedraxError, match=words) as caught:
+        load("csv", path=path)
+    assert len(str(caught.value).splitlines()) == 1 and "schema" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("rest", ["\n", "\n\n", ",,\n", ",,\n\n1,2,a\n,,\n"])
+def test_rows_that_hold_nothing_are_none(path: Path, rest: str) -> None:
+    path.write_text("x,y,label\n1,2,a\n3,4,b\n" + rest)
+    rows = 2 + rest.count("a")
+    assert len(load("csv", path=path, test_fraction=0.0).train.y) == rows
+
+
+def test_zeros_in_front_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
+    """Three clients, which as numbers would be one; numbers without such zeros keep their order."""
+    path.write_text(
+        "who,plz,x,label\n" + "".join(f"{who},{who},{i},0{i % 2}\n" for i, who in enumerate(["001", "01", "1"] * 4))
+    )
+    options = {"client": "who", "categorical": ("plz",), "test_fraction": 0.0}
+    read = load("csv", path=path, **options)
+    assert read.client_names == ("001", "01", "1") and read.class_names == ("00", "01")
+    assert read.feature_names == ("plz=001", "plz=01", "plz=1", "x")
+    assert load("csv", path=path, labels="numbers", **options).train.y.max() == 1
+    test = tmp_path / "test.csv"
+    test.write_text("who,plz,x,label\n1,1,5,00\n")
+    assert load("csv", path=path, test_path=test, client="who", categorical=("plz",)).test_clients.tolist() == [2]
+    path.write_text("who,x,label\n10,1,0\n9,2,1\n-0,3,1\n")
+    assert load("csv", path=path, client="who", test_fraction=0.0).client_names == ("0", "9", "10")
+
+
+def test_a_row_without_client_is_refused_whatever_stands_for_it(path: Path) -> None:
+    path.write_text("who,x,label\n1.5,1,0\nNaN,2,1\n2.5,3,1\n")
+    with pytest.raises(FedraxError, match="'who' has missing values, which no row may have there"):
+        load("csv", path=path, client="who")
+
+
+def test_texts_that_name_the_row_are_told_of(path: Path) -> None:
+    path.write_text("day,ward,label\n" + "".join(f"2024-01-{i % 28 + 1},w{i % 3},{i % 2}\n" for i in range(50)))
+    notes = load("csv", path=path).notes
+    assert any("'day' has another text in most rows: drop it" in note for note in notes)
+    assert not any("'ward' has another text" in note for note in notes)
+
+
+def test_a_form_is_that_of_every_column(path: Path) -> None:
+    path.write_text("a|b\n1|NA\n|2\n")
+    table = read_csv(path, CsvForm("|", missing_as=("NA",)), texts=("a",))
+    assert table["a"].to_list() == ["1", None] and np.isnan(table["b"].to_numpy()[0])
