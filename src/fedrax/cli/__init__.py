@@ -5,11 +5,14 @@ Each command is a module of this package, imported when it is asked for, so that
 
 from __future__ import annotations
 
+import _thread
 import errno
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _warnings_as_sentences():
+        with _warnings_as_sentences(), _interrupts_heard():
             status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status
@@ -86,6 +89,42 @@ def _warnings_as_sentences() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = others
+
+
+@contextmanager
+def _interrupts_heard() -> Iterator[None]:
+    """Ctrl-C stops the command also where it arrives while Python calls a function whose errors it only prints.
+
+    JAX has such a function called by the garbage collector, and so have finalizers. The interrupt then comes once more,
+    a moment later, from another thread: at once it would find the same place.
+    """
+    others = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            again = threading.Timer(_MOMENT, _interrupt)
+            again.daemon = True
+            again.start()
+        else:
+            others(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = others
+
+
+_MOMENT = 0.02
+"""Seconds."""
+
+
+def _interrupt() -> None:
+    """As Ctrl-C does, which also wakes a thread that sleeps."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def _sentence(error: BaseException) -> str | None:

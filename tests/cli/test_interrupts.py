@@ -1,0 +1,47 @@
+"""Ctrl-C while Python calls a function whose errors it only prints."""
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fedrax import cli
+from fedrax.cli import list_command
+from tests.cli.conftest import Outcome
+
+
+def test_an_interrupt_that_a_callback_swallows_comes_again(
+    fedrax: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sys.unraisablehook
+
+    def interrupted(phase: str, info: Any) -> None:
+        gc.callbacks.remove(interrupted)
+        raise KeyboardInterrupt
+
+    def busy(arguments: list[str]) -> int:
+        gc.callbacks.append(interrupted)
+        gc.collect()
+        time.sleep(30)  # in a while; the interrupt ends it
+        return 0
+
+    monkeypatch.setattr(list_command, "main", busy)
+    began = time.monotonic()
+    assert fedrax("list") == Outcome(130, "", "fedrax: interrupted\n")
+    assert time.monotonic() - began < 20 and sys.unraisablehook is before
+
+
+def test_other_errors_of_such_functions_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("gone")
+
+    with cli._interrupts_heard():
+        Fails()
+    assert [lost.exc_type for lost in seen] == [ValueError]
