@@ -63,11 +63,18 @@ def draw_curves(
             )  # fmt: skip
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
-        columns = max(1, min(len(labels), 5, 110 // (max(map(len, labels)) + 8)))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        across = legend_columns(figure, labels)
+        figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False)
     if title:
         figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize="medium")
     return figure
+
+
+def legend_columns(figure: Figure, labels: Sequence[str]) -> int:
+    """Entries of a legend side by side, so many that they fit the figure: an inch has room for eleven letters, and the
+    line before a label takes that of eight."""
+    letters = int(11 * figure.get_size_inches()[0])
+    return max(1, min(len(labels), 5, letters // (max(map(len, labels)) + 8)))
 
 
 def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.report.curves import DASHES, PALETTE
+from fedrax.report.curves import DASHES, PALETTE, legend_columns
 from fedrax.simulation.tuning import Choice, Trial
 from fedrax.text import for_picture, settings_in_words, short_path, value_in_words
 
@@ -34,7 +34,7 @@ def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
     handles = {
         label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    across = max(1, min(len(handles), 5, 80 // (max(map(len, handles)) + 8)))
+    across = legend_columns(figure, list(handles))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across, frameon=False)
     if title:
         figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize="medium")

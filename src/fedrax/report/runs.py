@@ -195,7 +195,8 @@ class Statistic:
         """None where there are no values."""
         if not values:
             return None
-        mean = math.fsum(values) / len(values)
+        alike = min(values) == max(values)  # whose mean may be rounded
+        mean = values[0] if alike else math.fsum(values) / len(values)
         if len(values) == 1:
             return cls(mean, None)
         return cls(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)))

@@ -1,0 +1,34 @@
+"""Tables and pictures of many methods."""
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fedrax.report.curves import legend_columns
+from fedrax.report.grids import draw_grids
+from fedrax.report.runs import Statistic
+from fedrax.simulation.tuning import Choice, Trial
+
+
+@pytest.mark.parametrize("settings", [1, 3])
+@pytest.mark.parametrize("label", ["fedavg", "a method of a longer name"])
+def test_the_legend_of_many_methods_fits_the_picture(settings: int, label: str) -> None:
+    points = [{f"algorithm.local.s{k}": lr for k in range(settings)} for lr in (0.1, 1.0)]
+    trials = tuple(Trial(point, 0.5 + point["algorithm.local.s0"] / 10, 3) for point in points)
+    figure = draw_grids({f"{label} {i}": Choice("accuracy", False, trials) for i in range(10)})
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    box, (legend,) = figure.bbox, figure.legends
+    inside = legend.get_window_extent(renderer)
+    assert box.x0 <= inside.x0 and inside.x1 <= box.x1 and box.y0 <= inside.y0
+
+
+def test_few_entries_stand_side_by_side() -> None:
+    assert legend_columns(Figure(figsize=(10, 4)), ["fedavg", "scaffold"]) == 2
+
+
+def test_values_that_are_alike_have_no_spread() -> None:
+    """Whose mean, a sum over their number, may differ from them in the last digit."""
+    assert Statistic.of([0.031199999999999995] * 3) == Statistic(0.031199999999999995, 0.0)
+    assert Statistic.of([0.1] * 3) == Statistic(0.1, 0.0)
+    assert Statistic.of([1.0, 2.0]) == Statistic(1.5, 0.5**0.5)
