@@ -214,6 +214,10 @@ CASES = {
     "labels out of range": Case(MNIST, "labels must lie in 0 .. 9", idx(IMAGES, LABELS[:-1] + b"\x0b")),
     "file not said": Case("run --data npz", "--data.path"),
     "npz array missing": Case(NPZ, "is not", file("d.npz", b"PK nonsense")),
+    "one class": Case(NPZ, "all labels of 'd' are one class", npz(y_train=np.zeros(40, int), y_test=np.zeros(8, int))),
+    "no rows": Case(NPZ, "holds no training samples", npz(x_train=np.zeros((0, 3)), y_train=np.zeros(0, int))),
+    "no metric": Case("run x.toml", "a list of 'auc', 'f1'", toml(new='[task]\nname = "auto"\nmetrics = ["auk"]\n')),
+    "epochs for blocks": Case("run --algorithm losac --algorithm.local.epochs 1", "give local steps, not epochs"),
     "negative labels": Case(NPZ, "class labels must be 0 or more", npz(y_train=np.arange(40) - 1)),
     "objects": Case(NPZ, "Python objects", npz(x_train=np.array([[{}]] * 40, object))),
     "not finite data": Case(NPZ, "not finite", npz(x_test=np.full((8, 3), np.nan))),
@@ -228,6 +232,9 @@ CASES = {
     "damaged events": Case("show r", "line 1, is not an event", lambda folder: damaged(folder)),
     "compare nothing": Case("compare", "nothing to compare"),
     "compare labels": Case("compare --algorithms fedavg fedavg", "two methods are called 'fedavg'"),
+    "compare what is there": Case(
+        "compare x.toml --algorithms FedAvg", "leave 'FedAvg' out, which is there already", toml()
+    ),
     "compare seeds": Case("compare --algorithms fedavg --seeds 1 1", "seeds must be different"),
     "compare target": Case("compare --algorithms fedavg --target 85", "accuracy in (0, 1]"),
     "compare key": Case("compare x.toml", "unknown key 'mus'", toml(new='[[compare]]\nname = "fedprox"\nmus = 1.0\n')),

@@ -56,6 +56,28 @@ def test_a_finished_run_goes_on(fedrax: Callable[..., Outcome], tiny: Path, tmp_
     assert outcome.status == 2 and "give more of them" in outcome.err
 
 
+@pytest.mark.parametrize("given", ["file", "flag", "comparison"])
+def test_steps_and_epochs_replace_each_other(
+    given: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path
+) -> None:
+    """Who gives one of them does not mean the other's default, nor what a file says that flags change."""
+    out, flags = ("--out", "r", "--run.rounds", 1, "--quiet"), ("--algorithm.local.epochs", 2)
+    if given == "file":
+        tiny.write_text(TINY.replace('"fedavg"', '"fedsgd"').replace("steps = 2", "epochs = 2"))
+        assert fedrax("run", tiny, *out).status == 0
+    else:
+        command = ("run",) if given == "flag" else ("compare", "--seeds", 0)
+        assert fedrax(command[0], tiny, *command[1:], *flags, *out).status == 0
+    (kept,) = (tmp_path / "r").rglob("experiment.toml")
+    local = experiment.read(kept).algorithm.local  # type: ignore[attr-defined]
+    assert (local.epochs, local.steps) == (2, None)
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    tiny.write_text("\ufeff" + TINY, encoding="utf-8")
+    assert fedrax("run", tiny, "--run.rounds", 1, "--quiet") == Outcome(0, "", "")
+
+
 @pytest.mark.exhaustive
 def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     """A table with texts and missing values, two classes and one logit; what was done to the columns is said."""

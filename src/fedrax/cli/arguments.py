@@ -126,6 +126,20 @@ def _choose(table: Table, chosen: Chosen, name: str) -> None:
     table[last] = {"name": config.own_name(cls) or name, **kept}
 
 
+def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
+    """``made`` without the values in whose stead ``args`` give others: ``--algorithm.local.steps`` replaces epochs."""
+    flags = {arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+
+    def without(value: Any, first: str, *inside: str) -> Any:
+        return dataclasses.replace(value, **{first: without(getattr(value, first), *inside) if inside else None})
+
+    for flag in flags:
+        other = config.replaced_by(flag, made)
+        if other is not None and other not in flags:
+            made = without(made, *other.split("."))
+    return made
+
+
 @dataclass(frozen=True)
 class Parsed:
     """What the flags of a command came to."""
@@ -159,7 +173,7 @@ def parse_experiment(
     table = {key: value for key, value in table.items() if key not in experiment.OF_COMPARISONS}
     reader = config.Reader(source, folder, tyro.MISSING, trust)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
-    made = reader.fields(Experiment, table, "", Experiment())
+    made = _as_flagged(reader.fields(Experiment, table, "", Experiment()), rest)
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
     fields.append(

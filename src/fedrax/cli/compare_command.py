@@ -90,6 +90,13 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     parsed = parse_experiment(CompareOptions, rest, "fedrax compare", DESCRIPTION, (*SHARED, "run"))
     options = parsed.options
     spec = comparison.read(files) if files else Comparison("comparison", (), (0, 1, 2), None)
+    known = {method.name.casefold() for method in spec.methods}
+    twice = next((name for name in options.algorithms if name.casefold() in known), None)
+    if twice is not None:
+        raise FedraxError(
+            f"--algorithms adds methods, with their default settings, to those of {files[0]}: leave {twice!r} out,"
+            " which is there already."
+        )
     added = [
         Experiment(name=cls.__name__ if ":" in name else name, algorithm=cls(), run=spec.run)
         for name, cls in ((name, ALGORITHM.find(name, Path.cwd(), "typed")) for name in options.algorithms)

@@ -103,7 +103,10 @@ class Kind:
     def words(self) -> str:
         """Such a value in words; none where a file cannot hold it."""
         if self.items:
-            words = {kind.words.removeprefix("a ") for item in self.items for kind in item.kinds if kind.type in _PLAIN}
+            kinds = [kind for item in self.items for kind in item.kinds]
+            if self.repeated and len(kinds) == 1 and kinds[0].choices:
+                return f"a list of {', '.join(map(repr, kinds[0].choices))}"
+            words = {kind.words.removeprefix("a ") for kind in kinds if kind.type in _PLAIN}
             count = "" if self.repeated else f"{len(self.items)} "
             return f"a list of {count}{words.pop() if len(words) == 1 else 'value'}s"
         if self.choices:

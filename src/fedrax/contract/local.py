@@ -137,6 +137,9 @@ class LocalSGD:
     carry: bool = False
     """Keep the optimizer's state from round to round on each client, instead of starting anew."""
 
+    _instead = {"steps": "epochs", "epochs": "steps"}  # noqa: RUF012 - never mutated
+    """Where a file gives one of them, the default of the other does not count."""
+
     def check(self) -> None:
         """Refuse combinations that contradict each other."""
         if self.steps is not None and self.epochs is not None:

@@ -256,6 +256,8 @@ def _from_npz(
     for samples in (train, test):
         if samples.x.dtype.kind == "f" and not np.isfinite(samples.x).all():
             raise FedraxError(f"{path} holds numbers that are not finite.")
+    if not len(train.y):
+        raise FedraxError(f"{path} holds no training samples.")
     classes = None
     if train.y.dtype.kind == "i":
         classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1

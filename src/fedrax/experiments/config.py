@@ -152,7 +152,9 @@ class Reader:
                 raise self.error(f"[{path}]" if path else "", str(unknown("key", key, fields)))
             at = f"{path}.{key}" if path else key
             values[key] = self.value(fields[key], value, at, defaults[key])
-        values = defaults | values
+        # Where one field stands instead of another, who gives it does not mean the other's default.
+        instead = {other: None for name, other in getattr(cls, "_instead", {}).items() if name in values}
+        values = defaults | instead | values
         missing = [name for name, value in values.items() if value is MISSING]
         if self.missing is not None:
             values |= dict.fromkeys(missing, self.missing)
@@ -216,6 +218,15 @@ def _as_float(value: Any) -> float:
         return float(value)
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
+
+
+def replaced_by(path: str, value: Any) -> str | None:
+    """The path of the field of ``value`` in whose stead the one at ``path`` stands: of local.steps local.epochs."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        value = getattr(value, parent, None)
+    other = getattr(type(value), "_instead", {}).get(last)
+    return None if other is None else ".".join((*parents, other))
 
 
 def table_of(value: Any, base: Any = None) -> Table:

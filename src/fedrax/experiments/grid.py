@@ -21,7 +21,7 @@ from typing import Any
 
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.experiments.config import Reader, Table
+from fedrax.experiments.config import Reader, Table, replaced_by
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.own_code import Trust
 from fedrax.text import short_path
@@ -182,6 +182,8 @@ def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(),
     if not values:
         return spec
     table = experiment.to_table(spec)
+    replaced = {other for path in values if (other := replaced_by(path, spec)) is not None} - set(values)
+    values = dict.fromkeys(replaced, "none") | dict(values)
     for path in sorted(values, key=lambda path: path.count(".")):  # a name before the settings of what it names
         _put(table, path, values[path], source)
     return Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())

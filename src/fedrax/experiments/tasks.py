@@ -40,6 +40,9 @@ class Classification:
         """A logit for each class."""
         if federation.num_classes is None:
             raise FedraxError(f"a classification needs classes: the labels of {federation.name!r} are numbers")
+        if federation.num_classes == 1:
+            named = f", {federation.class_names[0]!r}" if federation.class_names else ""
+            raise FedraxError(f"there is nothing to tell apart: all labels of {federation.name!r} are one class{named}")
         return federation.num_classes
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
