@@ -73,7 +73,7 @@ class Cohort(NamedTuple):
     weights: Array
     """p_i, in the order of ``clients``; zero beyond the cohort."""
     size: Array
-    """S, as a float."""
+    """S, as a float of the run's type."""
     num_clients: int
     """N, all clients of the federation."""
     round: Array

@@ -56,7 +56,7 @@ class Rounds(NamedTuple):
     round: Any
     """int32; the rounds' numbers."""
     cohort_size: Any
-    """S, float32."""
+    """S."""
     count: Any
     """int32; places in use on each device."""
     places: Place
@@ -195,12 +195,12 @@ def serve(
         total=gathered.sums.total,
         clients=gathered.clients,
         weights=gathered.weights,
-        size=jnp.asarray(here.cohort_size),
+        size=jnp.asarray(here.cohort_size, float),
         num_clients=program.num_clients,
         round=jnp.asarray(here.round),
         key=jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p),
         uploads=jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), uploads),
-        expected=jnp.asarray(here.cohort_size if program.expected is None else program.expected, jnp.float32),
+        expected=jnp.asarray(here.cohort_size if program.expected is None else program.expected, float),
     )
     return checked_server(algorithm, algorithm.phases[p].server(server, cohort))
 
@@ -217,7 +217,8 @@ def client_keys(round_key: Array, clients: Array) -> Keys:
 def turn_of(here: Rounds, keys: Keys, k: Any) -> Turn:
     """The turn of the client in place ``k``."""
     place = jax.tree.map(lambda a: a[k], here.places)
-    return Turn(place, jnp.asarray(here.round), jnp.asarray(here.cohort_size), keys.own[k], keys.shared)
+    size = jnp.asarray(here.cohort_size, float)  # of the run's type: a product with a step size is not rounded to less
+    return Turn(place, jnp.asarray(here.round), size, keys.own[k], keys.shared)
 
 
 def client_data(program: Program, samples: Tree, turn: Turn, phase: int = 0) -> ClientData:

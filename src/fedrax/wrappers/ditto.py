@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm, ClientOutput
@@ -53,7 +54,8 @@ class Ditto(Wrapper):
         if not last:
             return client(message, state, data), own
         x = getattr(message, "params", message)
-        if jax.tree.structure(x) != jax.tree.structure(own):
+        shapes = lambda t: [jnp.shape(leaf) for leaf in jax.tree.leaves(t)]  # noqa: E731
+        if jax.tree.structure(x) != jax.tree.structure(own) or shapes(x) != shapes(own):
             raise FedraxError("Ditto needs parameters, or a field params of them, sent down in the last phase")
 
         def pull(gradient: Tree, v: Tree) -> Tree:

@@ -1,0 +1,76 @@
+"""What methods are told of a round, in the precision of the run."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from fedrax import (
+    Algorithm,
+    ClientData,
+    ClientOutput,
+    Cohort,
+    Ditto,
+    FedraxError,
+    LocalSGD,
+    Positive,
+    hyperparameters,
+    tree,
+)
+from fedrax.contract.algorithm import Info
+from fedrax.tree import Tree
+from tests.simulation.problems import run
+
+
+class Server(NamedTuple):
+    params: Tree
+
+
+@hyperparameters
+class Scaled(Algorithm):
+    """Steps as long as the share of clients that takes part, which both sides take from what they are told."""
+
+    lr: Positive = 0.1
+
+    def init(self, params: Tree, num_clients: int) -> Server:
+        return Server(jax.tree.map(lambda a: a + 1, params))
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        share = self.lr * data.cohort_size / data.num_clients
+        return ClientOutput(upload=tree.scale(-share, message))
+
+    def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
+        assert cohort.expected is not None
+        share = self.lr * cohort.size / cohort.expected
+        return Server(tree.add_scaled(server.params, share, cohort.mean)), {}
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
+def test_sizes_are_as_precise_as_the_run(plan: str) -> None:
+    """A step size times a size of float32 would be rounded to that, also where all else is float64."""
+    result = run(Scaled(), rounds=2, plan=plan, dtype="float64")
+    for last in map(np.asarray, jax.tree.leaves(result.params)):
+        factor = (1 - 0.1 * 0.1 * 3 / 8) ** 2
+        first = np.round(last / factor - 1, 7)  # the starting parameters are drawn in float32
+        assert last.dtype == np.float64
+        if not first.any():  # biases, which begin at zero
+            np.testing.assert_allclose(last, factor, rtol=1e-14)
+
+
+@hyperparameters
+class Many(Scaled):
+    """Sends several models at once."""
+
+    local: LocalSGD = LocalSGD()
+
+    def broadcast(self, server: Server) -> Tree:
+        return jax.tree.map(lambda a: a[None].repeat(2, 0), server.params)
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        return ClientOutput(upload=tree.row(message, 0))
+
+
+def test_ditto_is_not_drawn_to_several_models_at_once() -> None:
+    with pytest.raises(FedraxError, match="Ditto needs parameters, or a field params of them, sent down"):
+        run(Ditto(Many()), rounds=1)
