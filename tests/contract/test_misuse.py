@@ -50,6 +50,11 @@ def stateful(first: Any, output: Callable) -> FedAvg:
     return method(client=run, init_client=lambda self, params: first)
 
 
+def directed(direction: Callable) -> FedAvg:
+    """FedAvg whose local steps follow this."""
+    return client(lambda m, s, d: ClientOutput(upload=LocalSGD(steps=2).run(d, m, direction).params))
+
+
 def counted(number: Any) -> FedAvg:
     """FedAvg whose server's info is this."""
     return method(server=lambda self, server, cohort: (server, number))
@@ -69,6 +74,14 @@ CASES = {
     r"a is of shape \(\), but init_client": stateful(State(jnp.zeros(3)), lambda s: State(1.0)),
     "of type float32, but init_client makes it int32": stateful(State(jnp.int32(3)), lambda s: State(s.a + 0.5)),
     "Mine.init_client returns in its state something": stateful("x", lambda s: s),
+    "Mine.init_client returns nothing: return the state": stateful(None, lambda s: ()),
+    "of type complex64, but before the round": method(
+        client=lambda self, m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a + 1j, m)),
+        server=lambda self, s, c: (s._replace(params=c.mean), {}),
+    ),
+    "a direction returns a dict: return the pair direction, memory": directed(lambda g, x, memory, step: g),
+    "a direction returns other keys or shapes": directed(lambda g, x, memory, step: (memory, memory)),
+    "a direction returns a memory of another form": directed(lambda g, x, memory, step: (g, g)),
     "Mine.receive returns nothing": method(receive=lambda self, upload: None),
     "Mine.receive returns in its value something": method(receive=lambda self, upload: "x"),
     "Mine.broadcast returns in its message something": method(broadcast=lambda self, server: "x"),

@@ -226,6 +226,6 @@ def is_algorithm(value: Any) -> bool:
 
 
 def summed_dtype(dtype: Any) -> Any:
-    """The type in which numbers of ``dtype`` are averaged: float32 at least."""
-    floating = jax.numpy.issubdtype(dtype, jax.numpy.floating)  # JAX promotes no integers of four bits
-    return jax.numpy.promote_types(dtype, jax.numpy.float32) if floating else jax.numpy.dtype("float32")
+    """The type in which numbers of ``dtype`` are averaged: float32 at least, complex numbers as such."""
+    inexact = jax.numpy.issubdtype(dtype, jax.numpy.inexact)  # JAX promotes no integers of four bits
+    return jax.numpy.promote_types(dtype, jax.numpy.float32) if inexact else jax.numpy.dtype("float32")

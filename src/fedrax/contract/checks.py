@@ -60,6 +60,8 @@ def _arguments(name: str, what: str, function: Callable) -> str | None:
 
 def checked_client(algorithm: Any, state: Tree) -> Tree:
     """A client's state from ``init_client``, if it is made of arrays."""
+    if state is None:
+        raise FedraxError(f"{type(algorithm).__name__}.init_client returns nothing: return the state, or () for none")
     return _arrays(f"{type(algorithm).__name__}.init_client", "state", state)
 
 

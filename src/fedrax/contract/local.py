@@ -94,6 +94,21 @@ class LocalResult(NamedTuple):
     """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient."""
 
 
+def _checked(made: Any, x: Tree, memory: Any) -> tuple[Tree, Any]:
+    """What a direction returned, if it is a pair in the form of the parameters and of the memory before."""
+    if not isinstance(made, tuple) or hasattr(made, "_fields") or len(made) != 2:
+        raise FedraxError(f"a direction returns a {type(made).__name__}: return the pair direction, memory")
+    form = lambda t: (jax.tree.structure(t), [jnp.shape(leaf) for leaf in jax.tree.leaves(t)])  # noqa: E731
+    if form(made[0]) != form(x):
+        raise FedraxError("a direction returns other keys or shapes than the parameters': it is what x moves along")
+    if form(made[1]) != form(memory):
+        raise FedraxError(
+            "a direction returns a memory of another form than it was given: hand local.run(..., memory=...) one to"
+            " begin with, of the same keys and shapes"
+        )
+    return made
+
+
 def _repeated(body: Callable, times: Array | int, carry: tuple, unroll: bool) -> tuple:
     """``body(index, carry)`` over and over: in a loop, or laid out one after another where asked for and possible."""
     if not (unroll and isinstance(times, int)):
@@ -255,7 +270,7 @@ class LocalSGD:
                 gradient = term(gradient, x)
             if self.momentum is not None:
                 gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
-            d, memory = direction(gradient, x, memory, step)
+            d, memory = _checked(direction(gradient, x, memory, step), x, memory)
             for change in data.direction_rules:
                 d = change(d, x, step)
             if self.optimizer is None:
