@@ -132,6 +132,28 @@ def test_an_epoch_visits_every_sample_once(sizes: tuple[int, ...], order: str):
             assert order == "shuffle" or visited == own
 
 
+@pytest.mark.parametrize("order", ["shuffle", "stored"])
+def test_rows_that_do_not_count_are_the_first_ones_of_the_epoch(order: Any):
+    """What looks at whole batches sees the client's own samples, and none of them much more often than others."""
+    data = client((5, 2, 9), 0)
+    full, last = (np.asarray(data.batch(step, 4, order)[0].x) for step in (0, 1))
+    np.testing.assert_array_equal(last[1:], full[:3])
+    assert sorted([*full, last[0]]) == list(range(5))
+    whole, _ = client((5, 2, 9), 1).batch(0, 6, order)
+    assert np.bincount(np.asarray(whole.x)).tolist() == [0] * 5 + [3, 3]
+
+
+def test_a_full_gradient_sees_no_sample_much_more_often_than_others():
+    """Beside a larger client, whose samples are looked at in one go: batch norm's mean is that of the client's own."""
+
+    def loss(params: jax.Array, batch: Batch, key: jax.Array) -> jax.Array:
+        return params * (batch.x - batch.x.mean()) ** 2
+
+    data = client((5, 20), 0)
+    data.task = SimpleNamespace(loss=loss)
+    np.testing.assert_allclose(data.full_gradient(jnp.float32(1))[1], np.var(np.arange(5)), rtol=1e-6)
+
+
 def test_drawing_with_replacement_stays_with_the_client():
     data = client((7, 4, 9), 1)
     drawn = list(chain.from_iterable(rows_of(data, step, 3, "replacement") for step in range(200)))

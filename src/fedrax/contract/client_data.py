@@ -219,7 +219,8 @@ class ClientData:
 
         ``shuffle`` walks the data in a new random order in every epoch, ``stored`` as stored; the last batch
         of an epoch is shorter where B does not divide the size. ``replacement`` draws each sample anew. Rows that
-        do not count hold some sample of this client.
+        do not count hold this client's samples too, those at the beginning of the epoch: networks and losses that
+        look at whole batches see them.
         """
         if self._batch_rule is not None and not self._fresh:
             return self._batch_rule(step)
@@ -237,10 +238,10 @@ class ClientData:
             return self._slice(start, size), None
         positions = start + lanes
         inside = positions < self.size
+        if not whole:  # not one sample over and over, nor those of the next client
+            positions = jax.lax.rem(positions, self.size)
         if order == "shuffle":
             positions = shuffled_index(self.words, epoch, positions, self.size)
-        elif self.carried.statistics:  # which see all rows: not those of the next client
-            positions = positions % self.size
         return self.gather(positions), None if whole else inside
 
     def batches(self, batch_size: int) -> Array | int:
@@ -356,8 +357,10 @@ class ClientData:
         lanes = jnp.arange(chunk, dtype=jnp.int32)
 
         def one_pass(i: Array, total: Tree) -> Tree:
-            inside = i * chunk + lanes < rows
-            samples = self.gather(start + jnp.where(inside, i * chunk + lanes, 0))
+            positions = i * chunk + lanes
+            inside = positions < rows
+            # after the last row the first ones again
+            samples = self.gather(start + jax.lax.rem(positions, jnp.int32(rows)))
             return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
         dtype = jax.eval_shape(lambda p: losses(p, self._slice(0, 1), key), params).dtype

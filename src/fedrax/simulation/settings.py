@@ -160,7 +160,7 @@ class Script:
     """[R, S, T]: the block of each local step (methods with M fixed blocks)."""
     batches: np.ndarray | None = None
     """[R, S, T, B]: the rows of each local step's batch, counted from the client's first; negative ones do not
-    count, for batches of unlike size."""
+    count, for batches of unlike size; what looks at whole batches, as batch norm does, sees the first row there."""
     delay: np.ndarray | None = None
     """[R, S]: how many rounds after its own a client's upload arrives (methods that allow it: FedBuff)."""
     fresh: np.ndarray | None = None
