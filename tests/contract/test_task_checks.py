@@ -57,6 +57,15 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     ),
     "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
     "one output": (lambda: classification(Linear().build((4,), 1)), "an output for each class, not one: binary"),
+    "whole numbers": (
+        lambda: Task(lambda key: {"w": jnp.zeros((4, 3)), "i": jnp.arange(3)}, errors),
+        "er i holds int32",
+    ),
+    "complex numbers": (lambda: Task(lambda key: jnp.zeros((4, 3), complex), errors), "tree holds complex64, and only"),
+    "a key": (
+        lambda: Task(lambda key: {"key": key}, errors),
+        "key holds key<fry>, and only floating-point numbers are",
+    ),
     "few outputs": (lambda: classification(Linear().build((4,), 2)), "the model has 2 outputs .* 3 classes"),
 }
 

@@ -327,6 +327,18 @@ def _check_size(shapes: Params) -> None:
         )
 
 
+def _check_kinds(params: Params) -> None:
+    """Refuse what has no gradient, before it is made a number that has one."""
+    trained = params.params if isinstance(params, Variables) else params
+    for name, leaf in zip(tree.leaf_names(trained), jax.tree.leaves(trained), strict=True):
+        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not jnp.issubdtype(kind, jnp.floating):
+            raise FedraxError(
+                f"the model's parameter {name or 'tree'} holds {kind}, and only floating-point numbers are trained:"
+                " what is not belongs into the statistics of fedrax.Variables, or into the function"
+            )
+
+
 _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
 
@@ -336,15 +348,18 @@ def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
     try:
         own = jax.eval_shape(task.init, key)
         _check_size(own)
+        _check_kinds(own)
         own = jax.jit(task.init, **_QUICK)(key) if given is None else own
     except jax.errors.JAXTypeError:  # a user's init may look at the key's value
         own = task.init(key)
+        _check_kinds(own)
     except TypeError as error:
         if "is not a valid JAX type" not in str(error):
             raise
         raise FedraxError(f"a model's parameters are arrays: {str(error).splitlines()[0]}") from error
     if given is None:
         return own
+    _check_kinds(given)
     need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))
     for name in [*need, *have]:
         if need.get(name) != have.get(name):
