@@ -253,3 +253,51 @@ def test_a_missing_package_is_named(monkeypatch, hidden, adapt, package):
     monkeypatch.setitem(sys.modules, hidden, None)
     with pytest.raises(FedraxError, match=rf"needs {package}"):
         adapt()
+
+
+def test_random_streams_of_any_name_begin_anew_with_every_key():
+    """In NNX also where a module made for each layer of a scan has streams of its own."""
+    nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return x + jax.random.normal(self.make_rng("latent"), x.shape) if train else x
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            self.streams = nnx.Rngs(latent=0)
+
+        def __call__(self, x, deterministic):
+            return x if deterministic else x + jax.random.normal(self.streams.latent(), x.shape)
+
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs), in_axes=0, out_axes=0)
+            self.layers = nnx.split_rngs(splits=2)(make)(rngs)
+
+        def __call__(self, x):
+            scanned = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            return scanned(self.layers, x)
+
+    for model in (from_linen(Linen(), X), from_nnx(Nnx), from_nnx(Layers)):
+        check_dropout(model)
+
+
+def test_what_flax_refuses_is_a_sentence():
+    nn = pytest.importorskip("flax.linen")
+
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x))
+
+    noisy, dense = from_linen(Noisy(), X), from_linen(nn.Dense(3), X)
+    params = noisy.init(KEY)
+    assert not jnp.allclose(noisy.apply(params, X, KEY), noisy.apply(params, X, jax.random.key(4)))
+    with pytest.raises(FedraxError, match=r"Noisy draws random numbers in evaluation too .*an argument train"):
+        noisy.apply(params, X)
+    with pytest.raises(FedraxError, match=r"Dense cannot be computed: .*\(2, 3\).*\(4, 3\)$"):
+        dense.apply(dense.init(KEY), X[:, :2])
+    with pytest.raises(FedraxError, match=r"Sequential cannot be begun with a batch float32 \[5, 4\]: .*running_av"):
+        from_linen(nn.Sequential([nn.BatchNorm()]), X)

@@ -30,27 +30,28 @@ def from_linen(
 
     Parameters are the collection "params"; all other collections, such as "batch_stats", are statistics. Where
     the module's `__call__` has an argument `train`, `training`, `deterministic` or `use_running_average`, it is set
-    by whether the module trains; a key feeds "dropout".
+    by whether the module trains; a key feeds "dropout" and random streams of any other name.
 
     ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last
     layer reads, and the parts that `__call__` applies one after the other. Modes are set as for `__call__`.
-    Raises FedraxError for a method that is not there, and for a module that moves statistics in evaluation.
+    Raises FedraxError for a method that is not there, for a module that does not take the sample input, and for one
+    that moves statistics or draws random numbers in evaluation.
     """
     _import("flax.linen", "flax")
     errors = importlib.import_module("flax.errors")
-
-    def modes(method: Callable, train: bool) -> dict[str, bool]:
-        names = inspect.signature(method).parameters
-        return {name: train == (name in _TRAINING) for name in names if name in _TRAINING | _INFERENCE}
 
     call = type(module).__call__
 
     @jax.jit  # for its shapes, and for the start: traced once
     def variables_of(key: Array) -> dict[str, Any]:
-        return module.init({"params": key}, sample_input, **modes(call, train=False))
+        return module.init({"params": key}, sample_input, **_modes(call, train=False))
 
-    with jax.default_matmul_precision("highest"):  # as a run sets it, so that the trace is found again
-        shapes = jax.eval_shape(variables_of, jax.random.key(0))
+    try:
+        with jax.default_matmul_precision("highest"):  # as a run sets it, so that the trace is found again
+            shapes = jax.eval_shape(variables_of, jax.random.key(0))
+    except (errors.FlaxError, TypeError, ValueError) as error:
+        example = f"{sample_input.dtype} {list(sample_input.shape)}"
+        raise FedraxError(f"{type(module).__name__} cannot be begun with a batch {example}: {_said(error)}") from error
     collections = [name for name in shapes if name != "params"]
 
     def init(key: Array) -> Params:
@@ -60,16 +61,19 @@ def from_linen(
 
     def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if collections else (variables, {})
-        options = {"rngs": None if key is None else {"dropout": key}, "method": method, **modes(method, train)}
+        # what asks for a stream that is not there gets one made of "params"
+        rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        options = {"rngs": rngs, "method": method, **_modes(method, train)}
         together = {"params": params, **statistics}
-        if not (collections and train):
-            return module.apply(together, x, **options), statistics
-        outputs, moved = module.apply(together, x, mutable=collections, **options)
-        return outputs, {**statistics, **moved}
+        with _told_of_flax(module, errors):
+            if not (collections and train):
+                return module.apply(together, x, **options), statistics
+            outputs, moved = module.apply(together, x, mutable=collections, **options)
+            return outputs, {**statistics, **moved}
 
     try:
         if collections:
-            jax.eval_shape(lambda v: module.apply(v, sample_input, **modes(call, train=False)), shapes)
+            jax.eval_shape(lambda v: module.apply(v, sample_input, **_modes(call, train=False)), shapes)
     except errors.ModifyScopeVariableError:
         raise FedraxError(
             f"{type(module).__name__} moves its statistics in evaluation too: give its __call__ an argument train, and "
@@ -78,13 +82,34 @@ def from_linen(
     return _model(module, init, run, call, features, blocks, has_statistics=bool(collections))
 
 
+@contextmanager
+def _told_of_flax(module: Any, errors: ModuleType) -> Iterator[None]:
+    """Errors that are Flax's own as a sentence."""
+    name = type(module).__name__
+    try:
+        yield
+    except errors.InvalidRngError as error:
+        raise FedraxError(
+            f"{name} draws random numbers in evaluation too ({_said(error)}): give its __call__ an argument train, and"
+            " draw them only where it is true."
+        ) from error
+    except errors.FlaxError as error:
+        raise FedraxError(f"{name} cannot be computed: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error's first line, without Flax's address of a page about it."""
+    return str(error).strip().split("\n")[0].split(" (https://")[0].rstrip(".")
+
+
 def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
     """A Flax NNX module, or a function `nnx.Rngs -> module`, that maps a batch [B, ...] to outputs.
 
     A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
-    Without a key the module runs in its evaluation mode, with one in its training mode. Where its `__call__` has an
-    argument `rngs`, it is given streams made of the key. Variables other than parameters and random states, such as
-    `nnx.BatchStat`, are statistics.
+    Without a key the module runs in its evaluation mode, with one in its training mode; arguments `train` and the like
+    are set as by `from_linen`. A key begins the module's random streams anew, whatever their names, and where its
+    `__call__` has an argument `rngs`, it is given streams made of the key. Variables other than parameters and random
+    states, such as `nnx.BatchStat`, are statistics.
 
     ``features`` and ``blocks`` are functions of the module and x (or names of methods): what the last layer reads,
     and the parts that `__call__` applies one after the other. Raises FedraxError for a method that is not there.
@@ -98,6 +123,12 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
     example = create(nnx.Rngs(0))
     graph, template, still, other = nnx.split(example, nnx.Param, moving, ...)
     has_statistics = bool(jax.tree.leaves(still))
+    streams = {v.key.tag for _, v in nnx.iter_graph(example) if isinstance(v, nnx.RngStream)} - {"default", "dropout"}
+
+    def streams_of(key: Array) -> dict[str, Array]:
+        """A key for each name of a stream."""
+        others = {name: jax.random.fold_in(key, i) for i, name in enumerate(sorted(streams), 1)}
+        return {"default": key, "dropout": key} | others
 
     def init(key: Array) -> Params:
         made = create(nnx.Rngs(key))
@@ -117,12 +148,11 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
         else:
             network.eval()
         if key is not None:
-            nnx.reseed(network, default=key, dropout=key)
-        asked = inspect.signature(method).parameters.get("rngs")
-        if asked is None or (key is None and asked.default is not inspect.Parameter.empty):
-            outputs = method(network, x)
-        else:
-            outputs = method(network, x, rngs=nnx.Rngs(jax.random.key(0) if key is None else key))
+            nnx.reseed(network, policy="match_shape", **streams_of(key))
+        asked, options = inspect.signature(method).parameters.get("rngs"), _modes(method, train)
+        if asked is not None and (key is not None or asked.default is inspect.Parameter.empty):
+            options["rngs"] = nnx.Rngs(jax.random.key(0) if key is None else key)
+        outputs = method(network, x, **options)
         return outputs, nnx.to_pure_dict(nnx.state(network, moving))
 
     return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
@@ -248,6 +278,12 @@ def _model(
 
 _TRAINING = {"train", "training"}
 _INFERENCE = {"deterministic", "use_running_average"}
+
+
+def _modes(method: Callable, train: bool) -> dict[str, Any]:
+    """Values of a method's arguments that say whether it trains."""
+    names = inspect.signature(method).parameters
+    return {name: train == (name in _TRAINING) for name in names if name in _TRAINING | _INFERENCE}
 
 
 def _import(module: str, package: str) -> ModuleType:
