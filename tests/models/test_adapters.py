@@ -301,3 +301,33 @@ def test_what_flax_refuses_is_a_sentence():
         dense.apply(dense.init(KEY), X[:, :2])
     with pytest.raises(FedraxError, match=r"Sequential cannot be begun with a batch float32 \[5, 4\]: .*running_av"):
         from_linen(nn.Sequential([nn.BatchNorm()]), X)
+
+
+def test_equinox_modules_that_need_a_key_get_one_in_evaluation_too():
+    _, network = equinox_network(0.5)
+
+    class Needs(network):
+        def __call__(self, x, *, key):
+            return self.out(self.dropout(jnp.tanh(self.hidden(x)), key=jax.random.split(key)[0]))
+
+    check_dropout(from_equinox(Needs))
+
+
+def test_equinox_modules_with_functions_of_their_own_start_from_every_key():
+    """Two of them are no trees of one structure."""
+    eqx = pytest.importorskip("equinox")
+
+    class Network(eqx.Module):
+        out: eqx.nn.Linear
+        activation: object = eqx.field(static=True)
+
+        def __init__(self, key):
+            self.out, self.activation = eqx.nn.Linear(4, 3, key=key), lambda x: jnp.tanh(x)
+
+        def __call__(self, x):
+            return self.activation(self.out(x))
+
+    model = from_equinox(Network)
+    first, second = (model.init(jax.random.key(seed)) for seed in (0, 1))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    np.testing.assert_allclose(model.apply(second, X), jax.vmap(Network(jax.random.key(1)))(X), rtol=1e-6)

@@ -165,7 +165,8 @@ def from_equinox(
 
     A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
     Parameters are the module's floating-point arrays. Where its `__call__` has an argument `key`, each
-    sample gets its own; without a key the module runs in inference mode.
+    sample gets its own; without a key the module runs in inference mode, with keys that are always the same where it
+    needs some.
 
     A module with state, such as batch norm, is `__call__(x, state) -> (output, state)`, as Equinox has it. Give it
     as it is or as the pair that `equinox.nn.make_with_state` returns; ``axis_name`` is the name of the batch's axis
@@ -181,11 +182,13 @@ def from_equinox(
     example, state = _with_state(equinox, (lambda: module) if is_module else (lambda: module(jax.random.key(0))))
     names, has_statistics = tuple(state), bool(state)
     _check_axis(equinox, example, axis_name)
-    _, static = equinox.partition(example, equinox.is_inexact_array)
+    template, static = equinox.partition(example, equinox.is_inexact_array)
 
     def init(key: Array) -> Params:
         made, start = _with_state(equinox, (lambda: module) if is_module else (lambda: module(key)))
-        params = equinox.filter(made, equinox.is_inexact_array)
+        leaves = jax.tree.leaves(equinox.filter(made, equinox.is_inexact_array))
+        # each module made has static fields of its own, such as functions, and trees that differ in them do not combine
+        params = jax.tree.unflatten(jax.tree.structure(template), leaves)
         return Variables(params, start) if has_statistics else params
 
     def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
@@ -193,7 +196,10 @@ def from_equinox(
         network = equinox.combine(params, static)
         network = network if train else equinox.nn.inference_mode(network)
         arguments = inspect.signature(method).parameters
-        keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and "key" in arguments else {}
+        asked = arguments.get("key")
+        if key is None and asked is not None and asked.default is inspect.Parameter.empty:
+            key = jax.random.key(0)
+        keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and asked is not None else {}
         if not has_statistics or len(arguments.keys() - {"key"}) < 3:
             over_batch = jax.vmap(lambda x, keys: method(network, x, **keys), axis_name=axis_name)
             with _told_of_layout(x):
