@@ -20,6 +20,7 @@ import fedrax
 from fedrax.algorithms.moon import MOON
 from fedrax.compiled import kernel_gradients
 from fedrax.compiled.on_cpu import fast_on_cpu
+from fedrax.compiled.tracing import equations_in
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
 from fedrax.simulation.setup import prepare
 
@@ -176,8 +177,27 @@ def test_no_dense_convolution_is_left_in_another_form():
 
 
 def test_other_types_stay_as_they_are():
-    x, w = jnp.ones((1, 4, 4, 2), jnp.bfloat16), jnp.ones((3, 3, 2, 2), jnp.bfloat16)
+    x, w = jnp.ones((1, 4, 4, 2), jnp.int32), jnp.ones((3, 3, 2, 2), jnp.int32)
     assert str(jax.make_jaxpr(fast_on_cpu(conv))(x, w)) == str(jax.make_jaxpr(conv)(x, w))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_numbers_of_16_bits_are_computed_in_float32_and_rounded(dtype: Any):
+    """As XLA does; in loops it would do so element by element."""
+    rng, options = np.random.default_rng(0), dict(window_strides=(2, 1), rhs_dilation=(1, 2))
+    layer = lambda x, w: nn.max_pool(conv(x, w, **options), (3, 2), (2, 2), "SAME")  # noqa: E731
+    into_float32 = partial(conv, preferred_element_type=jnp.float32)
+    x, w = draw(rng, (3, 9, 8, 2), dtype), draw(rng, (3, 3, 2, 4), dtype)
+    for function in (gradients(layer, 1), into_float32):
+        expected, found = jax.jit(function)(x, w), jax.jit(fast_on_cpu(function))(x, w)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            assert a.dtype == b.dtype
+            atol = 2 * float(jnp.finfo(dtype).eps) * float(jnp.abs(a).max())
+            np.testing.assert_allclose(np.float32(b), np.float32(a), rtol=0, atol=atol)
+    equations = list(equations_in(jax.make_jaxpr(fast_on_cpu(gradients(layer, 1)))(x, w)))
+    kinds = {e.outvars[0].aval.dtype for e in equations if e.primitive.name == "conv_general_dilated"}  # type: ignore[attr-defined]
+    assert kinds == {np.dtype(np.float32)}
+    assert not any(equation.primitive.name == "select_and_scatter_add" for equation in equations)
 
 
 # --- Pooling and sums ---------------------------------------------------------------------------------

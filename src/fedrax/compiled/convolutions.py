@@ -27,6 +27,7 @@ from fedrax.compiled.windows import (
     Window,
     canonical,
     in_planes,
+    is_short,
     out_space,
     seen_whole,
     tap,
@@ -44,6 +45,10 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone."""
     (x, kernel), params = inputs, equation.params
     numbers, out_type = params["dimension_numbers"], params["preferred_element_type"]
+    if is_short(x.dtype) and is_short(kernel.dtype):
+        wide = equation.replace(params=params | {"preferred_element_type": None})
+        y = convolution([a.astype(jnp.float32) for a in inputs], wide)
+        return None if y is None else y.astype(equation.outvars[0].aval.dtype)  # type: ignore[attr-defined]
     if x.dtype not in (jnp.float32, jnp.float64) or x.dtype != kernel.dtype or out_type not in (None, x.dtype):
         return None
     window = Window(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"])

@@ -21,9 +21,10 @@ from fedrax.compiled.scans import products_taken_out
 
 
 def fast_on_cpu(function: Callable) -> Callable:
-    """``function`` with float32 and float64 operations in other forms, on a CPU.
+    """``function`` with operations on floating-point numbers in other forms, on a CPU.
 
-    Values differ by rounding only. To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
+    Values differ by rounding only; those of 16 bits are computed in float32, as XLA does.
+    To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
     """
     return rewritten(function, _RULES, fewer_residuals) if jax.default_backend() == "cpu" else function
 

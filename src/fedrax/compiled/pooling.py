@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
+from fedrax.compiled.windows import is_short
+
 _MOST_TAPS = 128
 """Entries of a window up to which it is worth laying them out one after another."""
 
@@ -16,6 +18,9 @@ _MOST_TAPS = 128
 def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
     (source, operand), params = inputs, equation.params
+    if is_short(operand.dtype):
+        total = max_pool_gradient([a.astype(jnp.float32) for a in inputs], equation)
+        return None if total is None else total.astype(operand.dtype)
     sizes, strides, pads = params["window_dimensions"], params["window_strides"], params["padding"]
     known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
     if not known or math.prod(sizes) > _MOST_TAPS or operand.size == 0 or source.size == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -42,6 +42,11 @@ def out_space(space: Sequence[int], kernel_space: Sequence[int], window: Window)
     room = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(space, window.gaps, window.pads, strict=True)]
     reach = [(k - 1) * d + 1 for k, d in zip(kernel_space, window.dilation, strict=True)]
     return tuple(max(0, (n - r) // s + 1) for n, r, s in zip(room, reach, window.strides, strict=True))
+
+
+def is_short(dtype: Any) -> bool:
+    """Whether numbers are of 16 bits: a CPU has no arithmetic of theirs, and XLA computes in float32 and rounds."""
+    return dtype in (jnp.bfloat16, jnp.float16)
 
 
 def canonical(space: int) -> tuple[tuple[int, ...], ...]:
