@@ -18,7 +18,7 @@ from jax import Array, lax
 
 import fedrax
 from fedrax.algorithms.moon import MOON
-from fedrax.compiled import kernel_gradients
+from fedrax.compiled import convolutions, kernel_gradients
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.tracing import equations_in
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
@@ -163,6 +163,21 @@ def test_gradients_of_kernels(
     into = channels[0] // options.get("feature_group_count", 1)
     x, w = draw(rng, (samples, 11, 37, channels[0]), dtype), draw(rng, (*kernel, into, channels[1]), dtype)
     assert_same(gradients(partial(conv, **options), 1), x, w)
+
+
+@EACH_TYPE
+def test_many_groups_share_products(dtype: Any, monkeypatch: pytest.MonkeyPatch):
+    """Of channels, and of samples with kernels of their own; XLA would take them number by number."""
+    monkeypatch.setattr(convolutions, "_MOST_GROUPS", 3)
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (6, 7, 6, 12), dtype), draw(rng, (3, 2, 2, 18), dtype)
+    grouped = gradients(partial(conv, feature_group_count=6, window_strides=(2, 1)), 1)
+    assert_same(grouped, x, w)
+    own = gradients(lambda x, w: jax.vmap(conv)(x[:, None], w), 1)
+    assert_same(own, x, draw(rng, (6, 3, 2, 12, 5), dtype))
+    equations = equations_in(jax.make_jaxpr(fast_on_cpu(grouped))(x, w))
+    left = [e.params for e in equations if e.primitive.name == "conv_general_dilated"]
+    assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
 
 
 def test_no_dense_convolution_is_left_in_another_form():

@@ -36,7 +36,7 @@ from fedrax.compiled.windows import (
 )
 
 _MOST_GROUPS = 64
-"""Groups of channels up to which each gets a product of its own."""
+"""Groups of channels up to which each gets a product of its own; of more, neighbours share one."""
 _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
@@ -64,8 +64,6 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     if groups == 1 and batch > channel and few:  # as in the gradient of a kernel
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         y = _kernel_gradient(images, upstream, window, places, by_batch, params["precision"])
-        if y is None:
-            return None
         y = jnp.moveaxis(y, -2, 0)
     else:
         kernel = kernel.transpose(*entries, into, out)
@@ -73,8 +71,8 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         if by_batch > 1:
             groups = by_batch
             x = _groups_of_batch_to_channels(x, groups)
-        if groups > _MOST_GROUPS and not _is_depthwise(kernel):
-            return None
+        if not _is_depthwise(kernel):
+            kernel, groups = _merged(kernel, groups)
         x, window = without_needless(x, window)
         y = _in_groups(x, kernel, window, groups, params["precision"])
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
@@ -84,14 +82,40 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
 
 def _kernel_gradient(
     images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any
-) -> Array | None:
+) -> Array:
     """[k, C / groups, D]: each group of channels in goes to a group of channels out."""
     if groups == images.shape[-1] > 1:
         return depthwise_kernel_gradient(images, upstream, window, places)[..., None, :]
-    if groups > _MOST_GROUPS:
-        return None
-    parts = zip(jnp.split(images, groups, -1), jnp.split(upstream, groups, -1), strict=True)
-    return jnp.concatenate([kernel_gradient(*part, window, places, precision) for part in parts], -1)
+    several = _together(groups)
+    parts = zip(jnp.split(images, groups // several, -1), jnp.split(upstream, groups // several, -1), strict=True)
+    found = [kernel_gradient(*part, window, places, precision) for part in parts]
+    return jnp.concatenate([_own_blocks(one, several) for one in found], -1)
+
+
+def _together(groups: int) -> int:
+    """How many neighbouring groups are computed as one, so that there are not too many products."""
+    return next(n for n in range(1, groups + 1) if groups % n == 0 and groups // n <= _MOST_GROUPS)
+
+
+def _merged(kernel: Array, groups: int) -> tuple[Array, int]:
+    """(the kernel [k, C, G D] with groups computed as one, zeros between them, how many groups there are then)."""
+    several = _together(groups)
+    if several == 1:
+        return kernel, groups
+    *space, channels, out = kernel.shape
+    own = kernel.reshape(*space, 1, channels, groups // several, several, -1)
+    is_own = jnp.eye(several, dtype=bool).reshape(several, 1, 1, several, 1)
+    return jnp.where(is_own, own, 0).reshape(*space, several * channels, out), groups // several
+
+
+def _own_blocks(gradient: Array, several: int) -> Array:
+    """[k, n C, n D] -> [k, C, n D]: of n groups computed as one, what is between each and itself."""
+    if several == 1:
+        return gradient
+    *space, into, out = gradient.shape
+    blocks = gradient.reshape(*space, several, into // several, several, out // several)
+    is_own = jnp.eye(several, dtype=bool).reshape(several, 1, several, 1)
+    return jnp.where(is_own, blocks, 0).sum(-4).reshape(*space, into // several, out)
 
 
 def _is_depthwise(kernel: Array) -> bool:
