@@ -36,6 +36,11 @@ def branching(params: Any, batch: Any, key: Any) -> jax.Array:
     return errors(params, batch) if params.sum() > 0 else -errors(params, batch)
 
 
+def carrying(params: Any, batch: Any, key: Any) -> jax.Array:
+    start = jnp.zeros(len(batch.x), jnp.int32)
+    return jax.lax.scan(lambda total, x: (total + x, ()), start, errors(params, batch)[None])[0]
+
+
 SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     "no function": (lambda: Task(init=jnp.zeros(3), loss=errors), "init must be a function \\(key\\), not ArrayImpl"),  # type: ignore[arg-type]
     "no key": (lambda: Task(zeros, lambda p, b: errors(p, b)), "called with \\(parameters, batch, key\\)"),  # type: ignore[arg-type]
@@ -56,6 +61,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
         "computed \\(in <lambda>, test_task_checks.py, line \\d+\\) of samples",
     ),
     "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
+    "carry": (lambda: Task(zeros, carrying), r"but they differ: .* int32\[13\] .* float32\[13\], so the dtypes"),
     "one output": (lambda: classification(Linear().build((4,), 1)), "an output for each class, not one: binary"),
     "whole numbers": (
         lambda: Task(lambda key: {"w": jnp.zeros((4, 3)), "i": jnp.arange(3)}, errors),

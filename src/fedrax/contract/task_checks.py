@@ -64,10 +64,17 @@ def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
         if words is not None:
             raise FedraxError(f"the task's {what}{_place(error)} {words}") from error
         notes = [note.removeprefix("fedrax: ") for note in getattr(error, "__notes__", ()) if note.startswith("fedrax")]
-        said = "; ".join([f"{type(error).__name__}: {error}".strip().split("\n")[0].rstrip("."), *notes])
+        said = "; ".join([f"{type(error).__name__}: {_said(error)}".rstrip(" :"), *notes])
         raise FedraxError(
             f"the task's {what} cannot be computed{_place(error)} of samples with {about}: {said}"
         ) from error
+
+
+def _said(error: BaseException) -> str:
+    """An error's first line, with the next where that is what it announces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    announced = lines[1].removeprefix("* ") if lines[0].endswith(":") and len(lines) > 1 else ""
+    return f"{lines[0]} {announced}".strip().rstrip(".")
 
 
 def _place(error: BaseException) -> str:
