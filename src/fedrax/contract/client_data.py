@@ -239,7 +239,8 @@ class ClientData:
         positions = start + lanes
         inside = positions < self.size
         if not whole:  # not one sample over and over, nor those of the next client
-            positions = jax.lax.rem(positions, self.size)
+            once_more = positions - self.size if size <= self.layout.smallest else jax.lax.rem(positions, self.size)
+            positions = jnp.where(inside, positions, once_more)
         if order == "shuffle":
             positions = shuffled_index(self.words, epoch, positions, self.size)
         return self.gather(positions), None if whole else inside
@@ -359,8 +360,7 @@ class ClientData:
         def one_pass(i: Array, total: Tree) -> Tree:
             positions = i * chunk + lanes
             inside = positions < rows
-            # after the last row the first ones again
-            samples = self.gather(start + jax.lax.rem(positions, jnp.int32(rows)))
+            samples = self.gather(start + jax.lax.rem(positions, jnp.int32(rows)))  # after the last the first again
             return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
         dtype = jax.eval_shape(lambda p: losses(p, self._slice(0, 1), key), params).dtype
