@@ -97,7 +97,7 @@ CASES = {
     "Mine.local_steps is a float": method(local_steps=property(lambda self: 3.0)),
     "what Mine.personal returns: output/bias is not": method(personal=lambda self, params, state: {"a": jnp.ones(1)}),
     "Mine.personal returns in its model something": method(personal=lambda self, params, state: "x"),
-    "fails with ValueError: pytree structure error.*: both trees need the same keys, so upload": client(
+    "fails with ValueError: pytree structure error.*: both trees need the same keys, and what": client(
         lambda m, s, d: ClientOutput(upload={"delta": m})
     ),
     "return the same keys, shapes and types from all branches": client(

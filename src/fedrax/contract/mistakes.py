@@ -32,7 +32,7 @@ _SENTENCES = {
 """What JAX refuses to trace; of a kind and a kind of it the latter first."""
 _HINTS = {
     r"pytree structure error|^\w*Error: (Expected|Mismatch|Tuple arity|List arity|Dict key)": "both trees need the same"
-    " keys, so upload what the server adds up, such as tree.sub(result.params, message)",
+    " keys, and what the server adds up is uploaded so, such as tree.sub(result.params, message)",
     r"operand type.*'(dict|tuple|list|NoneType)'|requires ndarray or scalar": "a model's numbers are a tree: use"
     " tree.add, tree.sub and tree.scale of fedrax, or jax.tree.map",
     r"branch(es)? (outputs )?must": "return the same keys, shapes and types from all branches",

@@ -44,7 +44,10 @@ class Sampler:
         if self.given is not None:
             self._check_given(self.given)
         elif settings.cohort_size > self.num_clients:
-            raise FedraxError(f"cannot sample {settings.cohort_size} clients a round: there are {self.num_clients}")
+            raise FedraxError(
+                f"cannot sample {settings.cohort_size} clients a round: there are {self.num_clients}, so set cohort_size"
+                f" to {self.num_clients} at most"
+            )
         elif isinstance(settings.participation, Availability):
             self.trace = self.from_file = read_trace(settings.participation, self.num_clients)
         elif isinstance(settings.participation, FixedList):
