@@ -45,7 +45,7 @@ class Sampler:
             self._check_given(self.given)
         elif settings.cohort_size > self.num_clients:
             raise FedraxError(
-                f"cannot sample {settings.cohort_size} clients a round: there are {self.num_clients}, so set cohort_size"
+                f"cannot sample {settings.cohort_size} clients a round: there are {self.num_clients}: set cohort_size"
                 f" to {self.num_clients} at most"
             )
         elif isinstance(settings.participation, Availability):
