@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.simulation import cohorts, evaluate, plans, row_file, storage
+from fedrax.simulation import evaluate, planner, plans, row_file, storage
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
@@ -107,7 +107,7 @@ def test_neither_seeds_nor_rounds_compile_anew(
 ):
     """Of clients of unlike sizes on two devices, whose homes are spread otherwise by every seed."""
     monkeypatch.setattr(storage, "_BLOCK_BYTES", room)
-    monkeypatch.setattr(cohorts, "_SMALL_STORE", 0)  # or states so small have a row for every client
+    monkeypatch.setattr(planner, "_SMALL_STORE", 0)  # or states so small have a row for every client
     federation = make_federation(tuple(np.random.default_rng(0).lognormal(1, 1, 70).astype(int) + 1))
     method = fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.05, epochs=1, batch_size=2))
     task, rooms, needed = dataclasses.replace(TASK, name="of its own"), set(), set()
