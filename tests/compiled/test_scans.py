@@ -206,3 +206,23 @@ def test_what_is_printed_in_every_turn_stays() -> None:
     jax.block_until_ready(jax.jit(fast_on_cpu(of_rows(body)))(drawn(64, 48), rows))
     jax.effects_barrier()
     assert seen == rows[:, 0, 0].tolist()
+
+
+def test_arrays_that_take_many_operations_are_kept() -> None:
+    """Of thirty iterates, of which the gradient reads all, the few are computed that a few multiplications give."""
+
+    def gradient(x: Array) -> Array:
+        def turn(h: Array, row: Array) -> tuple[Array, Array]:
+            y = jnp.tanh(h + row)
+            for _ in range(30):
+                y = y * (1.5 - 0.5 * y * y)
+            return y, y
+
+        return lax.scan(turn, x[0], x)[1].sum()
+
+    def read(function: Callable) -> int:
+        scans = [e for e in jax.make_jaxpr(function)(drawn(5, 2, 3)).jaxpr.eqns if e.primitive.name == "scan"]
+        return len({v for v in scans[-1].invars if v.aval.shape == (5, 2, 3)})  # type: ignore[attr-defined]
+
+    assert 10 < read(fast_on_cpu(jax.grad(gradient))) < read(jax.grad(gradient)) / 2
+    assert_same(jax.grad(gradient), drawn(5, 2, 3))

@@ -5,7 +5,6 @@ Each command is a module of this package, imported when it is asked for, so that
 
 from __future__ import annotations
 
-import _thread
 import errno
 import importlib
 import io
@@ -121,10 +120,7 @@ _MOMENT = 0.02
 
 def _interrupt() -> None:
     """As Ctrl-C does, which also wakes a thread that sleeps."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    else:
-        _thread.interrupt_main()
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _sentence(error: BaseException) -> str | None:

@@ -16,6 +16,8 @@ from fedrax.compiled.rewriting import CALLS, called_in_place, evaluated, inputs_
 from fedrax.compiled.samples import parts_of_scan
 
 _CHEAP = ("add", "add_any", "copy", "integer_pow", "mul", "neg", "square", "sub")
+_FEW = 8
+"""Operations up to which computing an array takes no longer than to read it."""
 
 
 class Kept(NamedTuple):
@@ -63,22 +65,23 @@ def _reading_less(equation: core.JaxprEqn, kept: dict[Any, Kept]) -> core.JaxprE
         there = dict(zip(reversed(variables.values()), reversed(variables), strict=True))  # variable -> first place
         for i, v in variables.items():
             others = there.keys() - {v}
-            if there.get(v) == i and _is_cheap(v, others, scan.params["jaxpr"].jaxpr.eqns):
+            if there.get(v) == i and v in _cheap(others, scan.params["jaxpr"].jaxpr.eqns):
                 del there[v]
         computed.update((i, (scan, there)) for i, v in variables.items() if v not in there)
     return _with(equation, computed, kept) if computed else equation
 
 
-def _is_cheap(wanted: Any, known: Any, equations: Sequence[core.JaxprEqn]) -> bool:
-    """Whether ``wanted`` follows from ``known`` by cheap operations on arrays of its shape."""
-    if isinstance(wanted, core.Literal) or wanted in known:
-        return True
-    maker = next((equation for equation in equations if wanted in equation.outvars), None)
-    if maker is None or maker.primitive.name not in _CHEAP:
-        return False
-    shape = wanted.aval.shape
-    alike = all(isinstance(v, core.Literal) or v.aval.shape == shape for v in maker.invars)  # type: ignore[attr-defined]
-    return alike and all(_is_cheap(v, known, equations) for v in maker.invars)
+def _cheap(known: Any, equations: Sequence[core.JaxprEqn]) -> set:
+    """What follows from ``known`` by a few cheap operations on arrays of one shape."""
+    operations = dict.fromkeys(known, 0)
+    for equation in equations:
+        if equation.primitive.name not in _CHEAP:
+            continue
+        (made,), inputs = equation.outvars, [v for v in equation.invars if not isinstance(v, core.Literal)]
+        alike = all(v in operations and v.aval.shape == made.aval.shape for v in inputs)  # type: ignore[attr-defined]
+        if alike and made not in operations and (needed := 1 + sum(operations[v] for v in inputs)) <= _FEW:
+            operations[made] = needed
+    return operations.keys() - known
 
 
 def _with(equation: core.JaxprEqn, computed: dict, kept: dict[Any, Kept]) -> core.JaxprEqn:

@@ -103,7 +103,7 @@ class ClientData:
         samples = Batch(jnp.asarray(x), jnp.asarray(y))
         rows, zero = len(samples.y), jnp.int32(0)
         place = Place(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
-        facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.float32(cohort_size)}
+        facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.asarray(cohort_size, float)}
         return cls(task, Layout(rows, rows, rows), samples, place, key, phase=phase, **facts)
 
     # -- random numbers ----------------------------------------------------------------------------------------
