@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fedrax.errors import FedraxError
 from fedrax.text import plain_lines
@@ -94,16 +95,15 @@ def _warnings_as_sentences() -> Iterator[None]:
 def _interrupts_heard() -> Iterator[None]:
     """Ctrl-C stops the command also where it arrives while Python calls a function whose errors it only prints.
 
-    JAX has such a function called by the garbage collector, and so have finalizers. The interrupt then comes once more,
-    a moment later, from another thread: at once it would find the same place.
+    JAX has such a function called by the garbage collector, and so have finalizers. The interrupt then comes again from
+    another thread, a moment later, since at once it would find the same place; and again until it is heard, since one
+    that comes just before a system call waits for its end.
     """
-    others = sys.unraisablehook
+    others, over = sys.unraisablehook, threading.Event()
 
     def hook(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
-            again = threading.Timer(_MOMENT, _interrupt)
-            again.daemon = True
-            again.start()
+            _interrupt_until_heard(over)
         else:
             others(lost)
 
@@ -111,16 +111,33 @@ def _interrupts_heard() -> Iterator[None]:
     try:
         yield
     finally:
+        over.set()
         sys.unraisablehook = others
 
 
-_MOMENT = 0.02
-"""Seconds."""
+_PAUSES = (0.02, 1.0)
+"""Seconds before the first interrupt, and before each of the next."""
 
 
-def _interrupt() -> None:
-    """As Ctrl-C does, which also wakes a thread that sleeps."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+def _interrupt_until_heard(over: threading.Event) -> None:
+    """Interrupts the main thread, which calls this, as Ctrl-C does, until that or the command has come to an end."""
+    handler, heard = signal.getsignal(signal.SIGINT), threading.Event()
+
+    def hear(number: int, frame: Any) -> None:
+        heard.set()
+        signal.signal(signal.SIGINT, handler)
+        if callable(handler) and not over.is_set():
+            handler(number, frame)
+
+    def knock() -> None:
+        first, later = _PAUSES
+        pause = first
+        while not heard.wait(pause):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            pause = later
+
+    signal.signal(signal.SIGINT, hear)
+    threading.Thread(target=knock, daemon=True).start()
 
 
 def _sentence(error: BaseException) -> str | None:
