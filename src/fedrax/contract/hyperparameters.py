@@ -141,8 +141,8 @@ def _shown(value: Any, nested: bool) -> str:
 
 def _check_role(field: Field, value: Any, where: str) -> None:
     """Refuse what JAX cannot take, as part of the key of a compiled program or as an input of it."""
-    if type(value) in (bool, int, float):  # most fields; they can be either, and asking JAX takes time
-        return
+    if all(type(leaf) in (bool, int, float) for leaf in ([value] if field.static else jax.tree.leaves(value))):
+        return  # most fields; plain numbers can be either, and asking JAX takes time
     try:
         (hash if field.static else partial(jax.eval_shape, lambda value: value))(value)
     except TypeError as error:
