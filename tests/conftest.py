@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import pytest
 
-from tests.compiler import compile_quickly
+from tests.compiler import compile_quickly, write_quickly
 from tests.thinning import leave_few
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks where in Python an operation came from
 compile_quickly()
+write_quickly()
 gc.set_threshold(50_000, 20, 50)  # or it looks through all that JAX keeps, over and over
 
 MAPS = Path("/proc/self/maps")

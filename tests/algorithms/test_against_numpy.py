@@ -49,7 +49,7 @@ def assert_float64(case: Case, **settings: Any) -> None:
         assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case in OPTIONS else ()) for case in MORE]
 )
@@ -57,6 +57,7 @@ def test_every_option_in_float64(case: Case):
     assert_float64(case)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in FIRST])
 def test_every_method_in_float64(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)

@@ -120,7 +120,7 @@ def broken(given: Problems, found: np.ndarray) -> np.ndarray:
 EVERYTHING = [(kind, m) for m in COUNTS for kind in KINDS]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "m"), EVERYTHING)
 def test_float64_agrees_with_least_squares(kind: str, m: int):
     """And with the conditions of Karush, Kuhn and Tucker, which name the nearest point without any oracle."""

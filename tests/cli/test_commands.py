@@ -310,6 +310,7 @@ def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     assert 1 < measures[0] < 2 < measures[1]
 
 
+@pytest.mark.exhaustive
 def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     outcome = fedrax("profile", tiny, "--rounds", 2)
     assert outcome.status == 0 and outcome.err == ""

@@ -60,6 +60,7 @@ def quick(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
     """The search is what simulations by hand on the held-out rows give, the table what runs on all rows give."""
     outcome = fedrax("compare", file, "--out", "c")

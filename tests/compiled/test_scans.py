@@ -64,7 +64,7 @@ def assert_same(function: Callable, *args: Any) -> None:
         np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.LSTMCell, nn.GRUCell, nn.SimpleCell])
 @pytest.mark.parametrize("how", [{}, {"reverse": True, "keep_order": True}, {"unroll": 3}])
 def test_recurrent_networks_of_flax(cell: Any, how: dict) -> None:

@@ -151,7 +151,7 @@ def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
     np.testing.assert_allclose(jax.tree.leaves(doubled), [2 * leaf for leaf in leaves])
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @EVERY
 def test_training_moves_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)
@@ -164,7 +164,7 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
     assert last["gradients"] > 0
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "plan"), thinned(ON_PLANS, len(algorithms())))
 def test_plans_agree(kind: type[Algorithm], plan: str):
     rounds = 1 if plan == "debug" else ROUNDS  # operation by operation a round takes long

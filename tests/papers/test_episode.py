@@ -51,6 +51,7 @@ def test_impossible_pairs_are_refused() -> None:
         Polynomial().build((4, 2), 1)
 
 
+@pytest.mark.exhaustive
 def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode, "HETEROGENEITY", (8,))
     command = ["episode", "fig3", "--seeds", "5", "--rounds", "60", "--results", str(tmp_path)]

@@ -203,6 +203,7 @@ def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
     flags = ["--run.rounds", "1000000", "--run.eval-every", "5", "--model", "logistic", "--quiet", "--out", "run"]
     child = subprocess.Popen(

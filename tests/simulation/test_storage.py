@@ -101,6 +101,7 @@ def test_samples_of_double_precision(dtype: str):
     assert_identical(away, resident)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("room", [1 << 30, 24 * 20 * 64, 1], ids=["roomy", "tight", "no room"])
 def test_neither_seeds_nor_rounds_compile_anew(
     room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -123,7 +123,7 @@ SICK = [
 TOLD_APART = {("scan", 1, "scaffold"), ("scan", 3, "fedavg"), ("vmap", 5, "scaffold"), ("loop", 5, "fedavg")}
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("plan", "client", "name"), thinned(SICK, TOLD_APART))
 def test_the_sick_client_is_named(plan: str, client: int, name: str, tmp_path: Path):
     """On whichever device it is."""

@@ -109,7 +109,7 @@ def test_what_cannot_run_together_is_refused() -> None:
         fedrax.sweep(mixed, TASK, FEDERATION, rounds=1, mode="parallel")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("plan", ["debug", "loop"])
+@pytest.mark.parametrize("plan", thinned(["loop", "debug"]))
 def test_a_plan_of_many_calls_means_in_turn(plan: str) -> None:
     methods = grid(fedrax.FedAvg, steps=1)[:2]
     for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, cohort_size=2, plan=plan, devices=1):
@@ -180,7 +180,7 @@ VARIED = {
 """For every field of the settings another value than its default."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", VARIED)
 def test_every_setting_is_honoured(name: str) -> None:
     """A sweep is so many runs of ``simulate``, or it says that it cannot be."""

@@ -123,6 +123,7 @@ def accuracy(method: Algorithm) -> float:
     return float(result.events[-1]["test_accuracy"])
 
 
+@pytest.mark.exhaustive
 def test_a_fifth_of_flipped_signs_ruins_the_mean_and_no_robust_rule():
     """Flipped and five times as long: 0.8 - 5 * 0.2 < 0, the mean points uphill."""
     inner, attack = FedAvg(local=LocalSGD(lr=0.3, steps=5, batch_size=10)), Scaling(-5.0)
