@@ -74,7 +74,7 @@ def measure_here(name: str) -> dict[str, Any]:
     federation = Federation.from_arrays(
         *everyone, offsets=np.arange(CLIENTS + 1) * len(x), test=(x[:8], y[:8]), num_classes=case.classes, shuffle=False
     )
-    ends: list[float] = []
+    first = First()
     result = simulate(
         FedAvg(local=LocalSGD(lr=LEARNING_RATE, epochs=1, batch_size=case.batch, order="stored")),
         classification(from_linen(network(name), x[:1])),
@@ -83,16 +83,29 @@ def measure_here(name: str) -> dict[str, Any]:
         cohort_size=CLIENTS,
         eval_every=ROUNDS,
         progress=False,
-        callbacks=[lambda event: ends.append(time.monotonic())],
+        sinks=[first],
     )
     seconds = [event["seconds"] for event in result.events][:-1]  # the last one is evaluated
     steps = [after - before for before, after in itertools.pairwise(seconds)]
     return {
         "round": statistics.median(steps),
-        "first": ends[0] - started,
+        "first": first.ended - started,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(result.params)),
         "plan": result.plan,
     }
+
+
+class First:
+    """When the first round ended."""
+
+    ended = 0.0
+
+    def start(self, run: object) -> None: ...
+
+    def event(self, event: object) -> None:
+        self.ended = self.ended or time.monotonic()
+
+    def finish(self, result: object) -> None: ...
 
 
 def sections(session: Session) -> list[str]:
