@@ -151,6 +151,10 @@ def test_what_is_no_directory(where: str, tmp_path: Path, fedrax: Any):
     assert outcome.status == 2 and "is no directory" in outcome.err and not (tmp_path / "nowhere").exists()
 
 
-def test_an_empty_directory_can_be_run_in(tmp_path: Path, fedrax: Any):
+def test_a_directory_of_no_run(whole: Path, tmp_path: Path, fedrax: Any):
     (tmp_path / "r").mkdir()
-    assert "nothing stands in the way" in fedrax("doctor", "r").out
+    outcome = fedrax("doctor", "r")
+    assert outcome.status == 2 and "r is the directory of no run; one can be made in it" in outcome.err
+    shutil.copytree(whole, tmp_path / "r" / "b" / "seed-0")
+    outcome = fedrax("doctor", "r", "--save")
+    assert outcome.status == 2 and "r is the directory of no run; the first of 1 below it is r/b/seed-0" in outcome.err

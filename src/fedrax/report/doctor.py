@@ -54,6 +54,12 @@ class Examination:
         return not self.remedies and all(finding.sound for finding in self.findings)
 
 
+def of_run(directory: Path) -> bool:
+    """Whether anything of a run lies in the directory, the least of it included."""
+    names = ("experiment.toml", events.FILE, CHECKPOINT, FAILURE)
+    return any(os.path.lexists(directory / name) for name in names) or any(leftovers(directory))
+
+
 def examine(directory: Path) -> Examination:
     """Read every byte of the run in ``directory`` and change nothing; the caller holds its lock."""
     made = Examination(directory)
@@ -193,7 +199,7 @@ def _clients(made: Examination) -> None:
 def _verdict(directory: Path, known: bool, written: int, states: dict, usable: dict) -> str:
     there = [name for name, finding in states.items() if finding is not None]
     if not there and not written:
-        return f"no round has been kept: run it anew{'' if known else '; nothing stands in the way'}"
+        return "no round has been kept: run it anew"
     if not there:
         return f"no checkpoint was kept: resuming it begins again: fedrax resume {directory}"
     if not usable:
