@@ -56,6 +56,14 @@ def test_a_finished_run_goes_on(fedrax: Callable[..., Outcome], tiny: Path, tmp_
     assert outcome.status == 2 and "give more of them" in outcome.err
 
 
+def test_a_run_says_what_of_its_file_it_leaves_out(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    tiny.write_text("seeds = [3, 4]\ntarget = 0.5\n" + TINY)
+    outcome = fedrax("run", tiny, "--out", "r")
+    words = "seeds and target in the file are for fedrax compare; this is one run, with seed 0\n"
+    assert outcome.status == 0 and words in outcome.err
+    assert words not in fedrax("run", tiny, "--out", "q", "--quiet").err
+
+
 @pytest.mark.parametrize("given", ["file", "flag", "comparison"])
 def test_steps_and_epochs_replace_each_other(
     given: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path

@@ -146,6 +146,8 @@ class Parsed:
 
     experiment: Experiment
     options: Any
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    """Keys of the file that say how methods are compared."""
 
 
 def parse_experiment(
@@ -170,7 +172,8 @@ def parse_experiment(
     trust = "beside" if path is None else own_code.trust_in(path)
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder, trust)  # explains that this is a file for `fedrax compare`
-    table = {key: value for key, value in table.items() if key not in experiment.OF_COMPARISONS}
+    left_out = [key for key in table if key in experiment.OF_COMPARISONS]
+    table = {key: value for key, value in table.items() if key not in left_out}
     reader = config.Reader(source, folder, tyro.MISSING, trust)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
     made = _as_flagged(reader.fields(Experiment, table, "", Experiment()), rest)
@@ -200,4 +203,4 @@ def parse_experiment(
         result.check()
     except FedraxError as error:
         raise FedraxError(f"{source}: {error}" if path else str(error)) from error
-    return Parsed(result, parsed.options)
+    return Parsed(result, parsed.options, left_out)

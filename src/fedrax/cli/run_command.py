@@ -64,7 +64,7 @@ def main(args: list[str]) -> int:
     directory = new_directory(spec, options.out)
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
-    say_notes(problem[2].notes, options)
+    say_notes([*not_of_one_run(parsed.left_out, spec), *problem[2].notes], options)
     return run(spec, problem, directory, options, resume=False)
 
 
@@ -81,6 +81,14 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, r
         return 128 + stop.signal
     report(spec, result, directory, options)
     return 0
+
+
+def not_of_one_run(keys: Sequence[str], spec: Experiment) -> list[str]:
+    """What the file says beside, and one run does not do."""
+    if not keys:
+        return []
+    said = f"{' and '.join(keys)} in the file {'is' if len(keys) == 1 else 'are'} for fedrax compare"
+    return [f"{said}; this is one run, with seed {spec.run.seed}"]
 
 
 def say_notes(notes: Sequence[str], options: Reporting) -> None:
