@@ -169,6 +169,14 @@ CASES = {
     "misspelt nested key": Case(
         "run x.toml", "x.toml: [algorithm.local]: unknown key 'step'; did you mean 'steps'?", toml("steps", "step")
     ),
+    "key one table too far out": Case(
+        "run x.toml",
+        "x.toml: unknown key 'rounds'; did you mean 'run.rounds'?",
+        toml("[partition]", "rounds = 3\n[partition]"),
+    ),
+    "key of the method inside": Case(
+        "run x.toml", "[algorithm]: unknown key 'local'; did you mean 'inner.local'?", toml("fedavg", "upcycled")
+    ),
     "a name of others": Case("run --algorithm FedPer", "'FedPer' is here personalised with at_home = ['output/*']"),
     "name in a file": Case("run x.toml", "x.toml: [algorithm]: unknown algorithm 'fedavgg'", toml("fedavg", "fedavgg")),
     "type in a file": Case("run x.toml", "run.rounds: must be a whole number, not 'four'", toml("= 4", '= "four"')),

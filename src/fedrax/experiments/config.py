@@ -149,7 +149,7 @@ class Reader:
         values = {}
         for key, value in table.items():
             if key not in fields:
-                raise self.error(f"[{path}]" if path else "", str(unknown("key", key, fields)))
+                raise self.error(f"[{path}]" if path else "", _unknown_key(key, fields, defaults))
             at = f"{path}.{key}" if path else key
             values[key] = self.value(fields[key], value, at, defaults[key])
         # Where one field stands instead of another, who gives it does not mean the other's default.
@@ -218,6 +218,17 @@ def _as_float(value: Any) -> float:
         return float(value)
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
+
+
+def _unknown_key(key: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
+    """The sentence about it, which names the place one table further in where there is such a key."""
+    inside = [f"{name}.{key}" for name, value in defaults.items() if key in _names_in(value)]
+    return f"unknown key {key!r}; did you mean {inside[0]!r}?" if inside else str(unknown("key", key, fields))
+
+
+def _names_in(value: Any) -> set[str]:
+    found = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return {field.name for field in dataclasses.fields(value)} if found else set()
 
 
 def replaced_by(path: str, value: Any) -> str | None:
