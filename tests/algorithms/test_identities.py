@@ -109,24 +109,40 @@ def test_many_server_steps_of_fedadmm_end_at_its_single_exact_one():
     assert np.abs(ends[0] - make_problem("softmax").x0).max() > 1e-2
 
 
-def test_fedadmm_with_one_step_is_exact_admm_where_the_curvature_is_one_over_eta():
-    """On |x - b_i|^2 / (2 eta) the linearised step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
-    eta, rho, rounds = 0.5, 3.0, 3
-    b = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
+B = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
+"""Where four clients' own minima are."""
+
+
+def admm_on_parabolas(curvature: float, steps: int, lr: float, rho: float) -> np.ndarray:
+    """z after three rounds of everybody on curvature |x - b_i|^2 / 2, from zero."""
     task = fedrax.Task(
         init=lambda key: {"x": np.zeros(2, np.float32)},
-        loss=lambda params, batch, key: ((params["x"] - batch.x) ** 2).sum(-1) / (2 * eta),
+        loss=lambda params, batch, key: curvature * ((params["x"] - batch.x) ** 2).sum(-1) / 2,
     )
-    federation = fedrax.Federation.from_arrays(b, np.zeros(4, np.float32), offsets=np.arange(5), shuffle=False)
-    local = {"lr": eta, "steps": 1, "batch_size": "full"}
-    settings = {"rounds": rounds, "cohort_size": 4, "dtype": "float64", "devices": 1}
-    found = fedrax.simulate(make_algorithm("FedADMM", {"local": local, "rho": rho}), task, federation, **settings)
+    federation = fedrax.Federation.from_arrays(B, np.zeros(4, np.float32), offsets=np.arange(5), shuffle=False)
+    method = make_algorithm("FedADMM", {"local": {"lr": lr, "steps": steps, "batch_size": "full"}, "rho": rho})
+    settings = {"rounds": 3, "cohort_size": 4, "dtype": "float64", "devices": 1}
+    return fedrax.simulate(method, task, federation, **settings).params["x"]
+
+
+def test_fedadmm_with_one_step_is_exact_admm_where_the_curvature_is_one_over_eta():
+    """There the linearised step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
+    eta, rho = 0.5, 3.0
     z, dual = np.zeros(2), np.zeros((4, 2))
-    for _ in range(rounds):
-        x = (b / eta - dual + rho * z) / (1 / eta + rho)
+    for _ in range(3):
+        x = (B / eta - dual + rho * z) / (1 / eta + rho)
         dual = dual + rho * (x - z)
         z = (dual + rho * x).mean(0) / rho
-    close(found.params["x"], z)
+    close(admm_on_parabolas(1 / eta, 1, eta, rho), z)
+
+
+@pytest.mark.parametrize("lr", [0.2, 0.5])
+def test_fedadmm_with_many_steps_and_a_strong_pull_is_gradient_descent_with_one_over_rho(lr: float):
+    """The multiplier has brought x_i back to z, where it is -g_i(z): whatever the local step size."""
+    z, rho = np.zeros(2), 3.0
+    for _ in range(3):
+        z = z - 0.7 * (z - B).mean(0) / rho
+    close(admm_on_parabolas(0.7, 400, lr, rho), z)
 
 
 @pytest.mark.parametrize("inner", ["FedAvg", "Scaffold"])

@@ -47,7 +47,10 @@ class FedADMM(Algorithm):
 
     local: LocalSGD = LocalSGD()
     rho: Positive = 5.0
-    """Strength of the pull of x_i and z towards each other. Small ones diverge where T is large."""
+    """Strength of the pull of x_i and z towards each other, to be tuned with the step size.
+
+    Where rho eta T is far above 1, a round is one step of gradient descent, 1 / rho long whatever eta and T are; where
+    it is far below, it diverges."""
     prox: Prox | None = None
     """Regulariser Psi, on the server."""
     server_steps: Count = 1
