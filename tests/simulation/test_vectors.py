@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 import fedrax
 from fedrax import tree
 from fedrax.compiled.pieces import AXIS
+from fedrax.contract import vectors as module
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.vectors import Vectors, exchanged, fetched, on_axis, padded
+from fedrax.contract.vectors import Changes, Vectors, exchanged, fetched, is_vectors, on_axis, padded, settled, watched
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation.engine import Engine, server_specs
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
@@ -152,6 +153,46 @@ class Hoarding(fedrax.FedAvg):
     def server(self, server: Hoard, cohort: fedrax.Cohort) -> tuple[Hoard, dict]:
         memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
         return Hoard(tree.add(server.params, cohort.mean), memory), {}
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_what_was_accumulated_is_taken_back_to_the_bit(sound: bool):
+    """Also what was accumulated twice in one call, in two calls, and nowhere."""
+    twice = jnp.array([1, 1, 0, K])
+
+    def both(held: Vectors, number: jax.Array, sound: jax.Array) -> tuple[Any, Any]:
+        old = watched((held, number))
+        new = old[0].accumulate(ROWS, KEPT, vectors(UPDATES)).accumulate(twice, KEPT, vectors(UPDATES)), number + 1
+        return settled(old, new, lambda made: sound & tree.all_finite(made))[0], new
+
+    found, new = jax.jit(both)(vectors(HELD), jnp.float32(3), jnp.bool_(sound))
+    assert_identical_leaves(found, new if sound else (vectors(HELD), jnp.float32(3)))
+    spoilt = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), vectors(UPDATES))
+    old = watched(vectors(HELD))
+    found, same = settled(old, old.accumulate(ROWS, KEPT, spoilt), tree.all_finite)
+    assert not same
+    assert_identical_leaves(found, vectors(HELD))
+
+
+def assert_identical_leaves(one: Any, two: Any) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [fedrax.GradMAS, fedrax.GradMA])
+def test_a_round_accumulates_in_place(kind, monkeypatch):
+    """Or it would copy all that the server remembers, twice."""
+    found = []
+
+    def seen(before: Any, after: Any) -> Changes | None:
+        changes = original(before, after)
+        found.extend([changes] if is_vectors(after) else [])
+        return changes
+
+    original = module._accumulated
+    monkeypatch.setattr(module, "_accumulated", seen)
+    run(kind(local=LOCAL, memory=6), rounds=2)  # nobody else's number, so that it is traced
+    assert found and all(changes is not None and len(changes.rows) == 1 for changes in found)
 
 
 @pytest.mark.few(1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fedrax import tree
 from fedrax.contract.mistakes import explained, refuse
 from fedrax.contract.table import is_table
-from fedrax.contract.vectors import holds_vectors
+from fedrax.contract.vectors import holds_vectors, is_vectors
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -126,8 +126,9 @@ def checked_output(algorithm: Any, output: Any) -> Any:
 
 
 def _arrays(where: str, what: str, values: Tree) -> Tree:
+    fits = lambda leaf: hasattr(leaf, "dtype") or is_vectors(leaf)  # noqa: E731
     try:
-        return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), values)
+        return jax.tree.map(lambda leaf: leaf if fits(leaf) else jnp.asarray(leaf), values, is_leaf=is_vectors)
     except (TypeError, ValueError) as error:
         raise FedraxError(f"{where} returns in its {what} something else than arrays: {error}") from error
 

@@ -22,6 +22,15 @@ class Form(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
+class Changes(NamedTuple):
+    """What :meth:`Vectors.accumulate` has replaced since :func:`watched`, so that it can be taken back in place."""
+
+    of: object
+    """Stands for the vectors as they were."""
+    rows: tuple[tuple[Array, tuple[Array, ...]], ...] = ()
+    """For each call the numbers [R] and what they stood for before, [R, n] of each leaf."""
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Vectors:
     """K vectors v_k of the parameters' kind, for servers that remember clients.
@@ -32,9 +41,9 @@ class Vectors:
     here and nothing else.
     """
 
-    def __init__(self, parts: Sequence[Any], form: Form, _axis: str | None = None):
+    def __init__(self, parts: Sequence[Any], form: Form, _axis: str | None = None, _changes: Changes | None = None):
         """Made by :meth:`of` and :meth:`zeros`. parts: each leaf's entries [K, n], or this device's share of them."""
-        self._parts, self._form, self._axis = tuple(parts), form, _axis
+        self._parts, self._form, self._axis, self._changes = tuple(parts), form, _axis, _changes
 
     @classmethod
     def of(cls, vector: Tree) -> Vectors:
@@ -79,19 +88,24 @@ class Vectors:
         """
         if (updates._form, updates._axis) != (self._form, self._axis):
             raise TypeError("a server accumulates the Vectors of cohort.each, into Vectors that init has made")
-        last = len(self) - 1
+        last, changes = len(self) - 1, self._changes
 
-        def add(j: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+        def add(j: Array, parts: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
             k, real = jnp.minimum(rows[j], last), rows[j] <= last
 
-            def one(v: Array, update: Array) -> Array:
+            def one(v: Array, update: Array, *before: Array) -> tuple[Array, ...]:
                 old = lax.dynamic_index_in_dim(v, k, keepdims=False)
                 new = kept[j] * old + lax.dynamic_index_in_dim(update, j, keepdims=False)
-                return lax.dynamic_update_index_in_dim(v, jnp.where(real, new.astype(v.dtype), old), k, 0)
+                noted = tuple(lax.dynamic_update_index_in_dim(b, old, j, 0) for b in before)
+                return lax.dynamic_update_index_in_dim(v, jnp.where(real, new.astype(v.dtype), old), k, 0), *noted
 
-            return tuple(one(*pair) for pair in zip(parts, updates._parts, strict=True))
+            return tuple(zip(*map(one, parts[0], updates._parts, *parts[1:]), strict=True))
 
-        return Vectors(lax.fori_loop(0, len(rows), add, self._parts), self._form, self._axis)
+        room = tuple(jnp.zeros((len(rows), *v.shape[1:]), v.dtype) for v in self._parts)
+        parts, *before = lax.fori_loop(0, len(rows), add, (self._parts,) if changes is None else (self._parts, room))
+        if changes is not None:
+            changes = changes._replace(rows=(*changes.rows, (jnp.minimum(rows, last), before[0])))
+        return Vectors(parts, self._form, self._axis, changes)
 
     @property
     def rows(self) -> Tree:
@@ -151,7 +165,57 @@ def map_vectors(function: Callable[[Vectors], Any], values: Tree, other: Callabl
 
 def on_axis(values: Tree, axis: str | None) -> Tree:
     """The same with vectors that are shares of the devices along a mesh's axis; None: that are whole."""
-    return map_vectors(lambda v: Vectors(v._parts, v._form, axis), values)
+    return map_vectors(lambda v: Vectors(v._parts, v._form, axis, v._changes), values)
+
+
+def watched(values: Tree) -> Tree:
+    """The same with vectors that note what is accumulated in them, for :func:`settled`."""
+    return map_vectors(lambda v: Vectors(v._parts, v._form, v._axis, Changes(object())), values)
+
+
+def settled(old: Tree, new: Tree, sound: Callable[[Tree], Array]) -> tuple[Tree, Array]:
+    """(``new`` where it is sound, else ``old``; whether it is). old: :func:`watched`. sound: of what to look at.
+
+    Where nothing of vectors has changed but what was accumulated, that alone is looked at, and taken back in place:
+    who holds both copies them in every round.
+    """
+    befores = jax.tree.leaves(old, is_leaf=is_vectors)
+    afters, structure = jax.tree.flatten(new, is_leaf=is_vectors)
+    accumulated = [_accumulated(before, after) for before, after in zip(befores, afters, strict=True)]
+    others = [i for i, changes in enumerate(accumulated) if changes is None]
+    rows = [
+        [v[at] for v in after._parts]
+        for after, made in zip(afters, accumulated, strict=True)
+        if made is not None
+        for at, _ in made.rows
+    ]
+    good = sound(([afters[i] for i in others], rows))
+    chosen = lax.cond(good, lambda: [afters[i] for i in others], lambda: [befores[i] for i in others])
+    either = dict(zip(others, chosen, strict=True))
+    made = [
+        either[i] if changes is None else _taken_back(afters[i], changes, good) for i, changes in enumerate(accumulated)
+    ]
+    return jax.tree.unflatten(structure, made), good
+
+
+def _accumulated(before: Any, after: Any) -> Changes | None:
+    """What was accumulated in ``before`` where that has made ``after``."""
+    changes = after._changes if is_vectors(before) and is_vectors(after) else None
+    return changes if changes is not None and changes.of is before._changes.of else None
+
+
+def _taken_back(vectors: Vectors, changes: Changes, keep: Array) -> Vectors:
+    """The vectors as they are, or without the changes, of which the last goes first."""
+    parts = vectors._parts
+    for rows, before in reversed(changes.rows):
+
+        def put(j: Array, parts: tuple[Array, ...], rows: Array = rows, before: tuple = before) -> tuple[Array, ...]:
+            at = len(rows) - 1 - j
+            pairs = zip(parts, before, strict=True)
+            return tuple(lax.dynamic_update_index_in_dim(v, b[at], rows[at], 0) for v, b in pairs)
+
+        parts = lax.fori_loop(0, jnp.where(keep, 0, len(rows)), put, parts)
+    return Vectors(parts, vectors._form, vectors._axis)
 
 
 def exchanged(vectors: Vectors, axis: str) -> Vectors:

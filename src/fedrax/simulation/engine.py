@@ -25,7 +25,7 @@ from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.scopes import AGGREGATE, SERVER, phase_scope, scope
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
-from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded
+from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
 from fedrax.simulation.joining import JoiningRunner
 from fedrax.simulation.phase import PhaseRunner
 from fedrax.simulation.recording import Noted, on_host, statistics_down
@@ -121,14 +121,17 @@ def one_round(
     alive: whether all rounds before were sound; this one is not otherwise.
     """
     executor = OnDevice(program, algorithm, here, key, carry.store, samples, axis, vectors_axis)
-    server, statistics, record, bad = run_round(executor, carry.server, carry.statistics)
-    finite = tree.all_finite((server, statistics))
-    if vectors_axis and holds_vectors(server):
-        finite = executor.least(finite)
-    sound = alive & finite & (bad == program.num_clients)
+    old = watched(carry.server), carry.statistics
+    server, statistics, record, bad = run_round(executor, *old)
+
+    def is_sound(made: Tree) -> Array:
+        finite = tree.all_finite(made)
+        if vectors_axis and holds_vectors(server):
+            finite = executor.least(finite)
+        return alive & finite & (bad == program.num_clients)
+
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
-    new, old = (server, statistics), (carry.server, carry.statistics)
-    server, statistics = jax.lax.cond(sound, lambda: new, lambda: old)
+    (server, statistics), sound = settled(old, (server, statistics), is_sound)
     made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
     if executor.noted:
         made[NOTED] = tuple(executor.noted)

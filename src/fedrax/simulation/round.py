@@ -18,10 +18,11 @@ from jax import Array
 from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.products import Format
-from fedrax.compiled.tracing import traced_once
+from fedrax.compiled.tracing import traced_once, untraced
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
+from fedrax.contract.vectors import holds_vectors
 from fedrax.tree import Tree
 
 SERVER_KEY, SHARED_KEY = 0xFFFFFFFF, 0xFFFFFFFE
@@ -155,7 +156,8 @@ class Executor(ABC):
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """The server's part of phase ``p``."""
-        return serve(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
+        step = untraced(serve) if holds_vectors(server) else serve  # jit forgets what has been accumulated in them
+        return step(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
 
 
 def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, Tree, Info, Array]:
