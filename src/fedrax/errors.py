@@ -24,8 +24,9 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:
     ``raise unknown("partition", name, PARTITIONS)``.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
-    suggestion = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(names) or 'none'}."
+    lower = {other.lower(): other for other in reversed(names)}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    suggestion = f"did you mean {lower[near[0]]!r}?" if near else f"known are: {', '.join(names) or 'none'}."
     return FedraxError(f"unknown {kind} {str(name)!r}; {suggestion}")
 
 

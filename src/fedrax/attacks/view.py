@@ -17,7 +17,8 @@ from jax import Array
 
 from fedrax.attacks.messages import decoded, of_one_client, parts, without_whole_numbers
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.client_data import Carried, ClientData, LossRule, Reduction
+from fedrax.contract.client_data import Carried, ClientData, Reduction
+from fedrax.contract.rules import LossRule
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.simulation.recording import Exchange

@@ -28,9 +28,9 @@ def check_method(algorithm: Any) -> None:
     if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
     if not isinstance(algorithm.requirements, Requirements):
-        raise FedraxError(f"{name}.requirements is {_kind(algorithm.requirements)}: write Requirements(...)")
+        raise FedraxError(f"{name}.requirements is {kind(algorithm.requirements)}: write Requirements(...)")
     if not isinstance(algorithm.local_steps, LocalSGD | None):
-        raise FedraxError(f"{name}.local_steps is {_kind(algorithm.local_steps)}: a LocalSGD or None is needed")
+        raise FedraxError(f"{name}.local_steps is {kind(algorithm.local_steps)}: a LocalSGD or None is needed")
     called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
     called += [(phase, what) for phase in phases for what in ("broadcast", "client", "receive", "server")]
     sentences = (_arguments(name, what, getattr(where, what)) for where, what in called)
@@ -46,7 +46,7 @@ def _arguments(name: str, what: str, function: Callable) -> str | None:
     own = own if own.isidentifier() else what
     write = f"write def {own}({', '.join(wanted)})"
     if not callable(function):
-        return f"{name}.{what} is {_kind(function)}: {write}"
+        return f"{name}.{what} is {kind(function)}: {write}"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # one of another language's
@@ -93,7 +93,7 @@ def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
         algorithm.with_params(server, found)
     except AttributeError as error:
         raise FedraxError(
-            f"{name}.init returns {_kind(server)} without params: return a NamedTuple with a field params, or define"
+            f"{name}.init returns {kind(server)} without params: return a NamedTuple with a field params, or define"
             " params(server) and with_params(server, params)"
         ) from error
     _same(f"the parameters in {name}'s server state", found, params, "the model has it")
@@ -114,7 +114,7 @@ def checked_output(algorithm: Any, output: Any) -> Any:
     name = type(algorithm).__name__
     if not isinstance(output, ClientOutput):
         raise FedraxError(
-            f"{name}.client returns {_kind(output)} instead of a ClientOutput: write ClientOutput(upload=...)"
+            f"{name}.client returns {kind(output)} instead of a ClientOutput: write ClientOutput(upload=...)"
         )
     if output.upload is None:
         raise FedraxError(f"{name}.client uploads nothing: write ClientOutput(upload=()) where that is meant")
@@ -135,11 +135,11 @@ def _arrays(where: str, what: str, values: Tree) -> Tree:
 
 def _numbers(where: str, info: Any) -> dict:
     if not isinstance(info, dict):
-        raise FedraxError(f"{where} gives the info {_kind(info)}: a dictionary of numbers is needed")
+        raise FedraxError(f"{where} gives the info {kind(info)}: a dictionary of numbers is needed")
     info = {name: _arrays(where, "info", value) for name, value in info.items()}
     for name, value in info.items():
         if not hasattr(value, "dtype") or jnp.ndim(value):
-            shape = f"of shape {jnp.shape(value)}" if hasattr(value, "dtype") else _kind(value)
+            shape = f"of shape {jnp.shape(value)}" if hasattr(value, "dtype") else kind(value)
             raise FedraxError(f"{where} gives the info {name!r} {shape}: one number is needed")
     return info
 
@@ -149,7 +149,7 @@ def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
     name = type(algorithm).__name__
     pair = isinstance(returned, tuple) and not hasattr(returned, "_fields") and len(returned) == 2
     if not pair or not isinstance(returned[1], dict):
-        found = _kind(returned)
+        found = kind(returned)
         raise FedraxError(f"{name}.server returns {found} instead of a state and its info: write (state, {{}})")
     return _arrays(f"{name}.server", "state", returned[0]), _numbers(f"{name}.server", returned[1])
 
@@ -195,5 +195,5 @@ def _same(what: str, have: Tree, need: Tree, verb: str) -> None:
         raise FedraxError(f"{what} is built of other containers than it must be: use the same NamedTuple")
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"

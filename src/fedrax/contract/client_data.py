@@ -8,7 +8,6 @@ loops over a client's data run as often as its size asks for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self
@@ -26,6 +25,7 @@ from fedrax.compiled.streams import FRESH, stream_key
 from fedrax.compiled.tracing import untraced
 from fedrax.contract.batch_gradient import batch_gradient, quick, scaled_sum
 from fedrax.contract.place import Carried, Layout, Place
+from fedrax.contract.rules import GradientRule, Ruled, one_a_sample, sums
 from fedrax.contract.task import Batch, Variables
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -41,20 +41,7 @@ _WIDE = 1024
 """Bytes of a sample from which consecutive rows are better sliced than gathered."""
 
 
-LossRule = Callable[[Callable], Callable]
-"""(params, batch, key) -> losses [B], made of another such function."""
-GradientRule = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array, Tree]]
-"""(losses, params, batch, weights, key) -> (summed loss, summed gradient) of a batch; ``losses`` as in LossRule,
-weights: None, or bool [B], False for rows that do not count."""
-DirectionRule = Callable[[Tree, Tree, Any], Tree]
-"""(direction, x, step) -> direction, at every local step."""
-BatchRule = Callable[[Any], tuple[Tree, Array | None]]
-"""step -> (samples, weights) of a local step's batch, as of :meth:`ClientData.batch`."""
-ResultRule = Callable[[Tree], Tree]
-"""x_i after the last local step -> what the method sees of it."""
-
-
-class ClientData:
+class ClientData(Ruled):
     """One client's data and circumstances in one round; read by algorithms.
 
     size: samples of this client n_i (int32). round: the round's number from 0 (int32). work: the share of the local
@@ -85,13 +72,8 @@ class ClientData:
         self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
         self.unroll, self.carried = unroll, carried or Carried()
         self.precision: Format = precision
-        self._loss_rules: tuple[LossRule, ...] = ()
-        self._gradient_rule: GradientRule | None = None
-        self.direction_rules: tuple[DirectionRule, ...] = ()
-        self.result_rules: tuple[ResultRule, ...] = ()
-        self._batch_rule: BatchRule | None = None
-        self._counted, self._stepping, self._fresh = "", False, False
-        self._depth, self._phase = 0, phase
+        self._stepping = self._fresh = False
+        self._phase = phase
         self._key, self.words = key, jax.random.key_data(key)
         self._shared_key = key if shared_key is None else shared_key
 
@@ -131,45 +113,6 @@ class ClientData:
 
     # -- what a wrapper may change -----------------------------------------------------------------------------
 
-    def inside(self) -> Self:
-        """As the method inside a wrapper sees it: with random streams of its own."""
-        return self._with(_depth=self._depth + 1)
-
-    def with_loss(self, rule: LossRule) -> Self:
-        """With another local loss, ``rule(losses)``, made of the one before: (params, batch, key) -> [B]."""
-        return self._with(_loss_rules=(*self._loss_rules, rule))
-
-    def with_gradients(self, rule: GradientRule) -> Self:
-        """With another way of taking a batch's gradient: see :data:`GradientRule`."""
-        return self._with(_gradient_rule=rule)
-
-    def with_directions(self, rule: DirectionRule) -> Self:
-        """With ``rule`` applied to the direction of every local step, after the method's own."""
-        return self._with(direction_rules=(*self.direction_rules, rule))
-
-    def with_batches(self, rule: BatchRule) -> Self:
-        """With other batches in the local steps: see :data:`BatchRule`."""
-        return self._with(_batch_rule=rule)
-
-    def with_result(self, rule: ResultRule) -> Self:
-        """With ``rule`` applied to where the local steps end, before the method sees it."""
-        return self._with(result_rules=(*self.result_rules, rule))
-
-    def with_counted_gradients(self, who: str) -> Self:
-        """With one gradient in each local step and no others, so that ``who`` knows how many there are.
-
-        FedraxError where the method asks for more.
-        """
-        return self._with(_counted=who)
-
-    def refuse_uncounted(self, what: str) -> None:
-        """FedraxError where only the local steps may look at samples, once each."""
-        if self._counted:
-            raise FedraxError(
-                f"{self._counted} goes around methods that take one gradient in each local step, and this one also"
-                f" asks for {what}"
-            )
-
     def begun(self) -> Self:
         """For the local steps; they can be taken once where gradients are counted."""
         if self._stepping or self.carried.params is not None:
@@ -178,6 +121,7 @@ class ClientData:
 
     def with_steps(self, steps: Array) -> Self:
         """With T_i, int32, whatever ``local`` says, unless a script gives it; a straggler does its share."""
+        self.refuse_uncounted("another number of local steps")
         if self.place.steps is not None:
             return self
         steps = steps if self.work is None else jnp.ceil(self.work * steps).astype(jnp.int32)
@@ -190,11 +134,6 @@ class ClientData:
     def with_samples(self, samples: Tree, size: Array) -> Self:
         """With other samples of all clients, of which this one has ``size``."""
         return self._with(samples=samples, size=size, place=self.place._replace(size=size))
-
-    def _with(self, **changes: Any) -> Self:
-        other = copy.copy(self)
-        other.__dict__.update(changes)
-        return other
 
     def variables(self, params: Tree) -> Tree:
         """What the task's functions take: the parameters, with the running statistics where the model has some."""
@@ -222,6 +161,8 @@ class ClientData:
         do not count hold this client's samples too, those at the beginning of the epoch: networks and losses that
         look at whole batches see them.
         """
+        if not self._stepping:
+            self.refuse_uncounted("a batch beside them")
         if self._batch_rule is not None and not self._fresh:
             return self._batch_rule(step)
         if self.given_rows is not None:
@@ -283,7 +224,7 @@ class ClientData:
 
         loss = own
         for rule in self._loss_rules:
-            loss = rule(loss)
+            loss = one_a_sample(rule(loss))
         return loss
 
     @scope(GRADIENT)
@@ -298,7 +239,7 @@ class ClientData:
         if not self._stepping:
             self.refuse_uncounted("a gradient beside them")
         if self._gradient_rule is not None:
-            total = self._gradient_rule(self.losses(), params, samples, weights, key)
+            total = self._by_rule(self._gradient_rule, params, samples, weights, key)
             count = len(jax.tree.leaves(samples)[0]) if weights is None else jnp.maximum(weights.sum(), 1)
             loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
             return loss, gradient, self.carried.statistics
@@ -309,6 +250,14 @@ class ClientData:
         of_batch = self._of_batch()
         additive = lambda *batch: of_batch(*batch, key, scale, count)  # noqa: E731
         return *self._in_pieces(additive, params, samples, weights, key), ()
+
+    def _by_rule(self, rule: GradientRule, params: Tree, samples: Tree, weights: Array | None, key: Array) -> tuple:
+        """A batch's summed loss and gradient as a rule takes them."""
+        if self.carried.statistics and not self._frozen:
+            raise FedraxError(
+                "gradients by a rule of with_gradients take no care of running statistics (batch norm): use group norm"
+            )
+        return sums(rule(self.losses(), params, samples, weights, key), params)
 
     def _with_statistics(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, scale: Any, count: Any
@@ -347,7 +296,7 @@ class ClientData:
 
         def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
             if self._gradient_rule is not None:
-                return self._gradient_rule(losses, params, samples, inside, key)
+                return self._by_rule(self._gradient_rule, params, samples, inside, key)
             if self.carried.statistics:
                 return of_batch(params, samples, inside, key)
             return self._in_pieces(lambda *batch: of_batch(*batch, key), params, samples, inside, key)

@@ -35,7 +35,12 @@ _MARK = "__hyperparameters__"
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 def hyperparameters(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass whose floating and nested fields are pytree leaves."""
-    cls = dataclasses.dataclass(frozen=True)(cls)
+    try:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+    except ValueError as error:
+        if "mutable default" not in str(error):
+            raise
+        raise FedraxError(f"{cls.__name__}: {str(error).split(':')[0]}: give a tuple, or numbers") from error
     _refuse_unknown_fields(cls)
     fields = fields_of(cls).values()
     _register(cls, [field.name for field in fields if not field.static], [f.name for f in fields if f.static])

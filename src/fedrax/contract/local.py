@@ -19,6 +19,7 @@ from fedrax.contract.client_data import Carried, ClientData, Order, Reduction
 from fedrax.contract.hyperparameters import Count, Decay, NonNegative, Positive, hyperparameters
 from fedrax.contract.optax_rule import Optax
 from fedrax.contract.proximal import Prox
+from fedrax.contract.rules import like
 from fedrax.contract.schedules import Constant, Schedule
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -98,10 +99,9 @@ def _checked(made: Any, x: Tree, memory: Any) -> tuple[Tree, Any]:
     """What a direction returned, if it is a pair in the form of the parameters and of the memory before."""
     if not isinstance(made, tuple) or hasattr(made, "_fields") or len(made) != 2:
         raise FedraxError(f"a direction returns a {type(made).__name__}: return the pair direction, memory")
-    form = lambda t: (jax.tree.structure(t), [jnp.shape(leaf) for leaf in jax.tree.leaves(t)])  # noqa: E731
-    if form(made[0]) != form(x):
+    if not like(made[0], x):
         raise FedraxError("a direction returns other keys or shapes than the parameters': it is what x moves along")
-    if form(made[1]) != form(memory):
+    if not like(made[1], memory):
         raise FedraxError(
             "a direction returns a memory of another form than it was given: hand local.run(..., memory=...) one to"
             " begin with, of the same keys and shapes"
@@ -271,8 +271,7 @@ class LocalSGD:
             if self.momentum is not None:
                 gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
             d, memory = _checked(direction(gradient, x, memory, step), x, memory)
-            for change in data.direction_rules:
-                d = change(d, x, step)
+            d = data.directed(d, x, step)
             if self.optimizer is None:
                 x = self.move(x, d, lr, data.round)
             else:

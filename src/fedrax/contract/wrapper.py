@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.checks import kind
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.requirements import Requirements
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 from fedrax.tree import Tree
 
 if TYPE_CHECKING:
@@ -37,6 +41,22 @@ class Wrapper(Algorithm):
     """
 
     inner: Algorithm
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse what would never be called, or could not be."""
+        super().__init_subclass__(**more)
+        for name, function in vars(cls).items():
+            if f"around_{name}" in _HOOKS:
+                raise FedraxError(f"{cls.__name__}.{name} would never be called: define around_{name}")
+            if name.startswith("around_") and name not in _HOOKS:
+                raise unknown(f"method of {cls.__name__}:", name, _HOOKS)
+            if name in _HOOKS and inspect.isfunction(function):
+                needed = list(inspect.signature(getattr(Wrapper, name)).parameters)
+                try:
+                    inspect.signature(function).bind(*needed)
+                except TypeError:
+                    said = f"write def {name}({', '.join(needed)})"
+                    raise FedraxError(f"{cls.__name__}.{name} takes other arguments: {said}") from None
 
     # -- for wrappers to override ------------------------------------------------------------------------------
 
@@ -100,24 +120,53 @@ class Wrapper(Algorithm):
         return (state.inner, state.own) if self._keeps else (state, ())
 
     def _whole(self, inner: Any, own: Tree) -> Any:
-        return Wrapped(inner, own) if self._keeps else inner
+        if self._keeps:
+            return Wrapped(inner, own)
+        if jax.tree.leaves(own):
+            name = type(self).__name__
+            raise FedraxError(
+                f"{name} returns a state of its own, and keeps none: define init_own(params, num_clients) for the"
+                " server's, init_client_own(params) for a client's"
+            )
+        return inner
 
     def _phase(self, phase: Phase, last: bool) -> Phase:
         def inside(message: Any, state: Any, data: ClientData) -> ClientOutput:
             return phase.client(message, state, data.inside())
 
+        name = type(self).__name__
+
         def broadcast(server: Any) -> Tree:
-            return self.around_broadcast(phase.broadcast, *self._parts(server))
+            message = self.around_broadcast(phase.broadcast, *self._parts(server))
+            if message is None:
+                raise FedraxError(f"{name}.around_broadcast returns nothing: return what the server sends")
+            return message
 
         def client(message: Any, state: Any, data: ClientData) -> ClientOutput:
             mine, own = self._parts(state)
-            output, own = self.around_client(inside, message, mine, own, data, last)
+            made = self.around_client(inside, message, mine, own, data, last)
+            output, own = _returned(f"{name}.around_client", made, 2, "the pair output, own")
+            if not isinstance(output, ClientOutput):
+                raise FedraxError(
+                    f"{name}.around_client returns {kind(output)} in place of the output: output._replace(upload=...)"
+                    " changes a part of what client(message, state, data) returns"
+                )
             return output._replace(state=self._whole(output.state, own))
 
         def server(server: Any, cohort: Cohort) -> tuple[Any, Info]:
             mine, own = self._parts(server)
             deeper = lambda state, cohort: phase.server(state, cohort._replace(depth=cohort.depth + 1))  # noqa: E731
-            state, own, info = self.around_server(deeper, mine, own, cohort, last)
+            made = self.around_server(deeper, mine, own, cohort, last)
+            state, own, info = _returned(f"{name}.around_server", made, 3, "state, own, info")
+            if type(state) is tuple and type(mine) is not tuple:
+                raise FedraxError(
+                    f"{name}.around_server returns a pair in place of the state: what server(state, cohort) returns is"
+                    " state, info"
+                )
+            if not isinstance(info, dict):
+                raise FedraxError(
+                    f"{name}.around_server returns {kind(info)} in place of the info: return a dictionary"
+                )
             return self._whole(state, own), info
 
         receive = lambda upload: self.around_receive(phase.receive, upload)  # noqa: E731
@@ -183,6 +232,16 @@ class Wrapper(Algorithm):
         return self._whole(
             self.inner.map_corrections(function, mine, *(self._parts(other)[0] for other in others)), own
         )
+
+
+_HOOKS = ("around_client", "around_server", "around_broadcast", "around_receive", "init_own", "init_client_own")
+
+
+def _returned(where: str, made: Any, parts: int, what: str) -> tuple:
+    """What a wrapper's method returned, if it is so many things."""
+    if type(made) is not tuple or len(made) != parts:
+        raise FedraxError(f"{where} returns {kind(made)}: return {what}")
+    return made
 
 
 def wrapped_in(algorithm: Algorithm, kind: type[Wrapper]) -> Wrapper | None:

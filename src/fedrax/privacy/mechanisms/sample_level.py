@@ -90,13 +90,12 @@ class SampleDP(Wrapper):
         """``inner``'s client, which gets noised gradients alone."""
         local = self.inner.local_steps
         assert local is not None and isinstance(local.batch_size, int)
-        private = data.with_counted_gradients(type(self).__name__)
         if self.rate is None:
-            private = private.with_gradients(self._of_batch(data, local.batch_size))
+            private = data.with_gradients(self._of_batch(data, local.batch_size), frozen_statistics=True)
         else:
-            private = private.with_batches(_drawn(data, self.rate))
-            private = private.with_gradients(self._of_rows(data, local.batch_size))
-        output = client(message, state, private)
+            private = data.with_batches(_drawn(data, self.rate))
+            private = private.with_gradients(self._of_rows(data, local.batch_size), frozen_statistics=True)
+        output = client(message, state, private.with_counted_gradients(type(self).__name__))
         return output._replace(info=only_bookkeeping(output.info)), own
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:

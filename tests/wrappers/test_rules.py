@@ -1,0 +1,200 @@
+"""What wrappers change of the local work, several of them at once, and mistakes in what they give and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedraxError, check_algorithm, tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.wrapper import Wrapper
+from fedrax.models import from_linen
+from tests.simulation.problems import FEDERATION, TASK, run
+
+LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=5)
+AVERAGE = fedrax.FedAvg(local=LOCAL)
+
+
+def around(change: Callable[[Any], Any], inner: Algorithm = AVERAGE) -> Wrapper:
+    """A wrapper that hands the method inside ``change(data)``."""
+
+    @hyperparameters
+    class Changing(Wrapper):
+        inner: Algorithm = AVERAGE
+
+        def around_client(self, client, message, state, own, data, last):
+            return client(message, state, change(data)), own
+
+    return Changing(inner=inner)
+
+
+def summed(losses: Any, params: Any, batch: Any, weights: Any, key: Any) -> Any:
+    """The plain gradient, written as a rule."""
+
+    def total(params: Any) -> Any:
+        found = losses(params, batch, key)
+        return jnp.sum(found if weights is None else jnp.where(weights, found, 0))
+
+    return jax.value_and_grad(total)(params)
+
+
+def with_gradients(rule: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
+    return around(lambda data: data.with_gradients(rule), inner)
+
+
+def with_directions(rule: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
+    return around(lambda data: data.with_directions(rule), inner)
+
+
+def test_a_gradient_rule_is_the_gradient():
+    one, two = run(AVERAGE, rounds=2), run(with_gradients(summed), rounds=2)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        with_gradients(summed, with_gradients(summed)),
+        fedrax.SampleDP(inner=with_gradients(summed)),
+        with_gradients(summed, fedrax.SampleDP(inner=AVERAGE)),
+    ],
+    ids=["twice", "inside noise", "around noise"],
+)
+def test_one_gradient_rule_never_takes_the_place_of_another(method: Algorithm):
+    """Inside SampleDP it would take that of the noise."""
+    with pytest.raises(FedraxError, match="two wrappers, one inside the other, say how a batch's gradient is taken"):
+        run(method, rounds=1, weights="uniform")
+
+
+def test_the_outermost_direction_rule_has_the_last_word():
+    """A clip around decay clips; a decay around a clip may go beyond it."""
+
+    def shortened(direction: Any, x: Any, step: Any) -> Any:
+        return tree.scale(1e-3 / tree.norm(direction), direction)
+
+    def decayed(direction: Any, x: Any, step: Any) -> Any:
+        return jax.tree.map(lambda d, a: d + 3 * a + 1, direction, x)
+
+    start = TASK.init(jax.random.key(0))
+    far = {
+        name: float(tree.norm(tree.sub(run(method, rounds=1, params=start).params, start)))
+        for name, method in {
+            "clipped": with_directions(shortened, with_directions(decayed)),
+            "decayed": with_directions(decayed, with_directions(shortened)),
+            "both in one": around(lambda data: data.with_directions(decayed).with_directions(shortened)),
+        }.items()
+    }
+    assert far["clipped"] < 2.1e-4 and far["both in one"] < 2.1e-4 and far["decayed"] > 0.1, far
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda data: data.batch(0, 5, "stored") and data, "a batch beside them"),
+        (lambda data: data.with_batches(lambda step: data.batch(0, 5, "stored")), "other batches"),
+        (lambda data: data.with_steps(jnp.int32(50)), "another number of local steps"),
+    ],
+    ids=["a batch", "batches", "steps"],
+)
+def test_noise_is_for_methods_that_see_samples_as_it_is_counted(change: Callable, what: str):
+    with pytest.raises(FedraxError, match=f"SampleDP goes around methods .* asks for {what}"):
+        run(fedrax.SampleDP(inner=around(change)), rounds=1, weights="uniform")
+
+
+def test_gradients_by_a_rule_are_refused_where_they_would_leave_statistics_behind():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+            return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x))
+
+    task = fedrax.classification(from_linen(Network(), FEDERATION.train[0][:1]))
+    for local in (LOCAL, fedrax.LocalSGD(lr=0.1, steps=2, batch_size=4)):
+        with pytest.raises(FedraxError, match="take no care of running statistics"):
+            run(with_gradients(summed, fedrax.FedAvg(local=local)), task=task, rounds=1)
+
+
+RULES = {
+    "gives losses of shape () for a batch of": around(
+        lambda data: data.with_loss(lambda losses: lambda *inputs: losses(*inputs).mean())
+    ),
+    "with_gradients returns something else than the pair": with_gradients(lambda *inputs: summed(*inputs)[1]),
+    "summed loss, summed gradient: one number, and a tree": with_gradients(lambda *inputs: summed(*inputs)[::-1]),
+    "with_directions returns other keys or shapes": with_directions(lambda d, x, step: jax.tree.map(jnp.mean, d)),
+    "it returns what x moves along": with_directions(lambda d, x, step: None),
+}
+
+
+@pytest.mark.parametrize("sentence", RULES)
+def test_what_a_rule_gives_is_looked_at(sentence: str):
+    for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
+        with pytest.raises(FedraxError) as caught:
+            use(RULES[sentence])
+        assert sentence in str(caught.value)
+
+
+def returning(name: str, made: Callable) -> Callable[[], type]:
+    """A wrapper's class with one method, for the forms of its arguments."""
+    return lambda: hyperparameters(type("Mine", (Wrapper,), {name: made, "__annotations__": {"inner": Algorithm}}))
+
+
+MISTAKES: dict[str, tuple[str, Callable]] = {
+    "Mine.around_client returns a ClientOutput: return the pair output, own": (
+        "around_client",
+        lambda self, client, message, state, own, data, last: client(message, state, data),
+    ),
+    "Mine.around_client returns nothing: return the pair output, own": (
+        "around_client",
+        lambda self, client, message, state, own, data, last: None,
+    ),
+    "Mine.around_client returns a dict in place of the output": (
+        "around_client",
+        lambda self, client, message, state, own, data, last: (client(message, state, data).upload, own),
+    ),
+    "Mine.around_server returns a tuple: return state, own, info": (
+        "around_server",
+        lambda self, server, state, own, cohort, last: server(state, cohort),
+    ),
+    "Mine.around_server returns nothing in place of the info": (
+        "around_server",
+        lambda self, server, state, own, cohort, last: (server(state, cohort)[0], own, None),
+    ),
+    "what server(state, cohort) returns is state, info": (
+        "around_server",
+        lambda self, server, state, own, cohort, last: (server(state, cohort), own, {}),
+    ),
+    "Mine.around_broadcast returns nothing": ("around_broadcast", lambda self, broadcast, state, own: None),
+    "Mine returns a state of its own, and keeps none: define init_own": (
+        "around_server",
+        lambda self, server, state, own, cohort, last: (server(state, cohort)[0], {"n": cohort.round}, {}),
+    ),
+    "write def around_client(self, client, message, state, own, data, last)": (
+        "around_client",
+        lambda self, client, message, state, own, data: None,
+    ),
+    "write def init_own(self, params, num_clients)": ("init_own", lambda self, params: ()),
+    "did you mean 'around_server'?": ("around_sever", lambda self, *inputs: None),
+    "Mine.client would never be called: define around_client": ("client", lambda self, *inputs: None),
+    "Mine.server would never be called: define around_server": ("server", lambda self, *inputs: None),
+}
+
+
+@pytest.mark.parametrize("sentence", MISTAKES)
+def test_a_mistake_in_a_wrapper_is_a_sentence(sentence: str):
+    for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
+        with pytest.raises(FedraxError) as caught:
+            use(returning(*MISTAKES[sentence])()(inner=AVERAGE))
+        assert sentence in str(caught.value), str(caught.value)
+
+
+def test_a_list_as_a_default_is_a_sentence():
+    with pytest.raises(FedraxError, match=r"Mine: mutable default .* give a tuple"):
+        hyperparameters(type("Mine", (Wrapper,), {"layers": [], "__annotations__": {"layers": list}}))
