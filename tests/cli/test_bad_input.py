@@ -174,6 +174,11 @@ CASES = {
         "x.toml: unknown key 'rounds'; did you mean 'run.rounds'?",
         toml("[partition]", "rounds = 3\n[partition]"),
     ),
+    "key two tables too far out": Case(
+        "run x.toml",
+        "x.toml: unknown key 'lr'; did you mean 'algorithm.local.lr' or 'algorithm.s",
+        file("x.toml", "lr = 0.1"),
+    ),
     "key of the method inside": Case(
         "run x.toml", "[algorithm]: unknown key 'local'; did you mean 'inner.local'?", toml("fedavg", "upcycled")
     ),

@@ -221,14 +221,17 @@ def _as_float(value: Any) -> float:
 
 
 def _unknown_key(key: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
-    """The sentence about it, which names the place one table further in where there is such a key."""
-    inside = [f"{name}.{key}" for name, value in defaults.items() if key in _names_in(value)]
-    return f"unknown key {key!r}; did you mean {inside[0]!r}?" if inside else str(unknown("key", key, fields))
+    """The sentence about it, which names the places further in where there is such a key."""
+    inside = " or ".join(map(repr, _further_in(key, defaults)))
+    return f"unknown key {key!r}; did you mean {inside}?" if inside else str(unknown("key", key, fields))
 
 
-def _names_in(value: Any) -> set[str]:
-    found = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return {field.name for field in dataclasses.fields(value)} if found else set()
+def _further_in(key: str, values: Mapping[str, Any]) -> list[str]:
+    """The paths of the key in the tables among the values, the nearest ones."""
+    objects = {name: v for name, v in values.items() if dataclasses.is_dataclass(v) and not isinstance(v, type)}
+    tables = {name: {f.name: getattr(v, f.name) for f in dataclasses.fields(v)} for name, v in objects.items()}
+    here = [f"{name}.{key}" for name, table in tables.items() if key in table]
+    return here or [f"{name}.{path}" for name, table in tables.items() for path in _further_in(key, table)]
 
 
 def replaced_by(path: str, value: Any) -> str | None:
