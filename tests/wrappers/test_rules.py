@@ -96,6 +96,11 @@ def test_the_outermost_direction_rule_has_the_last_word():
     assert far["clipped"] < 2.1e-4 and far["both in one"] < 2.1e-4 and far["decayed"] > 0.1, far
 
 
+def test_noise_upon_noise_is_refused():
+    with pytest.raises(FedraxError, match="SampleDP inside SampleDP"):
+        run(fedrax.SampleDP(inner=around(lambda data: data, fedrax.SampleDP(inner=AVERAGE))), rounds=1)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

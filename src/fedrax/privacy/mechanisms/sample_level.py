@@ -19,7 +19,7 @@ from fedrax.contract.fields import Bound
 from fedrax.contract.hyperparameters import Count, NonNegative, Positive, hyperparameters
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.requirements import Requirements
-from fedrax.contract.wrapper import Wrapper
+from fedrax.contract.wrapper import Wrapper, wrapped_in
 from fedrax.errors import FedraxError
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
 from fedrax.privacy.releases import Release
@@ -53,6 +53,8 @@ class SampleDP(Wrapper):
 
     def check(self) -> None:
         """Refuse local work that cannot be counted, or is not divided into batches."""
+        if wrapped_in(self.inner, SampleDP) is not None:
+            raise FedraxError("SampleDP inside SampleDP: gradients are clipped and noised by one of them alone")
         local = self.inner.local_steps
         if local is None or local.steps is None:
             raise FedraxError("SampleDP counts local steps: it goes around methods with local.steps given")
