@@ -28,8 +28,7 @@ def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | N
     padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), [(low, high, 0) for low, high in pads])
     pixels = list(product(*map(range, sizes)))
     first = _first_maximum(padded, pixels, strides, source.shape)
-    parts = {pixel: jnp.where(first == number, source, 0) for number, pixel in enumerate(pixels)}
-    total = _sum_of_windows(parts, sizes, strides, source.shape)
+    total = _spread(source, first, sizes, strides)
     # windows need not reach the last pixels, and may go beyond them by less than a stride
     room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
     total = lax.pad(total, jnp.zeros((), total.dtype), room)
@@ -49,28 +48,37 @@ def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shap
     return lax.optimization_barrier(first)  # not computed anew for every pixel
 
 
-def _sum_of_windows(parts: dict, sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The sum over windows [shape], ``strides`` apart, of what each gives to its pixels.
+def _spread(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """What each pixel gets from the windows: ``source`` of those, [shape], whose pixel number ``first`` it is.
 
-    ``parts`` holds what is given, [shape], by pixel of the window. Pixels a whole number of strides apart are
-    summed together; the sums are interleaved at last.
+    In one pass over the pixels, with an axis for the strides and one for what is left of them beside each other, so
+    that nothing is put in order afterwards. Windows that overlap are added in the order of their pixels.
     """
     reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
-    full = tuple(n + r - 1 for n, r in zip(shape, reach, strict=True))
-    zero = jnp.zeros((), next(iter(parts.values())).dtype)
-    sums = []
-    for rest in product(*map(range, strides)):
-        total = jnp.zeros(full, zero.dtype)
-        for steps in product(*map(range, reach)):
-            pixel = tuple(q * s + r for q, s, r in zip(steps, strides, rest, strict=True))
-            if pixel in parts:
-                around = [(q, r - 1 - q, 0) for q, r in zip(steps, reach, strict=True)]
-                total = total + lax.pad(parts[pixel], zero, around)
-        sums.append(total)
-    axes = len(strides)
-    interleaved = [axis for i in range(axes) for axis in (axes + i, i)]
-    sums = jnp.stack(sums).reshape(*strides, *full).transpose(interleaved)
-    return sums.reshape([n * s for n, s in zip(full, strides, strict=True)])
+    full = [n + r - 1 for n, r in zip(source.shape, reach, strict=True)]
+    if max(reach) > 1:  # laid out once: asking for each pixel whether it is beyond the edge takes ten times as long
+        around = [(r - 1, r - 1, 0) for r in reach]
+        laid = lambda a, filling: lax.optimization_barrier(lax.pad(a, jnp.asarray(filling, a.dtype), around))  # noqa: E731
+        first, source = laid(first, -1), laid(source, 0)
+    total = None
+    for steps in product(*map(range, reach)):
+        begin = [r - 1 - q for q, r in zip(steps, reach, strict=True)]
+        end = [at + n for at, n in zip(begin, full, strict=True)]
+        apart = lambda a, at=(begin, end): jnp.expand_dims(lax.slice(a, *at), tuple(range(1, 2 * a.ndim, 2)))  # noqa: E731
+        numbers = jnp.expand_dims(_numbers(steps, sizes, strides), tuple(range(0, 2 * source.ndim, 2)))
+        part = jnp.where(apart(first) == numbers, apart(source), 0)
+        total = part if total is None else total + part
+    assert total is not None
+    return total.reshape([n * s for n, s in zip(full, strides, strict=True)])
+
+
+def _numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """Of the pixels so many strides into a window, by what is left of them, int32 [strides]; -2 beyond the window."""
+    number, inside = jnp.zeros(strides, jnp.int32), jnp.ones(strides, bool)
+    for axis, (q, stride, size) in enumerate(zip(steps, strides, sizes, strict=True)):
+        pixel = q * stride + lax.broadcasted_iota(jnp.int32, strides, axis)
+        number, inside = number * size + pixel, inside & (pixel < size)
+    return lax.optimization_barrier(jnp.where(inside, number, -2))
 
 
 def sum_in_steps(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
