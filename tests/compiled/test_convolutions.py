@@ -102,6 +102,18 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
     return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("size", "step"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (5, 3), (3, 4), (7, 2)])
+@EACH_TYPE
+def test_strides(size: int, step: int, dtype: Any):
+    """With channels enough that places between pixels are convolutions of their own, and a transposed one."""
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (2, 10, 9, 16), dtype), draw(rng, (size, size, 16, 18), dtype)
+    strided = partial(conv, window_strides=(step, step))
+    between = partial(conv, lhs_dilation=(step, step), padding=((size - 1, step), (size, size)))
+    assert_same(lambda x, w: [gradients(f, 1)(x, w) for f in (strided, between)], x, w)
+
+
 @pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("kernel", "options"),

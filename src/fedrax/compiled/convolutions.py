@@ -204,27 +204,38 @@ def _beside(kernels: Sequence[Array], before: Sequence[Sequence[int]]) -> Array:
 def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
     """The kernel over images with zeros between their pixels, as in the gradient of one with strides.
 
-    Of places that lie ``gaps`` apart each sees the same entries of the kernel. So they are channels of one place of a
-    kernel over the images without zeros.
+    Of places that lie ``gaps`` apart each sees the same entries of the kernel: they are a convolution of the images
+    without zeros. Those of the places between are others, side by side or, where they are of few channels or see the
+    same pixels, channels of one.
     """
-    gaps, axes = window.gaps, len(out)
+    gaps, axes, unit = window.gaps, len(out), (1,) * len(out)
     # for each axis and phase the first entry of the kernel that meets a pixel, and which pixel that is
     meets = [
         [((low - phase) % gap, (phase - low + (low - phase) % gap) // gap) for phase in range(gap)]
         for (low, _), gap in zip(window.pads, gaps, strict=True)
     ]
-    least = [min(pixel for _, pixel in phases) for phases in meets]
-    together = list(product(*meets))
-    kernel = _beside(
-        [kernel[tuple(slice(meet[0], None, gap) for meet, gap in zip(phase, gaps, strict=True))] for phase in together],
-        [[meet[1] - low for meet, low in zip(phase, least, strict=True)] for phase in together],
-    )
+    phases = [tuple(zip(*phase, strict=True)) for phase in product(*meets)]
+    kernels = [kernel[tuple(map(slice, first, (None,) * axes, gaps))] for first, _ in phases]
     blocks = [-(-n // gap) for n, gap in zip(out, gaps, strict=True)]
-    needed = [low + n + size - 1 for low, n, size in zip(least, blocks, kernel.shape, strict=False)]
-    pads = tuple((-low, end - n) for low, end, n in zip(least, needed, x.shape[1:-1], strict=True))
-    unit = (1,) * axes
-    x, window = without_needless(x, Window(unit, pads, unit, unit))
-    y = _dense(x, kernel, window, precision).reshape(len(x), *blocks, *gaps, -1)
+
+    def seen(kernel: Array, first: Sequence[int]) -> Array:
+        ends = [at + n + size - 1 for at, n, size in zip(first, blocks, kernel.shape, strict=False)]
+        pads = tuple((-at, end - n) for at, end, n in zip(first, ends, x.shape[1:-1], strict=True))
+        images, window = without_needless(x, Window(unit, pads, unit, unit))
+        return _dense(images, kernel, window, precision)
+
+    if (
+        kernel.shape[-1] < _FEW
+        or len({(own.shape, pixel) for own, (_, pixel) in zip(kernels, phases, strict=True)}) == 1
+    ):
+        least = [min(pixels) for pixels in zip(*(pixel for _, pixel in phases), strict=True)]
+        before = [[at - low for at, low in zip(pixel, least, strict=True)] for _, pixel in phases]
+        y = seen(_beside(kernels, before), least)
+    else:
+        nothing = jnp.zeros((len(x), *blocks, kernel.shape[-1]), x.dtype)
+        found = [seen(own, pixel) if own.size else nothing for own, (_, pixel) in zip(kernels, phases, strict=True)]
+        y = jnp.stack(found, -2)
+    y = y.reshape(len(x), *blocks, *gaps, -1)
     y = y.transpose(0, *(axis for i in range(axes) for axis in (1 + i, 1 + i + axes)), y.ndim - 1)
     y = y.reshape(len(x), *(n * gap for n, gap in zip(blocks, gaps, strict=True)), -1)
     return lax.slice(y, (0,) * y.ndim, (len(x), *out, y.shape[-1]))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedrax.compiled.windows import Space, Window, canonical, in_planes, padded, seen_whole, tap, without_needless
+from fedrax.compiled.windows import Pads, Space, Window, canonical, in_planes, padded, seen_whole, tap, without_needless
 
 _MOST_SAMPLES = 128
 """Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
@@ -29,6 +29,8 @@ _FEW = 24
 """Channels: products with up to so many in their result are slow."""
 _CACHED = 2 << 20
 """Bytes that are best touched by the samples which are worked on together."""
+_FEW_COPIES = 3
+"""Of each pixel, up to which it is worth laying out what each place saw."""
 _WIDEST = 7
 """Entries along an axis of a kernel up to which images and upstream are laid out once for each."""
 _FEWEST_PIXELS, _MOST_PIXELS = 16, 32
@@ -72,11 +74,12 @@ def _seen_from_upstream(window: Window, space: Space, given: Space, places: Spac
 
 def _from_few_to_many(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """In the form that is best for images of fewer channels than the upstream, or for places that lie apart."""
-    unit, form, touched = (1,) * len(places), _turned, 2 * (images.nbytes + upstream.nbytes)
-    if window.dilation != unit:
-        channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
-        form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
-    elif window.strides == unit and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
+    form, touched = _turned, 2 * (images.nbytes + upstream.nbytes)
+    if math.prod(window.dilation) > 1:
+        if math.prod(places) <= _FEW_COPIES * math.prod(window.dilation):
+            channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
+            form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
+    elif math.prod(window.strides) == 1 and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
         form, touched = _crossed, (1 + max(places)) * (images.nbytes + upstream.nbytes)
     return _in_chunks(partial(form, window=window, places=places, precision=precision), images, upstream, touched)
 
@@ -148,18 +151,22 @@ def _crossed(images: Array, upstream: Array, window: Window, places: Space, prec
 
 def _turned(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """A convolution of images [C, space, N] with upstream [space, N, D]."""
+    window = window._replace(pads=_just_enough(images.shape[1:-1], upstream.shape[1:-1], window, places))
     images, window = without_needless(_last_to_first(images), window)
-    y = _convolved(images, jnp.moveaxis(upstream, 0, -2), window, places, precision)
+    numbers = lax.ConvDimensionNumbers(*canonical(len(places)))
+    over = (window.strides, window.pads, window.gaps, window.dilation)
+    y = lax.conv_general_dilated(images, jnp.moveaxis(upstream, 0, -2), *over, numbers, precision=precision)
     return jnp.moveaxis(y, 0, -2)
 
 
-def _convolved(x: Array, kernel: Array, window: Window, out: Space, precision: Any) -> Array:
-    """[C, space, N], [space, N, D] -> [C, out, D], which the window may go beyond."""
-    numbers = lax.ConvDimensionNumbers(*canonical(len(out)))
-    y = lax.conv_general_dilated(
-        x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
-    )
-    return lax.slice(y, (0,) * y.ndim, (len(y), *out, y.shape[-1]))
+def _just_enough(space: Space, given: Space, window: Window, places: Space) -> Pads:
+    """The padding with which a window as large as ``given`` takes as many places and goes nowhere else."""
+    end = [
+        (k - 1) * step + (m - 1) * apart + 1
+        for k, step, m, apart in zip(places, window.strides, given, window.dilation, strict=True)
+    ]
+    wide = [(n - 1) * gap + 1 for n, gap in zip(space, window.gaps, strict=True)]
+    return tuple((low, last - low - n) for (low, _), last, n in zip(window.pads, end, wide, strict=True))
 
 
 def _last_to_first(x: Array) -> Array:
