@@ -76,7 +76,8 @@ def _from_few_to_many(images: Array, upstream: Array, window: Window, places: Sp
     """In the form that is best for images of fewer channels than the upstream, or for places that lie apart."""
     form, touched = _turned, 2 * (images.nbytes + upstream.nbytes)
     if math.prod(window.dilation) > 1:
-        if math.prod(places) <= _FEW_COPIES * math.prod(window.dilation):
+        in_a_row = len(places) == 1 and images.shape[-1] <= _FEW  # what a place saw lies side by side
+        if in_a_row or math.prod(places) <= _FEW_COPIES * math.prod(window.dilation):
             channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
             form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
     elif math.prod(window.strides) == 1 and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
