@@ -37,15 +37,16 @@ def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | N
 
 
 def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The number of the pixel at which each window of x has its first maximum, int32 [shape]."""
-    best, first = None, jnp.zeros(shape, jnp.int32)
+    """The number of the pixel at which each window of x has its first maximum, [shape], of the type of x."""
+    best, first = None, jnp.zeros(shape, x.dtype)
     for number, pixel in enumerate(pixels):
         stop = [i + (n - 1) * s + 1 for i, n, s in zip(pixel, shape, strides, strict=True)]
         seen = lax.slice(x, pixel, stop, strides)
         if best is not None:
-            first = jnp.where(seen > best, jnp.int32(number), first)
+            first = jnp.where(seen > best, jnp.asarray(number**2, x.dtype), first)
         best = seen if best is None else jnp.maximum(best, seen)
-    return lax.optimization_barrier(first)  # not computed anew for every pixel
+    # XLA takes comparisons for cheap and would make them anew for every pixel of the window, but not roots
+    return jnp.sqrt(first)
 
 
 def _spread(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
@@ -66,7 +67,7 @@ def _spread(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[
         end = [at + n for at, n in zip(begin, full, strict=True)]
         apart = lambda a, at=(begin, end): jnp.expand_dims(lax.slice(a, *at), tuple(range(1, 2 * a.ndim, 2)))  # noqa: E731
         numbers = jnp.expand_dims(_numbers(steps, sizes, strides), tuple(range(0, 2 * source.ndim, 2)))
-        part = jnp.where(apart(first) == numbers, apart(source), 0)
+        part = jnp.where(apart(first) == numbers.astype(first.dtype), apart(source), 0)
         total = part if total is None else total + part
     assert total is not None
     return total.reshape([n * s for n, s in zip(full, strides, strict=True)])
