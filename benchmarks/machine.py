@@ -71,6 +71,8 @@ def measure() -> dict[str, float]:
 
 def measure_here(threads: int) -> dict[str, float]:
     """The figures in this process, whose BLAS has been told to use ``threads``."""
+    if hasattr(os, "sched_setaffinity"):  # XLA would use other cores for a product of one device
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     gflops = max(blas_gflops(), xla_gflops(threads))
     # Ones: pages of zeros that nobody has written are all one page, and that one sits in the cache.
     source, target = np.ones(COPY_BYTES // 4, np.float32), np.ones(COPY_BYTES // 4, np.float32)

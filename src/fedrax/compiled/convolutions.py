@@ -154,12 +154,12 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         return y.reshape(len(x), *out, -1)
     if x.dtype != jnp.float32:
         return _by_columns(x, kernel, window, out, precision)
+    if window.gaps != unit and window.strides == window.dilation == unit:
+        return _between_pixels(x, kernel, window, out, precision)
     if len(entries) > 2:  # Eigen's convolutions of volumes are slow: their depth goes to samples and channels
         x, rest = in_planes(x, window, entries[0], window.dilation[0], out[0], window.strides[0])
         kernel = jnp.moveaxis(kernel, 0, -3).reshape(*entries[1:], -1, kernel.shape[-1])
         return _dense(x, kernel, rest, precision).reshape(-1, *out, kernel.shape[-1])
-    if window.gaps != unit and window.strides == window.dilation == unit:
-        return _between_pixels(x, kernel, window, out, precision)
     count = _neighbours(kernel, window, out)
     if count > 1:
         step, none = window.strides[-1], (0,) * (len(entries) - 1)
