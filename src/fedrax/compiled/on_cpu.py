@@ -14,7 +14,7 @@ from functools import partial
 import jax
 
 from fedrax.compiled.convolutions import convolution
-from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps
+from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps, sum_of_windows
 from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
@@ -32,6 +32,7 @@ def fast_on_cpu(function: Callable) -> Callable:
 _RULES: dict[str, Rule] = {
     "conv_general_dilated": convolution,
     "select_and_scatter_add": max_pool_gradient,
+    "reduce_window_sum": sum_of_windows,
     "reduce_sum": sum_in_steps,
 }
 _RULES["scan"] = partial(products_taken_out, _RULES)

@@ -1,4 +1,4 @@
-"""Max pooling's gradient, and sums, in the forms that XLA's CPU backend runs fast."""
+"""Max pooling's gradient, average pooling and sums, in the forms that XLA's CPU backend runs fast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from jax.extend import core
 
 from fedrax.compiled.windows import is_short
 
-_MOST_TAPS = 128
-"""Entries of a window up to which it is worth laying them out one after another."""
+_FEW_TAPS, _MOST_TAPS = 8, 128
+"""Entries of a window: up to so many XLA adds up fast of itself, and so many are worth being laid out one after
+another."""
 
 
 def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
@@ -80,6 +81,21 @@ def _numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int,
         pixel = q * stride + lax.broadcasted_iota(jnp.int32, strides, axis)
         number, inside = number * size + pixel, inside & (pixel < size)
     return lax.optimization_barrier(jnp.where(inside, number, -2))
+
+
+def sum_of_windows(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+    """`reduce_window_sum` at every place, as the gradient of average pooling has it: one axis after another."""
+    (x,), params = inputs, equation.params
+    sizes = params["window_dimensions"]
+    everywhere = all(math.prod(params[name]) == 1 for name in ("window_strides", "base_dilation", "window_dilation"))
+    known = everywhere and x.dtype in (jnp.float32, jnp.float64) and x.size > 0
+    if not known or math.prod(sizes) <= _FEW_TAPS or max(sizes) > _MOST_TAPS:
+        return None
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(low, high, 0) for low, high in params["padding"]])
+    for axis, size in enumerate(sizes):
+        places = x.shape[axis] - size + 1
+        x = sum(lax.slice_in_dim(x, at, at + places, axis=axis) for at in range(size))
+    return x
 
 
 def sum_in_steps(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
