@@ -71,7 +71,7 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         if by_batch > 1:
             groups = by_batch
             x = _groups_of_batch_to_channels(x, groups)
-        if not _is_depthwise(kernel):
+        if not _is_depthwise(kernel, groups):
             kernel, groups = _merged(kernel, groups)
         x, window = without_needless(x, window)
         y = _in_groups(x, kernel, window, groups, params["precision"])
@@ -118,9 +118,11 @@ def _own_blocks(gradient: Array, several: int) -> Array:
     return jnp.where(is_own, blocks, 0).sum(-4).reshape(*space, into // several, out)
 
 
-def _is_depthwise(kernel: Array) -> bool:
-    """[k, C, G D]: each channel by itself, and few entries."""
-    return kernel.shape[-2] == 1 and math.prod(kernel.shape[:-2]) <= MOST_TAPS
+def _is_depthwise(kernel: Array, groups: int) -> bool:
+    """[k, C, G D]: each channel by itself or with very few others, and few entries."""
+    channels, results = kernel.shape[-2], kernel.shape[-1] // groups
+    few = channels == 1 or channels * results <= _VERY_FEW
+    return few and math.prod(kernel.shape[:-2]) <= MOST_TAPS
 
 
 def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
@@ -133,7 +135,7 @@ def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: 
     """[N, space, G C], [k, C, G D] -> [N, space, G D]."""
     if groups == 1:
         return _dense(x, kernel, window, precision)
-    if _is_depthwise(kernel):
+    if _is_depthwise(kernel, groups):
         return _depthwise(x, kernel, window, out_space(x.shape[1:-1], kernel.shape[:-2], window))
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
@@ -257,10 +259,14 @@ def _by_columns(x: Array, kernel: Array, window: Window, out: tuple[int, ...], p
 
 
 def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) -> Array:
-    """[N, space, G], [k, 1, G D] -> [N, space, G D]: each channel alone, a sum of shifted images."""
-    groups, kernel = x.shape[-1], kernel.reshape(*kernel.shape[:-2], x.shape[-1], -1)
+    """[N, space, G C], [k, C, G D] -> [N, space, G D] of very few C: a sum of shifted images of one channel each."""
+    channels = kernel.shape[-2]
+    groups = x.shape[-1] // channels
+    x, kernel = x.reshape(*x.shape[:-1], groups, channels), kernel.reshape(*kernel.shape[:-1], groups, -1)
     several = kernel.shape[-1] > 1
     total: Any = 0
-    for index, seen in taps(x, kernel.shape[:-2], window, out):
-        total = total + (seen[..., None] * kernel[index] if several else seen * kernel[index][:, 0])
+    for channel in range(channels):
+        for index, seen in taps(x[..., channel], kernel.shape[:-3], window, out):
+            weights = kernel[index][channel]
+            total = total + (seen[..., None] * weights if several else seen * weights[:, 0])
     return total.reshape(len(x), *out, groups * kernel.shape[-1])
