@@ -126,8 +126,14 @@ def test_strides(size: int, step: int, dtype: Any):
         ((4, 4, 6, 5), dict(window_strides=(4, 4), padding="VALID")),
         ((2, 3, 6, 5), dict(window_strides=(2, 5), padding="VALID")),
         ((1, 2, 6, 5), dict(window_strides=(1, 2))),
+        ((8, 3, 6, 5), dict(padding=((0, 0), (1, 1)), window_strides=(1, 2))),
+        ((4, 1, 6, 5), dict(padding=((1, 0), (0, 0)), rhs_dilation=(2, 1), window_strides=(3, 1))),
+        ((3, 2, 1, 12), dict(feature_group_count=6, padding="VALID")),
     ],
-    ids=["a product", "one place", "depthwise", "groups", "no channels", "patches", "patches apart", "pairs"],
+    ids=(
+        "a product, one place, depthwise, groups, no channels, patches, patches apart, pairs, whole height, apart along"
+        " the height, two results a channel"
+    ).split(", "),
 )
 @EACH_TYPE
 def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
@@ -252,7 +258,13 @@ def test_random_max_pooling(seed: int):
 
 def test_average_pooling_and_sums_over_scattered_axes():
     x = draw(np.random.default_rng(0), (2, 6, 6, 8))
-    assert_same(gradients(lambda x: nn.avg_pool(x, (2, 3), (2, 1), "SAME"), 0), x)
+    for how in (
+        ((2, 3), (2, 1), "SAME"),
+        ((4, 3), (4, 3), "VALID"),
+        ((3, 4), (1, 1), "SAME"),
+        ((6, 6), (6, 6), "VALID"),
+    ):
+        assert_same(gradients(partial(nn.avg_pool, window_shape=how[0], strides=how[1], padding=how[2]), 0), x)
     assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
 
 

@@ -25,6 +25,7 @@ from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, is_patch
 from fedrax.compiled.windows import (
     MOST_TAPS,
     Window,
+    as_channels,
     canonical,
     in_planes,
     is_short,
@@ -156,6 +157,9 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         return y.reshape(len(x), *out, -1)
     if x.dtype != jnp.float32:
         return _by_columns(x, kernel, window, out, precision)
+    for axis in range(len(entries)):
+        if len(entries) > 1 and 1 in (x.shape[1 + axis], out[axis]) and entries[axis] > 1:
+            return _along_others(x, kernel, window, out, precision, axis)
     if window.gaps != unit and window.strides == window.dilation == unit:
         return _between_pixels(x, kernel, window, out, precision)
     if len(entries) > 2:  # Eigen's convolutions of volumes are slow: their depth goes to samples and channels
@@ -171,6 +175,20 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
     ).reshape(len(x), *out, -1)
+
+
+def _along_others(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any, axis: int) -> Array:
+    """Of images with one pixel along an axis, or of results with one: this axis of the kernel as channels."""
+    rest, entries, apart = window.without_axis(axis), kernel.shape[axis], window.dilation[axis]
+    if out[axis] == 1:
+        x, kernel = as_channels(x, window, axis, entries, apart), jnp.moveaxis(kernel, axis, -3)
+        kernel = kernel.reshape(*kernel.shape[:-3], -1, kernel.shape[-1])
+        return jnp.expand_dims(_dense(x, kernel, rest, precision), 1 + axis)
+    places = [window.pads[axis][0] - i * window.strides[axis] for i in range(out[axis])]  # where each meets the pixel
+    entry = lambda at: lax.index_in_dim(kernel, at // apart, axis, keepdims=False)  # noqa: E731
+    met = [entry(at) if at % apart == 0 and 0 <= at // apart < entries else 0 * entry(0) for at in places]
+    y = _dense(jnp.squeeze(x, 1 + axis), jnp.concatenate(met, -1), rest, precision)
+    return jnp.moveaxis(y.reshape(*y.shape[:-1], out[axis], -1), -2, 1 + axis)
 
 
 def _neighbours(kernel: Array, window: Window, out: tuple[int, ...]) -> int:

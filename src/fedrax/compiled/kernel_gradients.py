@@ -21,7 +21,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedrax.compiled.windows import Pads, Space, Window, canonical, in_planes, padded, seen_whole, tap, without_needless
+from fedrax.compiled.windows import (
+    Pads,
+    Space,
+    Window,
+    as_channels,
+    canonical,
+    in_planes,
+    padded,
+    seen_whole,
+    tap,
+    without_needless,
+)
 
 _MOST_SAMPLES = 128
 """Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
@@ -45,6 +56,12 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
     """
     if images.dtype != jnp.float32 or math.prod(places) == 1:
         return _place_by_place(images, upstream, window, places, precision)
+    for axis in range(len(places)):
+        if len(places) > 1 and upstream.shape[1 + axis] == 1 and places[axis] > 1:
+            images = as_channels(images, window, axis, places[axis], window.strides[axis])
+            others, upstream = places[:axis] + places[axis + 1 :], jnp.squeeze(upstream, 1 + axis)
+            y = kernel_gradient(images, upstream, window.without_axis(axis), others, precision)
+            return jnp.moveaxis(y.reshape(*others, places[axis], -1, y.shape[-1]), -3, axis)
     if len(places) > 2:
         given = (places[0], window.strides[0], upstream.shape[1], window.dilation[0])
         planes, rest = in_planes(images, window, *given)

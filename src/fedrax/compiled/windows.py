@@ -31,6 +31,10 @@ class Window(NamedTuple):
     dilation: tuple[int, ...]
     """Distance of neighbouring entries of the kernel."""
 
+    def without_axis(self, axis: int) -> Window:
+        """On the other axes alone."""
+        return Window(*(values[:axis] + values[axis + 1 :] for values in self))
+
     def without_padding(self) -> Window:
         """Over images that have been padded."""
         none = tuple((0, 0) for _ in self.pads)
@@ -83,6 +87,20 @@ def in_planes(x: Array, window: Window, entries: int, apart: int, number: int, s
     seen = [lax.slice_in_dim(x, at * apart, end, step, axis=1) for at, end in enumerate(ends)]
     planes = jnp.stack(seen, -2)
     return planes.reshape(len(x) * number, *x.shape[2:-1], -1), rest
+
+
+def as_channels(x: Array, window: Window, axis: int, entries: int, apart: int) -> Array:
+    """[N, space, C] -> [N, other space, entries C]: of an axis of space so many entries, this far ``apart``.
+
+    From the first that a window sees.
+    """
+    low, (places, gap) = window.pads[axis][0], (x.shape[1 + axis], window.gaps[axis])
+    end = (entries - 1) * apart + 1
+    config = [(0, 0, 0)] * x.ndim
+    config[1 + axis] = (low, end - low - (places - 1) * gap - 1, gap - 1)
+    x = lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, end, apart, 1 + axis)
+    x = jnp.moveaxis(x, 1 + axis, -2)
+    return x.reshape(*x.shape[:-2], -1)
 
 
 def tap(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
