@@ -130,10 +130,19 @@ def test_strides(size: int, step: int, dtype: Any):
         ((4, 1, 6, 5), dict(padding=((1, 0), (0, 0)), rhs_dilation=(2, 1), window_strides=(3, 1))),
         ((3, 2, 1, 12), dict(feature_group_count=6, padding="VALID")),
     ],
-    ids=(
-        "a product, one place, depthwise, groups, no channels, patches, patches apart, pairs, whole height, apart along"
-        " the height, two results a channel"
-    ).split(", "),
+    ids=[
+        "a product",
+        "one place",
+        "depthwise",
+        "groups",
+        "no channels",
+        "patches",
+        "patches apart",
+        "pairs",
+        "whole height",
+        "apart along the height",
+        "two results a channel",
+    ],
 )
 @EACH_TYPE
 def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):

@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
     def without_axis(self, axis: int) -> Window:
         """On the other axes alone."""
-        return Window(*(values[:axis] + values[axis + 1 :] for values in self))
+        return Window(*(values[:axis] + values[axis + 1 :] for values in self))  # type: ignore[arg-type]
 
     def without_padding(self) -> Window:
         """Over images that have been padded."""
