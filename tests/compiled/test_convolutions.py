@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -111,7 +112,10 @@ def test_strides(size: int, step: int, dtype: Any):
     x, w = draw(rng, (2, 10, 9, 16), dtype), draw(rng, (size, size, 16, 18), dtype)
     strided = partial(conv, window_strides=(step, step))
     between = partial(conv, lhs_dilation=(step, step), padding=((size - 1, step), (size, size)))
-    assert_same(lambda x, w: [gradients(f, 1)(x, w) for f in (strided, between)], x, w)
+    both = lambda x, w: [gradients(f, 1)(x, w) for f in (strided, between)]  # noqa: E731
+    assert_same(both, x, w)
+    found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
+    assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # no zeros are multiplied
 
 
 @pytest.mark.few(8)
@@ -273,7 +277,11 @@ def test_average_pooling_and_sums_over_scattered_axes():
         ((3, 4), (1, 1), "SAME"),
         ((6, 6), (6, 6), "VALID"),
     ):
-        assert_same(gradients(partial(nn.avg_pool, window_shape=how[0], strides=how[1], padding=how[2]), 0), x)
+        pool = gradients(partial(nn.avg_pool, window_shape=how[0], strides=how[1], padding=how[2]), 0)
+        assert_same(pool, x)
+        sums = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(pool))(x)) if "window_sum" in e.primitive.name]
+        large = [e for e in sums if math.prod(e.params["window_dimensions"]) > 8]
+        assert all(max(e.params["window_strides"]) > 1 for e in large)  # at every place, as gradients are: axis by axis
     assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
 
 

@@ -186,7 +186,8 @@ def _along_others(x: Array, kernel: Array, window: Window, out: tuple[int, ...],
         return jnp.expand_dims(_dense(x, kernel, rest, precision), 1 + axis)
     places = [window.pads[axis][0] - i * window.strides[axis] for i in range(out[axis])]  # where each meets the pixel
     entry = lambda at: lax.index_in_dim(kernel, at // apart, axis, keepdims=False)  # noqa: E731
-    met = [entry(at) if at % apart == 0 and 0 <= at // apart < entries else 0 * entry(0) for at in places]
+    none = jnp.zeros_like(entry(0))
+    met = [entry(at) if at % apart == 0 and 0 <= at // apart < entries else none for at in places]
     y = _dense(jnp.squeeze(x, 1 + axis), jnp.concatenate(met, -1), rest, precision)
     return jnp.moveaxis(y.reshape(*y.shape[:-1], out[axis], -1), -2, 1 + axis)
 

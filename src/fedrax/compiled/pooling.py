@@ -60,7 +60,7 @@ def _spread(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[
     full = [n + r - 1 for n, r in zip(source.shape, reach, strict=True)]
     if max(reach) > 1:  # laid out once: asking for each pixel whether it is beyond the edge takes ten times as long
         around = [(r - 1, r - 1, 0) for r in reach]
-        laid = lambda a, filling: lax.optimization_barrier(lax.pad(a, jnp.asarray(filling, a.dtype), around))  # noqa: E731
+        laid = lambda a, filling: lax.pad(a, jnp.asarray(filling, a.dtype), around)  # noqa: E731
         first, source = laid(first, -1), laid(source, 0)
     total = None
     for steps in product(*map(range, reach)):
@@ -80,7 +80,7 @@ def _numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int,
     for axis, (q, stride, size) in enumerate(zip(steps, strides, sizes, strict=True)):
         pixel = q * stride + lax.broadcasted_iota(jnp.int32, strides, axis)
         number, inside = number * size + pixel, inside & (pixel < size)
-    return lax.optimization_barrier(jnp.where(inside, number, -2))
+    return jnp.where(inside, number, -2)
 
 
 def sum_of_windows(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:

@@ -196,4 +196,5 @@ def _same(what: str, have: Tree, need: Tree, verb: str) -> None:
 
 
 def kind(value: Any) -> str:
+    """What somebody returned, in words: "nothing", or its type."""
     return "nothing" if value is None else f"a {type(value).__name__}"
