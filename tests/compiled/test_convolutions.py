@@ -115,7 +115,7 @@ def test_strides(size: int, step: int, dtype: Any):
     both = lambda x, w: [gradients(f, 1)(x, w) for f in (strided, between)]  # noqa: E731
     assert_same(both, x, w)
     found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
-    assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # no zeros are multiplied
+    assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # which XLA would make zeros of
 
 
 @pytest.mark.few(8)
