@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -63,6 +65,18 @@ def traced_once(
         return call
 
     return decorated
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """While Python traces and nothing is thrown away: its garbage collector would go over all of it again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:

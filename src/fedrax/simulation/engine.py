@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.scopes import AGGREGATE, SERVER, phase_scope, scope
+from fedrax.compiled.tracing import uncollected
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
@@ -294,7 +295,8 @@ class Engine:
 
         Where clients are recorded, ``NOTED`` holds a list [rounds] of what was noted in each phase.
         """
-        carry, records, noted = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+        with uncollected():  # the first time it is traced
+            carry, records, noted = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
         if noted:
             found[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]

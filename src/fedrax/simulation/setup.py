@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.compiled.pieces import Cut, cuts_in, speed_of
-from fedrax.compiled.tracing import computed
+from fedrax.compiled.tracing import computed, uncollected
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
 from fedrax.contract.client_data import Layout
@@ -93,6 +93,7 @@ class Setup:
         return Variables(params, statistics) if statistics else params
 
 
+@uncollected()
 def prepare(
     algorithm: Algorithm,
     task: Task,
