@@ -98,7 +98,7 @@ def _from_few_to_many(images: Array, upstream: Array, window: Window, places: Sp
             channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
             form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
     elif math.prod(window.strides) == 1 and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
-        form, touched = _crossed, (1 + max(places)) * (images.nbytes + upstream.nbytes)
+        form, touched = _crossed, 2 * (1 + max(places)) * (images.nbytes + upstream.nbytes)
     return _in_chunks(partial(form, window=window, places=places, precision=precision), images, upstream, touched)
 
 
@@ -109,10 +109,12 @@ def _in_chunks(form: Callable[[Array, Array], Array], images: Array, upstream: A
     number = next((n for n in range(fewest, min(2 * fewest, samples + 1)) if samples % n == 0), 1)
     if number == 1:
         return form(images, upstream)
-    chunks = [a.reshape(number, samples // number, *a.shape[1:]) for a in (images, upstream)]
-    shape = jax.eval_shape(form, *(chunk[0] for chunk in chunks))
+    # Cut inside the loop: of what is reshaped before it, XLA would compute the images once more.
+    chunk = lambda i: [lax.dynamic_slice_in_dim(a, i * size, size) for a in (images, upstream)]  # noqa: E731
+    size = samples // number
+    shape = jax.eval_shape(lambda: form(*chunk(0)))
     zero = jnp.zeros(shape.shape, shape.dtype)
-    return lax.fori_loop(0, number, lambda i, total: total + form(chunks[0][i], chunks[1][i]), zero)
+    return lax.fori_loop(0, number, lambda i, total: total + form(*chunk(i)), zero)
 
 
 def _place_by_place(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
