@@ -22,6 +22,7 @@ def everything_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However small it is."""
     monkeypatch.setattr(scans, "_LARGE", 1)
     monkeypatch.setattr(scans, "_WORTH", 1)
+    monkeypatch.setattr(scans, "_TURNS", 1)
     with jax.enable_x64(True):
         yield
 

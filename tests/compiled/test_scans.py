@@ -190,6 +190,48 @@ def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> N
     assert_same(jax.grad(lambda w, rows: sum(a.sum() for a in jax.tree.leaves(function(w, rows))), (0, 1)), w, rows)
 
 
+@pytest.mark.parametrize(
+    ("body", "axes"),
+    [
+        (lambda c, w: c @ w, [0]),
+        (lambda c, w: c @ w.T, [0]),
+        (lambda c, w: (w @ c.T).T, [0]),
+        (lambda c, w: (w.T @ c.T).T, [0]),
+        (lambda c, w: jax.vmap(lambda one: w @ one)(c), [0]),
+        (lambda c, w: c @ (w + w.T), [0]),
+        (lambda c, w: c @ w + c @ w.T, [0, 0]),
+    ],
+)
+def test_weights_of_products_that_stay_are_laid_out(body: Callable, axes: list[int]) -> None:
+    """In every turn, forwards and backwards, they are summed over along their first axis, and are not made anew."""
+    function = lambda w, c: lax.scan(lambda c, _: (jnp.tanh(body(c, w)), None), c, None, 20)[0].sum()  # noqa: E731
+    w, c = jnp.asarray(drawn(12, 12)) / 4, jnp.asarray(drawn(3, 12))
+    for each, times in ((function, 1), (jax.grad(function, 1), 2)):
+        assert_same(each, w, c)
+        assert summed_axes_of((12, 12), fast_on_cpu(each), w, c) == axes * times
+    assert_same(jax.grad(function), w, c)
+
+
+def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> list[int]:
+    """Of factors of this shape, which scans are given, in the products of their turns; others of the shape fail."""
+    found = []
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                body = equation.params["jaxpr"].jaxpr
+                fixed = body.invars[: equation.params["num_consts"]]
+                for product in (e for e in body.eqns if e.primitive.name == "dot_general"):
+                    place = next(i for i, v in enumerate(product.invars) if v.aval.shape == shape)
+                    assert product.invars[place] in fixed
+                    found.append(product.params["dimension_numbers"][0][place][0])
+            for value in equation.params.values():
+                walk(value.jaxpr) if hasattr(value, "jaxpr") else None
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
 def test_small_weights_are_read_where_they_are() -> None:
     function, w, rows = of_rows(lambda w, h, row: (jnp.tanh(row @ w) + h, ())), drawn(9, 9), drawn(7, 20, 9)
     assert len(products_within(fast_on_cpu(function), w, rows)) == 1

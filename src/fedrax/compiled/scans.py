@@ -3,13 +3,16 @@
 A recurrent network multiplies a few samples by weights at every time step, and reads all of the weights for it. What it
 does to its inputs needs no earlier step: these products are made for all steps at once, before the loop. The gradient
 of the inputs is needed by no other step: it is made after the loop. And what is added to the weights' gradients at
-every step, a product [A, B] [B, C] of a few samples, is one product after the loop, over steps and samples.
+every step, a product [A, B] [B, C] of a few samples, is one product after the loop, over steps and samples. Weights of
+the products that stay are laid out before the loop as those are fastest.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +31,10 @@ _WORTH = 8
 _LARGE = 4
 """How many times as large as what they are multiplied by and what they give weights are at least; with less, a turn
 takes no longer to read them."""
+_FEW_ROWS = 48
+"""Of a product by weights: with more, it takes no longer where the axis that is summed over is the weights' last."""
+_TURNS = 16
+"""At least so many are worth a copy of the weights."""
 _PASSED_ON = ("transpose", "reshape", "squeeze", "slice", "split")
 """Of a sum they are the sum of each."""
 _TOGETHER = ("add", "add_any", "transpose", "reshape", "squeeze")
@@ -74,7 +81,8 @@ def products_taken_out(rules: Rules, inputs: list, equation: core.JaxprEqn) -> l
     added = _worth_it(_added(body), body)
     kept = {*body.cut, *before, *(v for sum_ in added.values() for v in sum_.root.invars)}
     after = _after(body, kept)
-    if not (before or added or after):
+    turned = _rather_turned(body)
+    if not (before or added or after or turned):
         return None
     fixed, carried = len(body.fixed), len(body.carried)
     known: dict[Any, Any] = dict(zip(body.fixed, inputs[:fixed], strict=True))
@@ -85,11 +93,12 @@ def products_taken_out(rules: Rules, inputs: list, equation: core.JaxprEqn) -> l
     factors = [v for sum_ in added.values() for v in sum_.root.invars] + [v for vs in after.values() for v in vs]
     made = list(dict.fromkeys(v for v in (*_variables(body.given), *factors) if v not in stacked and v not in after))
     wanted = [body.ends[i] for i in left] + made
+    inside = {**rules, "dot_general": partial(_by_laid_out, _laid_out(body, known, turned))}
 
     def turn(carry: list, xs: list) -> tuple[list, list]:
         given = {body.carried[i]: value for i, value in zip(left, carry, strict=True)}
         now = known | given | dict(zip(ahead, xs, strict=True))
-        outputs = evaluated(body.closed, now, wanted, rules)
+        outputs = evaluated(body.closed, now, wanted, inside)
         return outputs[: len(left)], outputs[len(left) :]
 
     how = {name: equation.params[name] for name in ("reverse", "unroll")}
@@ -176,6 +185,61 @@ def _before(body: Body) -> list:
             found.extend(equation.outvars)
             room -= size
     return found
+
+
+# -- in it ------------------------------------------------------------------------------------------------------------
+
+
+def _rather_turned(body: Body) -> list:
+    """Weights that are better laid out before the loop, with the axis first that products in it sum over."""
+    weights, found = _only_of(body, body.fixed), []
+    for equation in body.closed.jaxpr.eqns if body.length >= _TURNS else ():
+        place = _place_of_weights(equation, weights)
+        if place is not None:
+            v = equation.invars[place]
+            if v not in found and (v not in body.fixed or _summed(equation, place) == 1):
+                found.append(v)
+    return found
+
+
+def _place_of_weights(equation: core.JaxprEqn, weights: Collection) -> int | None:
+    """Which factor of a product are weights [A, B], by which few rows are multiplied; None where it is none such."""
+    if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
+        return None
+    places = [i for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in weights]
+    if len(places) != 1 or len(equation.params["dimension_numbers"][0][0]) != 1:
+        return None
+    kind: Any = equation.invars[places[0]].aval
+    rows = _rows(equation, 1 - places[0])
+    return places[0] if kind.ndim == 2 and kind.dtype in (jnp.float32, jnp.float64) and rows <= _FEW_ROWS else None
+
+
+def _summed(equation: core.JaxprEqn, place: int) -> int:
+    """The axis that a product sums over, in one of its factors."""
+    return equation.params["dimension_numbers"][0][place][0]
+
+
+def _rows(equation: core.JaxprEqn, place: int) -> int:
+    shape = equation.invars[place].aval.shape  # type: ignore[attr-defined]
+    return math.prod(shape) // max(1, shape[_summed(equation, place)])
+
+
+def _laid_out(body: Body, known: dict, turned: list) -> dict[Any, tuple[Array, Array]]:
+    """The weights, and the weights with their axes exchanged."""
+    values = evaluated(body.closed, known, turned)
+    return {v: (value, value.T) for v, value in zip(turned, values, strict=True)}
+
+
+def _by_laid_out(weights: dict[Any, tuple[Array, Array]], inputs: list, equation: core.JaxprEqn) -> Array | None:
+    """A product by weights that were laid out."""
+    place = _place_of_weights(equation, weights)
+    if place is None:
+        return None
+    over, batch = equation.params["dimension_numbers"]
+    inputs = [*inputs]
+    inputs[place] = weights[equation.invars[place]][_summed(equation, place)]
+    over = tuple((0,) if i == place else axes for i, axes in enumerate(over))
+    return equation.primitive.bind(*inputs, **{**equation.params, "dimension_numbers": (over, batch)})
 
 
 # -- after it ---------------------------------------------------------------------------------------------------------
@@ -268,25 +332,43 @@ def _worth_it(added: dict[int, Added], body: Body) -> dict[int, Added]:
 
 def _totals(added: dict[int, Added], stacked: dict, start: Sequence[Array]) -> dict[int, Array]:
     """What the carried arrays end with to which something is added."""
-    totals: dict[Any, Array] = {}
+    totals: dict[Any, tuple[Array, bool]] = {}
     ends = {}
     for i, sum_ in added.items():
         of = sum_.root.outvars[0]
         if of not in totals:
             totals[of] = _total(sum_.root, [stacked[v] for v in sum_.root.invars])
-        total = totals[of]
+        total, turned = totals[of]
         for each, output in sum_.then:
-            total = each.primitive.bind(total, **each.params)
-            total = total[output] if each.primitive.multiple_results else total
-        ends[i] = start[i] + total
+            total, turned = _passed_on(each, output, total, turned)
+        ends[i] = start[i] + (total.T if turned else total)
     return ends
 
 
-def _total(root: core.JaxprEqn, factors: Sequence[Array]) -> Array:
-    """The sum over all turns, from inputs [turns, ...] of each."""
+def _passed_on(each: core.JaxprEqn, output: int, total: Array, turned: bool) -> tuple[Array, bool]:
+    """What ``each`` makes of a total, or ``turned`` of one [B, A] that stands for [A, B]."""
+    name, params = each.primitive.name, dict(each.params)
+    if turned and name == "transpose":
+        return total, params["permutation"] == (0, 1)
+    if turned and name == "slice":
+        ends = ("start_indices", "limit_indices", "strides")
+        params |= {key: params[key] and tuple(params[key])[::-1] for key in ends}
+    elif turned and name == "split":
+        params["axis"] = 1 - params["axis"]
+    elif turned:
+        total, turned = total.T, False
+    found = each.primitive.bind(total, **params)
+    return found[output] if each.primitive.multiple_results else found, turned
+
+
+def _total(root: core.JaxprEqn, factors: Sequence[Array]) -> tuple[Array, bool]:
+    """The sum over all turns, from inputs [turns, ...] of each; whether it has its axes exchanged.
+
+    Of a product [A, B] the larger axis is best the last.
+    """
     params = root.params
     if root.primitive.name == "reduce_sum":
-        return jnp.sum(factors[0], (0, *(axis + 1 for axis in params["axes"])))
+        return jnp.sum(factors[0], (0, *(axis + 1 for axis in params["axes"]))), False
     (summed, batch) = params["dimension_numbers"]
     summed = tuple((0, *(axis + 1 for axis in axes)) for axes in summed)
     if not batch[0] and all(axes == tuple(range(len(axes))) for axes in summed):
@@ -294,5 +376,7 @@ def _total(root: core.JaxprEqn, factors: Sequence[Array]) -> Array:
         free = [a.shape[len(axes) :] for a, axes in zip(factors, summed, strict=True)]
         factors = [a.reshape(-1, *rest) for a, rest in zip(factors, free, strict=True)]
         summed = ((0,), (0,))
+        if [len(shape) for shape in free] == [1, 1] and free[0] > free[1]:
+            return root.primitive.bind(*factors[::-1], **{**params, "dimension_numbers": (summed, ((), ()))}), True
     batch = tuple(tuple(axis + 1 for axis in axes) for axes in batch)
-    return root.primitive.bind(*factors, **{**params, "dimension_numbers": (summed, batch)})
+    return root.primitive.bind(*factors, **{**params, "dimension_numbers": (summed, batch)}), False
