@@ -216,6 +216,28 @@ def test_no_dense_convolution_is_left_in_another_form():
     assert text.count("lhs_spec") == text.count("lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1)")
 
 
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
+    """As the gradient of one without padding would: XLA's faster convolutions do not."""
+    x, w = (draw(np.random.default_rng(0), shape) for shape in ((4, 9, 8, 32), (size, size, 32, 24)))
+    gradient = jax.grad(lambda x, w: (conv(x, w, padding="VALID") ** 2).sum(), (0, 1))
+    assert_same(gradient, x, w)
+    made = jax.make_jaxpr(fast_on_cpu(gradient))(x, w)
+    found = [e for e in equations_in(made) if e.primitive.name == "conv_general_dilated"]
+    images = [e for e in found if e.params["rhs_dilation"] == (1, 1) == e.params["window_strides"]]
+    assert len(images) >= 2
+    for equation in images:
+        (given, _), (out,) = equation.invars, equation.outvars
+        assert all(a <= b for a, b in zip(out.aval.shape[1:-1], given.aval.shape[1:-1], strict=True))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("pads", [((9, 0), (0, 7)), ((0, 9), (2, 2)), ((3, 4), (6, 0)), ((1, 0), (0, 0))])
+def test_padding_of_any_size_on_either_side(pads: Any):
+    x, w = (draw(np.random.default_rng(1), shape) for shape in ((2, 6, 5, 20), (3, 3, 20, 20)))
+    assert_same(partial(conv, padding=pads), x, w)
+    assert_same(jax.grad(lambda x, w: (conv(x, w, padding=pads) ** 2).sum(), (0, 1)), x, w)
+
+
 def test_other_types_stay_as_they_are():
     x, w = jnp.ones((1, 4, 4, 2), jnp.int32), jnp.ones((3, 3, 2, 2), jnp.int32)
     assert str(jax.make_jaxpr(fast_on_cpu(conv))(x, w)) == str(jax.make_jaxpr(conv)(x, w))

@@ -29,6 +29,7 @@ from fedrax.compiled.windows import (
     canonical,
     in_planes,
     is_short,
+    no_smaller,
     out_space,
     seen_whole,
     tap,
@@ -171,6 +172,7 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         step, none = window.strides[-1], (0,) * (len(entries) - 1)
         kernel = _beside([kernel] * count, [(*none, i * step) for i in range(count)])
         window = window._replace(strides=(*window.strides[:-1], count * step))
+    x, window = no_smaller(x, window, out)
     numbers = lax.ConvDimensionNumbers(*canonical(len(entries)))
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision

@@ -123,3 +123,22 @@ def seen_whole(x: Array, kernel_space: tuple[int, ...], window: Window, out: tup
     for index in product(*map(range, out)):
         start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
         yield tap(x, start, kernel_space, window.dilation)
+
+
+def no_smaller(x: Array, window: Window, out: tuple[int, ...]) -> tuple[Array, Window]:
+    """Images with some of their padding, where they would be smaller than the result: XLA's faster way is not for it.
+
+    As what without padding becomes of images, so that their gradient is larger.
+    """
+    if not set(window.strides) == set(window.gaps) == {1}:
+        return x, window
+    edges, left = [], []
+    for (low, high), size, places in zip(window.pads, x.shape[1:], out, strict=False):
+        more = max(places - size, 0)
+        before = min(max(more // 2, more - high), low)
+        edges.append((before, more - before))
+        left.append((low - before, high - more + before))
+    if not any(map(any, edges)):
+        return x, window
+    # the barrier: XLA would make it padding of the convolution again
+    return lax.optimization_barrier(jnp.pad(x, [(0, 0), *edges, (0, 0)])), window._replace(pads=tuple(left))
