@@ -1,12 +1,4 @@
-"""Layers of the zoo as pure functions, shaped for speed inside compiled loops on a CPU.
-
-Images travel through the convolutional layers as [channels, height, width, batch]. With the batch last,
-every shift of an image is a copy of long contiguous runs and every elementwise step fills the vector
-registers whatever the number of channels. `to_images` and `to_features` are the way in and out.
-
-Two operations have hand-written gradients: XLA's own convolution is an order of magnitude slower inside
-a compiled loop than outside one, and the gradient of a maximum over windows is a scatter.
-"""
+"""Layers of the zoo as pure functions."""
 
 import math
 from collections.abc import Callable
@@ -121,106 +113,24 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
 # --- Images -------------------------------------------------------------------------------------------
 
 
-def to_images(x: Array) -> Array:
-    """[B, H, W, C] or grey [B, H, W] -> [C, H, W, B]."""
+def images(x: Array) -> Array:
+    """[B, H, W, C] or grey [B, H, W] -> [B, H, W, C]."""
     if x.ndim not in (3, 4):
         raise FedraxError(f"a convolutional model reads images [B, H, W] or [B, H, W, C], not {x.shape}.")
-    return (x if x.ndim == 4 else x[..., None]).transpose(3, 1, 2, 0)
+    return x if x.ndim == 4 else x[..., None]
 
 
 def to_features(x: Array) -> Array:
-    """[C, H, W, B] -> [B, C * H * W], in the order in which PyTorch flattens."""
-    return x.reshape(-1, x.shape[-1]).T
+    """[B, H, W, C] -> [B, C * H * W], in the order in which PyTorch flattens."""
+    return flatten(x.transpose(0, 3, 1, 2))
 
 
-def conv2d(x: Array, weight: Array) -> Array:
-    """Convolution without padding, stride 1: [C, H, W, B], [h, w, C, D] -> [D, H - h + 1, W - w + 1, B]."""
-    return _conv_by_columns(x, weight) if jax.default_backend() == "cpu" else _conv_native(x, weight)
+def conv2d(layer: Layer, x: Array) -> Array:
+    """Convolution without padding, stride 1, and its bias: [B, H, W, C] -> [B, H - h + 1, W - w + 1, D]."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, layer["weight"], (1, 1), "VALID", dimension_numbers=numbers) + layer["bias"]
 
 
-def _conv_native(x: Array, weight: Array) -> Array:
-    return lax.conv_general_dilated(x, weight, (1, 1), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
-
-
-@jax.custom_vjp
-def _conv_by_columns(x: Array, weight: Array) -> Array:
-    return _conv_forward(x, weight)[0]
-
-
-def _conv_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    height, width, _, channels_out = weight.shape
-    shifts = _shifts(x, height, width)  # [h * w, C, H', W', B]
-    columns = shifts.reshape(-1, math.prod(shifts.shape[2:]))
-    kernel = weight.reshape(-1, channels_out)
-    y = lax.dot_general(kernel, columns, (((0,), (0,)), ((), ())))  # kernel' @ columns
-    return y.reshape(channels_out, *shifts.shape[2:]), (columns, weight)
-
-
-def _conv_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    """Two matrix products over the columns of the forward pass.
-
-    Where nobody asks for the gradient of x (a first layer), XLA drops everything that leads to it.
-    """
-    columns, weight = residuals
-    height, width, channels_in, channels_out = weight.shape
-    g_rows = g.reshape(channels_out, -1)
-    weight_grad = lax.dot_general(columns, g_rows, (((1,), (1,)), ((), ()))).reshape(weight.shape)
-    column_grad = weight.reshape(-1, channels_out) @ g_rows
-    shift_grads = column_grad.reshape(height, width, channels_in, *g.shape[1:])
-    return _add_shifts(shift_grads), weight_grad
-
-
-_conv_by_columns.defvjp(_conv_forward, _conv_backward)
-
-
-def _shifts(x: Array, height: int, width: int) -> Array:
-    """The height * width windows of x [C, H, W, B] that a kernel's entries see, [h * w, C, H', W', B]."""
-    size = (x.shape[0], x.shape[1] - height + 1, x.shape[2] - width + 1, x.shape[3])
-    return lax.map(lambda k: lax.dynamic_slice(x, (0, k // width, k % width, 0), size), jnp.arange(height * width))
-
-
-def _add_shifts(shifts: Array) -> Array:
-    """The transpose of `_shifts`: each window [C, H', W', B] of [h, w, ...] is added where it came from."""
-    height, width, channels, out_height, out_width, batch = shifts.shape
-    x = jnp.zeros((channels, out_height + height - 1, out_width + width - 1, batch), shifts.dtype)
-    for i in range(height):
-        for j in range(width):
-            x = x.at[:, i : i + out_height, j : j + out_width].add(shifts[i, j])
-    return x
-
-
-def bias_relu(x: Array, bias: Array) -> Array:
-    """relu(x + bias) for x [C, H, W, B]."""
-    return jax.nn.relu(x + bias[:, None, None, None])
-
-
-def bias_relu_pool(x: Array, bias: Array) -> Array:
-    """2x2 max pooling, stride 2, of relu(x + bias): [C, H, W, B] -> [C, H // 2, W // 2, B].
-
-    The maximum comes first: it commutes with the bias and ReLU and leaves them a quarter of the work.
-    The gradient goes to the first maximum of each window, row by row, as in PyTorch.
-    """
-    return bias_relu(_pool(x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]), bias)
-
-
-@jax.custom_vjp
-def _pool(x: Array) -> Array:
-    channels, height, width, batch = x.shape
-    return x.reshape(channels, height // 2, 2, width // 2, 2, batch).max((2, 4))
-
-
-def _pool_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
-    y = _pool(x)
-    return y, (x, y)
-
-
-def _pool_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array]:
-    x, y = residuals
-    first, second, third = x[:, ::2, ::2] == y, x[:, ::2, 1::2] == y, x[:, 1::2, ::2] == y
-    top = jnp.stack([jnp.where(first, g, 0), jnp.where(second & ~first, g, 0)], 3)
-    rest = ~(first | second)
-    bottom = jnp.stack([jnp.where(third & rest, g, 0), jnp.where(~third & rest, g, 0)], 3)
-    return (jnp.stack([top, bottom], 2).reshape(x.shape),)
-
-
-_pool.defvjp(_pool_forward, _pool_backward)
+def max_pool(x: Array) -> Array:
+    """2x2, stride 2: [B, H, W, C] -> [B, H // 2, W // 2, C]."""
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")

@@ -23,19 +23,17 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
     ACTIVATIONS,
-    Layer,
-    bias_relu,
-    bias_relu_pool,
     conv2d,
     dense,
     dropout,
     flatten,
+    images,
     init_conv,
     init_dense,
     init_output,
+    max_pool,
     output,
     to_features,
-    to_images,
 )
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.recurrent import init_lstm, lstm
@@ -136,13 +134,10 @@ class LeNet:
             return {"conv1": conv1, "conv2": conv2} | init_layers(keys[2])
 
         def conv1(params: Params, x: Array, key: Array | None = None) -> Array:
-            return convolve_and_pool(params["conv1"], to_images(x))
+            return max_pool(jax.nn.relu(conv2d(params["conv1"], images(x))))
 
         def conv2(params: Params, x: Array, key: Array | None = None) -> Array:
-            return to_features(convolve_and_pool(params["conv2"], x))
-
-        def convolve_and_pool(layer: Layer, x: Array) -> Array:
-            return bias_relu_pool(conv2d(x, layer["weight"]), layer["bias"])
+            return to_features(max_pool(jax.nn.relu(conv2d(params["conv2"], x))))
 
         return _model("lenet", sizes[-1], num_outputs, init, [conv1, conv2, *dense_layers])
 
@@ -175,11 +170,10 @@ class CNN:
             }
 
         def conv1(params: Params, x: Array, key: Array | None = None) -> Array:
-            return bias_relu(conv2d(to_images(x), params["conv1"]["weight"]), params["conv1"]["bias"])
+            return jax.nn.relu(conv2d(params["conv1"], images(x)))
 
         def conv2(params: Params, x: Array, key: Array | None = None) -> Array:
-            x = bias_relu_pool(conv2d(x, params["conv2"]["weight"]), params["conv2"]["bias"])
-            return drop(0, to_features(x), key)
+            return drop(0, to_features(max_pool(jax.nn.relu(conv2d(params["conv2"], x)))), key)
 
         def dense1(params: Params, x: Array, key: Array | None = None) -> Array:
             return drop(1, jax.nn.relu(dense(params["dense1"], x)), key)
