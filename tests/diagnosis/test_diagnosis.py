@@ -1,6 +1,7 @@
 """Measured constants against those that problems have by construction."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -80,10 +81,82 @@ def test_noise_of_single_samples():
     every = np.full((3, 70), -1)
     for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
         every[i, :size] = low + np.arange(size)
-    assert clients.noise({"x": jnp.ones(3)}, every) == pytest.approx(sigma, rel=1e-5)
+    noise = lambda rows: float(np.sqrt(clients.variances({"x": jnp.ones(3)}, rows).mean()))  # noqa: E731
+    assert noise(every) == pytest.approx(sigma, rel=1e-5)
     some = lambda: np.stack([rng.choice(own[own >= 0], 4, replace=False) for own in every])  # noqa: E731
-    few = [clients.noise({"x": jnp.ones(3)}, some()) for _ in range(200)]
+    few = [noise(some()) for _ in range(200)]
     assert np.mean(np.square(few)) == pytest.approx(sigma**2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        LocalSGD(batch_size="full"),
+        LocalSGD(batch_size=10),
+        LocalSGD(batch_size=8, order="stored", steps=2),
+        LocalSGD(batch_size=4, order="replacement"),
+        LocalSGD(batch_size=50),
+        LocalSGD(blocks=2, steps=3),
+        LocalSGD(blocks=7, steps=3),
+    ],
+    ids=["full", "shuffle", "two steps", "replacement", "more than there are", "two blocks", "seven blocks"],
+)
+def test_noise_of_batches(local: LocalSGD):
+    """That of batches drawn in NumPy: a batch of all samples has none, and one of most of them little."""
+    rng = np.random.default_rng(2)
+    numbers = [rng.normal(1.0, scale, size=(n, 2)) for n, scale in ((10, 1.0), (12, 2.0), (25, 0.5))]
+    task, federation = problem(squares, numbers, np.full(2, 3.0))
+    found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), dataclasses.replace(local, lr=1e-6)).points[0]
+    expected = np.mean([off(local, own - 3.0, rng) for own in numbers])
+    assert found.batch_noise == pytest.approx(np.sqrt(expected), rel=0.03, abs=1e-6)
+
+
+def off(local: LocalSGD, gradients: np.ndarray, rng: np.random.Generator) -> float:
+    """Mean squared distance of a batch's estimate from the mean gradient, over orders of the samples."""
+    n, errors = len(gradients), []
+    for _ in range(2000):
+        rows = rng.permutation(n)
+        if local.blocks is not None:
+            cuts = np.arange(local.blocks + 1) * n // local.blocks
+            of = [rows[a:b] for a, b in itertools.pairwise(cuts)]
+            estimates = [gradients[part].sum(0) * local.blocks / n for part in of]
+        elif local.batch_size == "full":
+            estimates = [gradients.mean(0)]
+        elif local.order == "replacement":
+            estimates = [gradients[rng.integers(0, n, local.batch_size)].mean(0)]
+        else:
+            of = [rows[a : a + local.batch_size] for a in range(0, n, local.batch_size)]
+            estimates = [gradients[part].mean(0) for part in of[: local.steps]]
+        errors.append(np.mean([np.sum((e - gradients.mean(0)) ** 2) for e in estimates]))
+    return float(np.mean(errors))
+
+
+def test_small_differences_of_large_gradients():
+    """In float32: what is alike is measured as alike."""
+    numbers = [[[1000.0, 0.0]] * 70, [[1000.0, 0.02]] * 70]
+    task, federation = problem(squares, numbers, np.zeros(2))
+    found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e-3, steps=1)).points[0]
+    assert found.apart == pytest.approx(0.01, rel=0.02) and found.noise < 1e-3
+    assert found.drift == pytest.approx(1e-5, rel=0.05)
+
+
+def test_many_clients_with_names():
+    x, owner = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32), np.repeat(np.arange(300), 2)
+    federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), [f"site {i}" for i in owner])
+    task = fedrax.classification(Linear().build((3,), 2))
+    found = diagnose(task, federation, Settings(rounds=1, cohort_size=4), LocalSGD(lr=0.1, steps=1))
+    assert (found.clients, found.measured) == (300, 256)
+
+
+def test_large_gradients_and_divergence():
+    """Large numbers are measured; numbers that overflow end in a sentence."""
+    task, federation = problem(lambda x, b: 0.5e15 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
+    steps = LocalSGD(lr=1e-17, steps=1, batch_size="full")
+    found = diagnose(task, federation, Settings(**RUN), steps)
+    assert found.kappa == pytest.approx(3e15, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
+    task, federation = problem(lambda x, b: 0.5 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
+    with pytest.raises(FedraxError, match="after 0 rounds: the local steps diverge, try a smaller"):
+        diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e36, steps=1, batch_size="full"))
 
 
 def test_the_norm_of_the_hessian():
@@ -93,7 +166,17 @@ def test_the_norm_of_the_hessian():
     task, federation = problem(lambda x, a: 0.5 * jnp.dot(a, x) ** 2, rows, np.zeros(6))
     hessian = np.mean([own.T @ own / len(own) for own in rows], axis=0)
     expected = np.linalg.eigvalsh(hessian)[-1]
-    assert curvature(task, federation, 1000)({"x": jnp.ones(6)}) == pytest.approx(expected, rel=0.02)
+    assert curvature(task, federation, 1000)({"x": jnp.ones(6)}) == pytest.approx(expected, rel=1e-3)
+
+
+def test_one_large_eigenvalue_above_many():
+    """1 above a plateau of 0.8, and one of -0.9 below."""
+    scales = np.full(20_000, 0.8, np.float32)
+    scales[7], scales[9] = 1.0, -0.9
+    task, federation = problem(
+        lambda x, a: 0.5 * jnp.dot(jnp.asarray(scales), x**2) + 0 * a[0], [[1.0]], np.ones(20_000)
+    )
+    assert curvature(task, federation, 1000)({"x": jnp.ones(20_000)}) == pytest.approx(1, rel=1e-3)
 
 
 def test_statistics_are_refused():

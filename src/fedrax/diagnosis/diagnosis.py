@@ -19,6 +19,7 @@ from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.errors import FedraxError
 from fedrax.simulation import Asynchronous, Settings, Uniform, simulate
+from fedrax.simulation.run import changed_settings
 
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
 """Clients measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
@@ -41,6 +42,8 @@ class Point:
     """sqrt(mean_i |grad f_i - grad f|^2)."""
     noise: float
     """sigma = sqrt(mean_i E |grad f_ij - grad f_i|^2) over single samples j."""
+    batch_noise: float
+    """The same of the batches of local steps, which hold no sample twice unless drawn with replacement."""
     curvature: float
     """|Hess f|, the spectral norm."""
     steps: float
@@ -89,7 +92,7 @@ class Diagnosis:
     @property
     def noise(self) -> float:
         """The noise of one local batch's gradient, in units of |grad f|; typical of the run."""
-        return self.typical(lambda p: p.noise / np.sqrt(self.batch) / p.gradient)
+        return self.typical(lambda p: p.batch_noise / p.gradient)
 
     @property
     def cohort_noise(self) -> float:
@@ -129,10 +132,12 @@ def diagnose(
     and twenty products with the Hessian over at most 4,096 samples. progress: told points done and to do.
     FedraxError for models with running statistics, whose clients have no gradients without their batches.
     """
-    settings = dataclasses.replace(settings or Settings(rounds=32), eval_every=10**6, target=None, **changes)
+    settings = changed_settings(settings or Settings(rounds=32), {"eval_every": 10**6, "target": None} | changes)
     if isinstance(settings.participation, Asynchronous):  # FedAvg waits for everybody
         settings = dataclasses.replace(settings, participation=Uniform())
     local = local or LocalSGD()
+    if local.batch_size != "full":  # as batches are
+        local = dataclasses.replace(local, batch_size=min(local.batch_size, int(federation.sizes.max())))
     seen = _measured(federation, settings.seed)
     clients = Clients(task, seen, settings.seed)
     start = task.init(jax.random.fold_in(jax.random.key(settings.seed), 0))
@@ -144,16 +149,25 @@ def diagnose(
         progress(len(points), len(when))
         points.append(_point(clients, start if r == 0 else run.trajectory[r - 1], r, local, bend, rows))
     progress(len(when), len(when))
-    if not all(point.gradient > 0 for point in points):
+    if not all(point.gradient > 0 for point in points if np.isfinite(point.gradient)):
         raise FedraxError("the mean gradient is zero at a point of the run: there is nothing to compare clients with")
-    batch = float(seen.sizes.mean()) if local.batch_size == "full" else min(local.batch_size, seen.sizes.mean())
+    for point in points:
+        if not np.isfinite(dataclasses.astuple(point)).all():
+            raise FedraxError(
+                f"gradients are too large for numbers at the parameters after {point.round} rounds: the local steps"
+                " diverge, try a smaller local.lr"
+            )
+    batch = float(np.mean([np.mean(batches(local, int(n))) for n in seen.sizes]))
     counts = federation.num_clients, seen.num_clients, min(settings.cohort_size, federation.num_clients)
-    return Diagnosis(tuple(points), *counts, float(batch), *bound(points), *smoothness(points))
+    return Diagnosis(tuple(points), *counts, batch, *bound(points), *smoothness(points))
 
 
+@np.errstate(all="ignore")  # what overflows is told of in a sentence
 def _point(clients: Clients, x: Any, round: int, local: LocalSGD, bend: Callable, rows: np.ndarray) -> Point:
     found, walked = clients.gradients(x), clients.drift(x, local, round)
-    mean, norms = float(found.mean), np.asarray(found.norms)
+    mean, norms = float(found.mean), np.asarray(found.norms, float)
+    variances = clients.variances(x, rows).astype(float)
+    of_batches = np.array([of_batch(local, int(n)) for n in clients.federation.sizes])
     return Point(
         round=round,
         loss=float(found.loss),
@@ -161,7 +175,8 @@ def _point(clients: Clients, x: Any, round: int, local: LocalSGD, bend: Callable
         largest=float(norms.max()),
         dissimilarity=float(np.sqrt(np.mean(norms**2)) / mean) if mean > 0 else float("inf"),
         apart=float(found.apart),
-        noise=clients.noise(x, rows),
+        noise=float(np.sqrt(variances.mean())),
+        batch_noise=float(np.sqrt(np.mean(of_batches[:, 0] * variances + of_batches[:, 1] * norms**2))),
         curvature=bend(x),
         steps=float(walked.steps),
         update=float(walked.mean),
@@ -169,13 +184,40 @@ def _point(clients: Clients, x: Any, round: int, local: LocalSGD, bend: Callable
     )
 
 
+def batches(local: LocalSGD, size: int) -> list[int]:
+    """Samples in each batch of an epoch over ``size`` samples, or in each block."""
+    if local.blocks is not None:
+        return list(np.diff(np.arange(local.blocks + 1) * size // local.blocks))
+    if local.batch_size == "full":
+        return [size]
+    if local.order == "replacement":
+        return [local.batch_size]
+    whole, rest = divmod(size, local.batch_size)
+    found = [local.batch_size] * whole + [rest] * (rest > 0)
+    return found if local.steps is None else found[: local.steps]
+
+
+def of_batch(local: LocalSGD, size: int) -> tuple[float, float]:
+    """(a, c): the estimate of one of :func:`batches` is off by a sigma_i^2 + c |grad f_i|^2 in the mean square.
+
+    Rows lie in no order, so that those next to each other are like some by chance.
+    """
+    held = np.array(batches(local, size), float)
+    if local.blocks is None and local.order == "replacement" and local.batch_size != "full":
+        return float(np.mean(1 / held)), 0.0
+    counts = held * len(held) / size if local.blocks is not None else np.ones_like(held)
+    apart = (size - held) / (np.maximum(held, 1) * max(size - 1, 1))
+    return float(np.mean(counts**2 * apart)), float(np.mean(counts**2) - 1)
+
+
 def bound(points: list[Point]) -> tuple[float, float]:
     """(kappa, rho) with max_i |grad f_i| <= kappa + rho |grad f| at every point, kappa >= 0, rho >= 1; the pair with
     the least mean of the right side."""
-    means, largest = np.array([p.gradient for p in points]), np.array([p.largest for p in points])
+    unit = max(point.largest for point in points)  # the program's tolerances are of numbers about one
+    means, largest = np.array([p.gradient for p in points]) / unit, np.array([p.largest for p in points]) / unit
     sides = np.stack([np.ones_like(means), means], 1)
     found = linprog(sides.mean(0), A_ub=-sides, b_ub=-largest, bounds=[(0, None), (1, None)])
-    return float(found.x[0]), float(found.x[1])
+    return float(found.x[0] * unit), float(found.x[1])
 
 
 def smoothness(points: list[Point]) -> tuple[float, float]:
@@ -194,7 +236,8 @@ def _measured(federation: Federation, seed: int) -> Federation:
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = np.repeat(low - offsets[:-1], sizes) + np.arange(offsets[-1])
     train = type(federation.train)(*(part[rows] for part in federation.train))
-    return dataclasses.replace(federation, train=train, offsets=offsets, test_offsets=None)
+    names = tuple(federation.client_names[i] for i in chosen) if federation.client_names else ()
+    return dataclasses.replace(federation, train=train, offsets=offsets, test_offsets=None, client_names=names)
 
 
 def _rows(federation: Federation, seed: int) -> np.ndarray:

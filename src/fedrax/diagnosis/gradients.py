@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.client_data import ClientData, Layout, Place
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.task import Batch, Task
@@ -32,11 +33,8 @@ class Gradients(NamedTuple):
     """|grad f|."""
     norms: Array
     """|grad f_i|, [N]."""
-
-    @property
-    def apart(self) -> Array:
-        """The root mean square over clients of |grad f_i - grad f|."""
-        return jnp.sqrt(jnp.maximum(jnp.mean(self.norms**2) - self.mean**2, 0))
+    apart: Array
+    """The root mean square over clients of |grad f_i - grad f|."""
 
 
 class Drift(NamedTuple):
@@ -48,6 +46,45 @@ class Drift(NamedTuple):
     """|mean_i Delta_i|."""
     apart: Array
     """The root mean square over clients of |Delta_i - mean_j Delta_j|."""
+
+
+class Spread(NamedTuple):
+    """Of some trees, without differences of large numbers (Chan, Golub and LeVeque 1983)."""
+
+    count: Array
+    mean: Tree
+    squares: Array
+    """The sum of their squared distances from the mean."""
+
+    @classmethod
+    def none(cls, like: Tree) -> Spread:
+        """Of no tree."""
+        return cls(jnp.zeros(()), tree.zeros_like(like), jnp.zeros(()))
+
+    @classmethod
+    def of_rows(cls, rows: Tree, inside: Array) -> Spread:
+        """Of those rows [n, ...] for which ``inside`` is true."""
+        count = jnp.sum(inside).astype(float)
+        over = lambda a: inside.reshape(-1, *(1,) * (a.ndim - 1))  # noqa: E731
+        mean = jax.tree.map(lambda a: jnp.where(over(a), a, 0).sum(0) / jnp.maximum(count, 1), rows)
+        left = jax.tree.map(lambda a, m: jnp.where(over(a), a - m, 0), rows, mean)
+        return cls(count, mean, tree.dot(left, left))
+
+    def joined(self, other: Spread) -> Spread:
+        """Of all of both."""
+        count, between = self.count + other.count, tree.sub(other.mean, self.mean)
+        share = other.count / jnp.maximum(count, 1)
+        squares = self.squares + other.squares + self.count * share * tree.dot(between, between)
+        return Spread(count, tree.add_scaled(self.mean, share, between), squares)
+
+    def with_one(self, one: Tree) -> Spread:
+        """With one more."""
+        return self.joined(Spread(jnp.ones(()), one, jnp.zeros(())))
+
+    @property
+    def apart(self) -> Array:
+        """The root mean square of their distances from the mean."""
+        return jnp.sqrt(self.squares / jnp.maximum(self.count, 1))
 
 
 class Clients:
@@ -75,13 +112,13 @@ class Clients:
         """One round's local steps of every client, those of ``local``."""
         return jax.device_get(self._walk(self.samples, params, local, jnp.int32(round)))
 
-    def noise(self, params: Tree, rows: np.ndarray) -> float:
-        """sigma with sigma^2 = mean_i E |grad f_ij - grad f_i|^2 over the samples j of client i.
+    def variances(self, params: Tree, rows: np.ndarray) -> np.ndarray:
+        """sigma_i^2 = E |grad f_ij - grad f_i|^2 over the samples j of client i, [N].
 
-        rows: int [N, m], rows of ``train`` to look at, m of each client, repeated where it has fewer (-1). With all
-        rows it is exact, with fewer an estimate without bias, for clients with two samples looked at.
+        rows: int [N, m], rows of ``train`` to look at, m of each client, -1 where it has fewer. With all rows it is
+        exact, with fewer, of which there are to be two, an estimate without bias.
         """
-        return float(np.sqrt(self._scatter(self.samples, params, jnp.asarray(rows), self.federation.sizes)))
+        return np.asarray(self._scatter(self.samples, params, jnp.asarray(rows), self.federation.sizes))
 
     def _each(self, samples: Tree, round: Array, measure: Callable, start: Tree) -> Tree:
         """``measure(total, i, data)`` over all clients i."""
@@ -102,11 +139,11 @@ class Clients:
 
         def add(total: tuple, i: Array, data: ClientData) -> tuple:
             loss, gradient = data.full_gradient(params)
-            return total[0] + loss, tree.add(total[1], gradient), total[2].at[i].set(tree.norm(gradient))
+            return total[0] + loss, total[1].with_one(gradient), total[2].at[i].set(tree.norm(gradient))
 
-        start = (jnp.zeros(()), tree.zeros_like(params), jnp.zeros(n))
-        loss, mean, norms = self._each(samples, jnp.int32(0), add, start)
-        return Gradients(loss / n, tree.norm(mean) / n, norms)
+        start = (jnp.zeros(()), Spread.none(params), jnp.zeros(n))
+        loss, all_, norms = self._each(samples, jnp.int32(0), add, start)
+        return Gradients(loss / n, tree.norm(all_.mean), norms, all_.apart)
 
     def _drift(self, samples: Tree, params: Tree, local: LocalSGD, round: Array) -> Drift:
         n = self.program.num_clients
@@ -114,36 +151,26 @@ class Clients:
         def add(total: tuple, i: Array, data: ClientData) -> tuple:
             update = tree.sub(local.run(data, params).params, params)
             steps = jnp.asarray(local.num_steps(data), float)
-            return total[0] + steps, tree.add(total[1], update), total[2] + tree.dot(update, update)
+            return total[0] + steps, total[1].with_one(update)
 
-        start = (jnp.zeros(()), tree.zeros_like(params), jnp.zeros(()))
-        steps, mean, squares = self._each(samples, round, add, start)
-        length = tree.norm(mean) / n
-        return Drift(steps / n, length, jnp.sqrt(jnp.maximum(squares / n - length**2, 0)))
+        steps, all_ = self._each(samples, round, add, (jnp.zeros(()), Spread.none(params)))
+        return Drift(steps / n, tree.norm(all_.mean), all_.apart)
 
     def _noise(self, samples: Batch, params: Tree, rows: Array, sizes: Array) -> Array:
-        def norms(batch: Batch, inside: Array) -> tuple[Tree, Array]:
-            one = lambda sample: jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))  # noqa: E731
-            each = jax.vmap(one)(batch)
-            each = jax.tree.map(lambda g: jnp.where(inside.reshape(-1, *(1,) * (g.ndim - 1)), g, 0), each)
-            return jax.tree.map(lambda g: g.sum(0), each), tree.dot(each, each)
+        one = lambda params, sample: jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))  # noqa: E731
+        single = fast_on_cpu(jax.vmap(one, (None, 0)))
 
         def of_client(own: Array) -> Array:
             parts = jnp.pad(own, (0, -len(own) % AT_ONCE), constant_values=-1).reshape(-1, AT_ONCE)
 
-            def add(total: tuple, part: Array) -> tuple:
-                batch = jax.tree.map(lambda a: a[jnp.maximum(part, 0)], samples)
-                return jax.tree.map(jnp.add, total, norms(batch, part >= 0)), None
+            def add(total: Spread, part: Array) -> tuple[Spread, None]:
+                each = single(params, jax.tree.map(lambda a: a[jnp.maximum(part, 0)], samples))
+                return total.joined(Spread.of_rows(each, part >= 0)), None
 
-            (mean, squares), _ = jax.lax.scan(add, (tree.zeros_like(params), jnp.zeros(())), parts)
-            m = jnp.sum(own >= 0)
-            return jnp.maximum(squares / m - tree.dot(mean, mean) / m**2, 0)  # among the m rows
+            return jax.lax.scan(add, Spread.none(params), parts)[0].squares
 
         seen = jnp.sum(rows >= 0, axis=1)
-        among = jax.lax.map(of_client, rows)
-        whole = among * seen / jnp.maximum(seen - 1, 1) * (sizes - 1) / sizes
-        known = (seen > 1) | (sizes == 1)
-        return jnp.sum(jnp.where(known, whole, 0)) / jnp.maximum(jnp.sum(known), 1)
+        return jax.lax.map(of_client, rows) / jnp.maximum(seen - 1, 1) * (sizes - 1) / sizes
 
     def _loss(self, params: Tree, sample: Batch) -> Array:
         return self.task.evaluation_loss(params, sample).sum()
