@@ -214,7 +214,7 @@ def test_with_nothing_at_home_it_is_the_method_inside():
         (Personalised(at_home=("outptu/*",)), "no parameter is called 'outptu/\\*', .* output/bias"),
         (Personalised(at_home=("*",)), "nothing is left to learn together"),
         (Personalised(Scaffold()), "that do not correct for drift"),
-        (Personalised(FedSGD(), at_home=("output/*",)), "needs local steps"),
+        (Personalised(FedSGD(), at_home=("output/*",)), "methods with local steps"),
     ],
     ids=["typo", "all", "Scaffold", "FedSGD"],
 )

@@ -223,7 +223,7 @@ class ClientData(Ruled):
             return losses
 
         loss = own
-        for rule in self._loss_rules:
+        for _, rule in self._loss_rules:
             loss = one_a_sample(rule(loss))
         return loss
 

@@ -30,7 +30,7 @@ class Ruled:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
     _depth, _counted = 0, ""
-    _loss_rules: tuple[LossRule, ...] = ()
+    _loss_rules: tuple[tuple[int, LossRule], ...] = ()
     _gradient_rule: GradientRule | None = None
     _frozen = False
     _direction_rules: tuple[tuple[int, DirectionRule], ...] = ()
@@ -44,9 +44,10 @@ class Ruled:
     def with_loss(self, rule: LossRule) -> Self:
         """With another local loss, ``rule(losses)``, made of the one before: (params, batch, key) -> [B].
 
-        What is inside builds on it: of several wrappers the outermost one's rule is given the task's loss.
+        It is given the task's loss with the terms of the method and of wrappers inside, whose batches and parameters
+        are then those that the rule makes of them.
         """
-        return self._with(_loss_rules=(*self._loss_rules, rule))
+        return self._with(_loss_rules=self._after_inside(self._loss_rules, rule))
 
     def with_gradients(self, rule: GradientRule, frozen_statistics: bool = False) -> Self:
         """With another way of taking a batch's gradient: see :data:`GradientRule`.
@@ -59,8 +60,12 @@ class Ruled:
 
     def with_directions(self, rule: DirectionRule) -> Self:
         """With ``rule`` applied to the direction of every local step, after the method's own and those inside."""
-        inside = [one for one in self._direction_rules if one[0] >= self._depth]
-        return self._with(_direction_rules=(*inside, (self._depth, rule), *self._direction_rules[len(inside) :]))
+        return self._with(_direction_rules=self._after_inside(self._direction_rules, rule))
+
+    def _after_inside(self, rules: tuple[tuple[int, Any], ...], rule: Any) -> tuple[tuple[int, Any], ...]:
+        """``rules`` in the order in which they are applied, with this place's behind those inside."""
+        inside = [one for one in rules if one[0] >= self._depth]
+        return (*inside, (self._depth, rule), *rules[len(inside) :])
 
     def directed(self, direction: Tree, x: Tree, step: Any) -> Tree:
         """A step's direction by the rules of :meth:`with_directions`."""

@@ -1,4 +1,4 @@
-"""Methods around methods: a base that forwards the whole contract, so that wrappers nest in any order."""
+"""Methods around methods: a base that forwards the whole contract, so that wrappers nest."""
 
 from __future__ import annotations
 

@@ -66,6 +66,10 @@ class Ditto(Wrapper):
         apart = data.with_carried(Carried(data.carried.statistics))
         result = steps.run(apart, own, term=pull)
         output = client(message, state, data)
+        if self.own_steps is None and len(self.inner.phases) > 1 and data.carried.params is None:
+            raise FedraxError(
+                f"{type(self.inner).__name__} takes its local steps in another exchange than the last: set own_steps"
+            )
         gradients = output.info.get("gradients", 0) + result.info["gradients"]
         return output._replace(info={**output.info, "gradients": gradients}), result.params
 

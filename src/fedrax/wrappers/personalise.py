@@ -23,6 +23,8 @@ from fedrax.contract.wrapper import Wrapped, Wrapper
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
+_SENDS = "Personalised goes around methods that send parameters down and an update of them up: {} sends more {}"
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Personalised(Wrapper):
     2021). All layers move at once (FedSim in Pillutla et al. 2022); with ``alternate`` what stays moves first and the
     rest then (FedAlt, the same), which with the last layers at home is FedRep (Collins et al. 2021).
 
-    For methods of one phase that send parameters down and an update of them up, alone or as a field ``params``, and
-    correct for no drift. The clients' own models are evaluated as personal ones.
+    For methods of one phase that send parameters down and an update of them up, and nothing besides: momentum,
+    gradients and lengths of updates would tell of what stays. The clients' own models are evaluated as personal ones.
     """
 
     inner: Algorithm = FedAvg()
@@ -87,7 +89,10 @@ class Personalised(Wrapper):
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
         """Without what stays."""
-        return _changed(broadcast(state), lambda params: _without(params, self._names(params)))
+        message, params = broadcast(state), self.inner.params(state)
+        if jax.tree.structure(message) != jax.tree.structure(params):
+            raise FedraxError(_SENDS.format(type(self.inner).__name__, "down"))
+        return _without(message, self._names(message))
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: dict, data: ClientData, last: bool
@@ -97,11 +102,15 @@ class Personalised(Wrapper):
         if first is not None:
             own = {name: _named(first.params)[name] for name in own}
             data = data.with_loss(partial(_holding, own))
-        output = client(_changed(message, partial(_filled, own=own)), state, data)
-        ends = {} if data.carried.params is None else _named(data.carried.params)
-        if list(_named(getattr(output.upload, "params", output.upload))) != list(ends):
-            raise FedraxError("Personalised needs local steps and an upload (or a field params of it) like the model")
-        upload = _changed(output.upload, partial(_without, names=own))
+        output = client(_filled(message, own), state, data)
+        if data.carried.params is None:
+            raise FedraxError(
+                f"Personalised goes around methods with local steps, and {type(self.inner).__name__} has none"
+            )
+        ends = _named(data.carried.params)
+        if list(_named(output.upload)) != list(ends) or jax.tree.leaves((output.each, output.total)):
+            raise FedraxError(_SENDS.format(type(self.inner).__name__, "up"))
+        upload = _without(output.upload, own)
         if first is None:
             return output._replace(upload=upload), {name: ends[name] for name in own}
         info = {**output.info, "gradients": output.info["gradients"] + first.info["gradients"]}
@@ -111,23 +120,19 @@ class Personalised(Wrapper):
         """Steps of what stays."""
         assert self.alternate is not None
         data.refuse_uncounted("steps of what stays at home")
-        start = _filled(getattr(message, "params", message), own)
+        start = _filled(message, own)
         rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
         apart = data.with_carried(Carried(data.carried.statistics)).with_loss(partial(_holding, rest))
         return dataclasses.replace(self.alternate, carry=False).run(apart, start)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: no update of what stays."""
-        return receive(_changed(upload, partial(_filled, own={})))
+        return receive(_filled(upload, {}))
 
     def personal(self, params: Tree, state: Wrapped) -> Tree:
         """The global parameters with the client's own."""
         inner = self.inner.personal(params, state.inner)
         return _filled(_without(params if inner is None else inner, state.own), state.own)
-
-
-def _changed(message: Any, change: Callable[[Tree], Tree]) -> Any:
-    return message._replace(params=change(message.params)) if hasattr(message, "params") else change(message)
 
 
 def _named(params: Tree) -> dict[str, Tree]:

@@ -60,7 +60,8 @@ class RandomK(Wrapper):
 
     What the server receives is the upload in expectation, with d / k times its squared length (random sparsification;
     Konecny et al. 2016, Wangni et al. 2018). A seed of eight bytes goes up in place of the indices. Nothing is
-    remembered. Whole numbers in an upload travel as they are, and so does what goes up as ``each`` or ``total``.
+    remembered. Whole numbers in an upload travel as they are, and so do single ones (numbers of steps, norms), and what
+    goes up as ``each`` or ``total``.
     """
 
     inner: Algorithm = FedAvg()
@@ -73,7 +74,7 @@ class RandomK(Wrapper):
         """Some of the numbers go up."""
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
-        floating = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None for leaf in leaves]
+        floating = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim else None for leaf in leaves]
         size = sum(leaf.size for leaf in jax.tree.leaves(floating))
         if not size:
             return output, own
@@ -90,7 +91,7 @@ class RandomK(Wrapper):
 @partial(jax.tree_util.register_dataclass, data_fields=["drawn", "whole"], meta_fields=["structure"])
 @dataclass(frozen=True)
 class Split:
-    """An upload as it travels: its floats drawn from, its whole numbers as they are."""
+    """An upload as it travels: arrays of floats drawn from, other numbers as they are."""
 
     drawn: Drawn
     whole: list

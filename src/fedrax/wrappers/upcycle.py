@@ -13,6 +13,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.schedules import Constant, Schedule
 from fedrax.contract.wrapper import Wrapper
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
@@ -48,9 +49,14 @@ class Upcycled(Wrapper):
     ) -> tuple[Any, Tree, Info]:
         """After the last phase the parameters move on, and the server's corrections where asked for."""
         new, info = server(state, cohort)
+        before, after = self.inner.params(state), self.inner.params(new)
+        if not last and any(x is not y for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True)):
+            raise FedraxError(
+                f"Upcycled moves on from what the last exchange of a round changes, and {type(self.inner).__name__}"
+                " moves its parameters before it"
+            )
         if last:
             move = self._extrapolation(cohort.round)
-            before, after = self.inner.params(state), self.inner.params(new)
             new = self.inner.with_params(new, move(after, before))
             if self.extrapolate != "none":
                 new = self.inner.map_corrections(move, new, state)

@@ -1,0 +1,120 @@
+"""Wrappers around methods that have terms of the loss, messages, phases or counts of steps of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import MOON, Attacked, FedAvg, FedMLB, FedraxError, LocalSGD, Personalised, RandomK, Script, upcycle
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.task import Batch
+from fedrax.models import MLP
+from fedrax.wrappers.attacked import LabelFlip
+from tests.simulation.problems import FEDERATION, run
+
+TASK = fedrax.classification(MLP(hidden=(5, 4), activation="tanh").build((4,), 3))
+LOCAL = LocalSGD(lr=0.1, steps=2, batch_size="full")
+FIRST = tuple(name for name in fedrax.tree.leaf_names(TASK.init(jax.random.key(0))) if name.startswith("dense1"))
+
+
+@pytest.mark.parametrize("method", [FedMLB(LOCAL), MOON(LOCAL), FedAvg(LOCAL), fedrax.PFedMe(LOCAL)], ids=repr)
+def test_flipped_labels_are_those_of_every_term(method: Algorithm):
+    """As if the malicious clients' data had other labels."""
+    bad = (1, 4)
+    x, y = FEDERATION.train
+    owner = np.repeat(np.arange(FEDERATION.num_clients), FEDERATION.sizes)
+    flipped = type(FEDERATION.train)(x, np.where(np.isin(owner, bad), 2 - y, y))
+    others = dataclasses.replace(FEDERATION, train=flipped)
+    options: dict[str, Any] = {"task": TASK, "rounds": 3, "dtype": "float64", "devices": 1}
+    attacked = run(Attacked(method, LabelFlip(classes=3), clients=bad), **options)
+    honest = run(method, federation=others, **options)
+    for a, b in zip(*map(jax.tree.leaves, (attacked.params, honest.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+    assert any(
+        not np.allclose(a, b, atol=1e-3)
+        for a, b in zip(*map(jax.tree.leaves, (run(method, **options).params, honest.params)), strict=True)
+    )
+
+
+def contrast(mu: float, own: Any, start: Any, previous: Any, batch: Batch) -> Any:
+    """MOON's loss, written once more."""
+    unit = lambda z: z / jnp.linalg.norm(z, axis=-1, keepdims=True)  # noqa: E731
+    z, positive, negative = (unit(TASK.features(p, batch.x)) for p in (own, start, previous))  # type: ignore[misc]
+    logits = jnp.stack([(z * positive).sum(-1), (z * negative).sum(-1)], -1) / 0.5
+    term = jax.nn.logsumexp(logits, -1) - logits[:, 0]
+    return (TASK.loss(own, batch, jax.random.key(0)) + mu * term).mean()
+
+
+def test_what_is_held_is_held_in_every_term():
+    """Personalised with alternate around MOON: the contrast knows the first layer as it stays."""
+    client, rounds, mu = 3, 2, 2.0
+    start = TASK.init(jax.random.key(7))
+    low, high = FEDERATION.offsets[client : client + 2]
+    options: dict[str, Any] = {"task": TASK, "params": start, "rounds": rounds, "dtype": "float64", "devices": 1}
+    method = Personalised(MOON(LOCAL, mu=mu), at_home=FIRST, alternate=dataclasses.replace(LOCAL, steps=1))
+    found = run(method, script=Script(cohorts=[[client]] * rounds), **options)
+    with jax.enable_x64(True):
+        batch = Batch(*(jnp.asarray(part[low:high]) for part in FEDERATION.train))
+        batch = batch._replace(x=batch.x.astype(jnp.float64))
+        x = previous = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), start)
+        step = lambda x, g, moves: {  # noqa: E731
+            name: jax.tree.map(lambda a, b: a - 0.1 * b, x[name], g[name]) if moves(name) else x[name] for name in x
+        }
+        plain = jax.grad(lambda p: TASK.loss(p, batch, jax.random.key(0)).mean())
+        for _ in range(rounds):
+            x = began = step(x, plain(x), lambda name: name == "dense1")
+            for _ in range(2):
+                gradient = jax.grad(lambda p, began=began, before=previous: contrast(mu, p, began, before, batch))(x)
+                x = step(x, gradient, lambda name: name != "dense1")
+            previous = x
+    ours = found.params | {"dense1": found.client_state(client).own}
+    for name in ("dense2", "output"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours[name], x[name])
+    for name, leaf in ours["dense1"].items():
+        np.testing.assert_allclose(leaf, x["dense1"][name.split("/")[-1]], rtol=1e-10)
+
+
+OTHERS = {
+    "MimeLite sends more down": Personalised(fedrax.MimeLite(LOCAL), at_home=FIRST),
+    "FedCM sends more down": Personalised(fedrax.FedCM(LOCAL), at_home=FIRST),
+    "FedExP sends more up": Personalised(fedrax.FedExP(LOCAL), at_home=FIRST),
+    "QFedAvg sends more up": Personalised(fedrax.QFedAvg(LOCAL), at_home=FIRST),
+    "FedNova sends more up": Personalised(fedrax.FedNova(LOCAL), at_home=FIRST),
+    "Scaffnew moves its parameters before it": upcycle(fedrax.Scaffnew(LocalSGD(lr=0.1)), 0.5),
+    "Scaffnew takes its local steps in another exchange": fedrax.Ditto(fedrax.Scaffnew(LocalSGD(lr=0.1))),
+}
+
+
+@pytest.mark.parametrize("sentence", OTHERS)
+def test_what_would_be_wrong_in_silence_is_refused(sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        run(OTHERS[sentence], task=TASK, rounds=1, weights="uniform")
+
+
+def test_ditto_takes_steps_of_its_own_beside_drawn_ones():
+    method = fedrax.Ditto(fedrax.Scaffnew(LocalSGD(lr=0.1)), own_steps=LOCAL)
+    assert run(method, task=TASK, rounds=1, weights="uniform").events
+
+
+@pytest.mark.parametrize("method", [fedrax.FedCM(LOCAL), fedrax.FedNova(LOCAL), fedrax.QFedAvg(LOCAL)], ids=repr)
+def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
+    """Numbers of steps and scales reach the server as they are; of the rest half is drawn."""
+    options: dict[str, Any] = {"task": TASK, "rounds": 6}
+    whole, drawn = run(method, **options), run(RandomK(method, fraction=0.5), **options)
+    assert [e.get("tau_eff") for e in drawn.events] == [e.get("tau_eff") for e in whole.events]
+    start = TASK.init(jax.random.key(7))
+    first = [run(RandomK(method, fraction=0.5), task=TASK, rounds=1, seed=seed, params=start) for seed in range(4)]
+    moved = [float(fedrax.tree.norm(fedrax.tree.sub(result.params, start))) for result in first]
+    assert min(moved) > 0.3 * max(moved) > 0
+
+
+def test_labels_that_a_task_is_not_meant_for_are_refused():
+    task = fedrax.binary(MLP(hidden=(5,)).build((4,), 1))
+    with pytest.raises(FedraxError, match="takes labels from 0 to 1, and these are from 0 to 2"):
+        run(task=task, rounds=1)
