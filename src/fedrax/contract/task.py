@@ -83,6 +83,8 @@ class Task:
     number, or None where it is not defined. They need `outputs`; see `fedrax.contract.metrics`."""
     one_output_a_class: bool = False
     """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
+    labels_within: tuple[float, float] | None = None
+    """The least and the largest label that the loss is meant for."""
 
     def __post_init__(self) -> None:
         check_function("init", self.init, "key")
@@ -195,7 +197,8 @@ def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
         logit = _one_a_label(logit, labels)
         return _over_positions(((logit > 0) == (labels > 0)).astype(logit.dtype))
 
-    return supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="binary")
+    made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="binary")
+    return replace(made, labels_within=(0, 1))
 
 
 def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:

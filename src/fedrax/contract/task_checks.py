@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import use_abstract_mesh
 
 from fedrax.compiled.pieces import TRACED
@@ -33,10 +34,12 @@ def check_function(what: str, function: Any, arguments: str) -> None:
 def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None) -> None:
     """Trace loss and metrics with a batch such as ``samples`` (x [n, ...], y [n, ...]); nothing is computed.
 
-    FedraxError where the model does not take such samples, and for other results than one number a sample.
+    FedraxError where the model does not take such samples, for labels that the loss is not meant for, and for other
+    results than one number a sample.
     """
     shapes = [jax.ShapeDtypeStruct((TRACED, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
     batch = type(samples)(*shapes)
+    _within(task, samples.y)
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     _one_a_sample("loss", _traced("loss", about, task.loss, variables, batch, jax.random.key(0)))
     if task.one_output_a_class and task.outputs is not None:  # the metric is ours
@@ -44,6 +47,18 @@ def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None)
         return
     for name, metric in task.metrics.items():
         _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch))
+
+
+def _within(task: Any, labels: Any) -> None:
+    """Refuse labels of which the loss makes numbers, and wrong ones."""
+    if task.labels_within is None or not np.size(labels):
+        return
+    low, high = task.labels_within
+    least, largest = np.min(labels), np.max(labels)
+    if not low <= least <= largest <= high:
+        raise FedraxError(
+            f"the task {task.name} takes labels from {low} to {high}, and these are from {least} to {largest}"
+        )
 
 
 def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:

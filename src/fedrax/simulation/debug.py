@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.engine import NOTED, Carry, Engine, stacked
 from fedrax.simulation.phase import PhaseRunner, Progress
@@ -140,6 +141,20 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
     except NonFiniteError as error:
         return str(error)
     return f"{at_the_server} is not finite"
+
+
+def in_the_data(federation: Federation) -> str:
+    """A clause on training samples that are not finite, of which nothing finite can be made; empty without any."""
+    bad = np.zeros(len(federation.train.y), bool)
+    for part in federation.train:
+        if np.issubdtype(part.dtype, np.inexact):
+            bad |= ~np.isfinite(part).reshape(len(part), -1).all(1)
+    if not bad.any():
+        return ""
+    row = int(bad.argmax())
+    client = int(np.searchsorted(federation.offsets, row, side="right")) - 1
+    first = f"sample {row - federation.offsets[client]} of client {client}"
+    return f"; {bad.sum():,} of the training samples are not finite themselves, the first is {first}"
 
 
 def _first(array: Array) -> Array:

@@ -24,7 +24,7 @@ from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
 from fedrax.simulation.clients_file import write_clients
 from fedrax.simulation.clock import clock
-from fedrax.simulation.debug import NonFiniteError, culprit
+from fedrax.simulation.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
 from fedrax.simulation.evaluate import measured
@@ -125,6 +125,8 @@ def _check_record(record: Any, setup: Setup) -> None:
 
 def changed_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:
     """``settings`` with single fields replaced; FedraxError with the nearest name for one that there is not."""
+    if not isinstance(settings, Settings | None):
+        raise FedraxError(f"settings are a fedrax.Settings, not {type(settings).__name__}; single ones go by name")
     known = [field.name for field in dataclasses.fields(Settings)]
     for name in changes:
         if name not in known:
@@ -373,6 +375,7 @@ class Run:
             enter(self.ledger, portion.xs, new, setup.info.num_clients)
             report(new, self.events, self.log, self.sinks)
         message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
+        message += in_the_data(setup.federation)
         self._stop(message, self.storage.settle(carry, portion), "the state it starts from")
 
     def _stop(self, message: str, carry: Carry, what: str) -> NoReturn:
