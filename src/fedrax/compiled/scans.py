@@ -93,12 +93,12 @@ def products_taken_out(rules: Rules, inputs: list, equation: core.JaxprEqn) -> l
     factors = [v for sum_ in added.values() for v in sum_.root.invars] + [v for vs in after.values() for v in vs]
     made = list(dict.fromkeys(v for v in (*_variables(body.given), *factors) if v not in stacked and v not in after))
     wanted = [body.ends[i] for i in left] + made
-    inside = {**rules, "dot_general": partial(_by_laid_out, _laid_out(body, known, turned))}
+    laid_out = {"dot_general": partial(_by_laid_out, _laid_out(body, known, turned))} if turned else {}
 
     def turn(carry: list, xs: list) -> tuple[list, list]:
         given = {body.carried[i]: value for i, value in zip(left, carry, strict=True)}
         now = known | given | dict(zip(ahead, xs, strict=True))
-        outputs = evaluated(body.closed, now, wanted, inside)
+        outputs = evaluated(body.closed, now, wanted, {**rules, **laid_out})
         return outputs[: len(left)], outputs[len(left) :]
 
     how = {name: equation.params[name] for name in ("reverse", "unroll")}
