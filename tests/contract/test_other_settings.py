@@ -66,7 +66,7 @@ FIRST = {name for name in PAIRS if name.rpartition("(")[0] in RUN[1]}
 REFUSED = {
     *(f"{outer}({inner}" for outer in ("efsign", "topk") for inner in ("efsign", "quantised", "randomk", "topk")),
     *(f"personalised({inner}" for inner in ("efsign", "quantised", "randomk", "topk")),
-    "ditto(quantiseddown",
+    *(f"{outer}(quantiseddown" for outer in ("ditto", "personalised")),
     *(f"{o}(clientdp" for o in ("attacked", "efsign", "personalised", "quantised", "randomk", "robust", "topk")),
     *(f"outputperturbation({inner}" for inner in ("ditto", "outputperturbation")),
 }

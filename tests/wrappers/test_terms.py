@@ -81,11 +81,11 @@ def test_what_is_held_is_held_in_every_term():
 
 
 OTHERS = {
-    "MimeLite sends more down": Personalised(fedrax.MimeLite(LOCAL), at_home=FIRST),
-    "FedCM sends more down": Personalised(fedrax.FedCM(LOCAL), at_home=FIRST),
-    "FedExP sends more up": Personalised(fedrax.FedExP(LOCAL), at_home=FIRST),
-    "QFedAvg sends more up": Personalised(fedrax.QFedAvg(LOCAL), at_home=FIRST),
-    "FedNova sends more up": Personalised(fedrax.FedNova(LOCAL), at_home=FIRST),
+    "MimeLite sends something else down": Personalised(fedrax.MimeLite(LOCAL), at_home=FIRST),
+    "FedCM sends something else down": Personalised(fedrax.FedCM(LOCAL), at_home=FIRST),
+    "FedExP sends something else up": Personalised(fedrax.FedExP(LOCAL), at_home=FIRST),
+    "QFedAvg sends something else up": Personalised(fedrax.QFedAvg(LOCAL), at_home=FIRST),
+    "FedNova sends something else up": Personalised(fedrax.FedNova(LOCAL), at_home=FIRST),
     "Scaffnew moves its parameters before it": upcycle(fedrax.Scaffnew(LocalSGD(lr=0.1)), 0.5),
     "Scaffnew takes its local steps in another exchange": fedrax.Ditto(fedrax.Scaffnew(LocalSGD(lr=0.1))),
 }

@@ -23,7 +23,7 @@ from fedrax.contract.wrapper import Wrapped, Wrapper
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
-_SENDS = "Personalised goes around methods that send parameters down and an update of them up: {} sends more {}"
+_SENDS = "Personalised needs parameters sent down and an update of them sent up: {} sends something else {}"
 
 
 @jax.tree_util.register_static
