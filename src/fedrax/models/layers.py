@@ -125,12 +125,13 @@ def to_features(x: Array) -> Array:
     return flatten(x.transpose(0, 3, 1, 2))
 
 
-def conv2d(layer: Layer, x: Array) -> Array:
-    """Convolution without padding, stride 1, and its bias: [B, H, W, C] -> [B, H - h + 1, W - w + 1, D]."""
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, layer["weight"], (1, 1), "VALID", dimension_numbers=numbers) + layer["bias"]
+def conv2d(layer: Layer, x: Array, stride: int = 1, padding: int = 0) -> Array:
+    """Convolution, with a bias where the layer has one: [B, H, W, C] -> [B, H', W', D]."""
+    pads, numbers = [(padding, padding)] * 2, ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(x, layer["weight"], (stride, stride), pads, dimension_numbers=numbers)
+    return y + layer["bias"] if "bias" in layer else y
 
 
 def max_pool(x: Array) -> Array:
-    """2x2, stride 2: [B, H, W, C] -> [B, H // 2, W // 2, C]."""
+    """2x2, stride 2; a last odd row or column is left out: [B, H, W, C] -> [B, H // 2, W // 2, C]."""
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")

@@ -100,13 +100,7 @@ def conv(channels: int, filters: int, side: int = 3, stride: int = 1, padding: i
         layer = init_conv(key, (side, side, channels, filters))
         return (layer if bias else {"weight": layer["weight"]}), {}
 
-    def apply(params: dict, statistics: dict, x: Array, mode: Mode) -> tuple[Array, dict]:
-        pads = [(padding, padding)] * 2
-        names = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(x, params["weight"], (stride, stride), pads, dimension_numbers=names)
-        return (y + params["bias"] if bias else y), {}
-
-    return Part(init, apply)
+    return Part(init, lambda params, statistics, x, mode: (layers.conv2d(params, x, stride, padding), {}))
 
 
 def norm(kind: Norm, channels: int, groups: int = 8) -> Part:
@@ -154,13 +148,7 @@ def relu() -> Part:
 
 def pool() -> Part:
     """2x2 max pooling with stride 2; a last odd row or column is left out."""
-
-    def apply(x: Array) -> Array:
-        height, width = (side // 2 for side in x.shape[1:3])
-        x = x[:, : 2 * height, : 2 * width]
-        return x.reshape(x.shape[0], height, 2, width, 2, x.shape[3]).max((2, 4))
-
-    return function(apply)
+    return function(layers.max_pool)
 
 
 def mean_pool() -> Part:
@@ -180,7 +168,7 @@ def drop(rate: float) -> Part:
 
 def images() -> Part:
     """[B, H, W] or [B, H, W, C] -> [B, H, W, C]."""
-    return function(lambda x: x if x.ndim == 4 else x[..., None])
+    return function(layers.images)
 
 
 def network(name: str, blocks: dict[str, Part], num_features: int, num_outputs: int) -> Model:

@@ -35,6 +35,7 @@ from fedrax.models.layers import (
     output,
     to_features,
 )
+from fedrax.models.parts import image_shape
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.recurrent import init_lstm, lstm
 from fedrax.models.text import SentencePairs, Tweets
@@ -121,7 +122,7 @@ class LeNet:
     hidden: tuple[Count, ...] = (512, 128)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        height, width, channels_in = _image_shape("lenet", input_shape, smallest=16)
+        height, width, channels_in = image_shape("lenet", input_shape, smallest=16)
         first, second = self.channels
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
         sizes = [second * rows * columns, *self.hidden]
@@ -155,7 +156,7 @@ class CNN:
     dropout: tuple[float, float] = (0.25, 0.5)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        height, width, channels_in = _image_shape("cnn", input_shape, smallest=6)
+        height, width, channels_in = image_shape("cnn", input_shape, smallest=6)
         if not all(0 <= rate < 1 for rate in self.dropout):
             raise FedraxError(f"dropout rates must lie in [0, 1), not {self.dropout}.")
         first, second = self.channels
@@ -275,13 +276,3 @@ def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, list[Blo
         return lambda params, x, key=None: activate(dense(params[name], flatten(x)))
 
     return init, [layer(name) for name in shapes]
-
-
-def _image_shape(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
-    """(height, width, channels) of images [H, W] or [H, W, C]."""
-    if len(shape) not in (2, 3) or min(shape[:2]) < smallest:
-        raise FedraxError(
-            f"{name} reads images (height, width) or (height, width, channels) "
-            f"of at least {smallest}x{smallest} pixels, not inputs of shape {tuple(shape)}."
-        )
-    return shape[0], shape[1], shape[2] if len(shape) == 3 else 1
