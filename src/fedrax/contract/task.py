@@ -5,8 +5,6 @@ params = task.init(jax.random.key(0))
 losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sample
 """
 
-import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrax import tree
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.contract.task_checks import check_function
 from fedrax.errors import FedraxError
@@ -318,54 +315,3 @@ def _one_a_label(output: Array, y: Array | np.ndarray) -> Array:
         wanted = "one output a sample" if y.ndim == 1 else f"one output a target, {y.shape[1:]} a sample"
         raise FedraxError(f"this task needs a model with {wanted}, not outputs of shape {output.shape}.")
     return output.reshape(y.shape)
-
-
-def _check_size(shapes: Params) -> None:
-    """Refuse a model that this machine's memory cannot hold, before any of it is taken."""
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    if hasattr(os, "sysconf") and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise FedraxError(
-            f"the model has {count:.2g} parameters, {needed / 1e9:.3g} GB: more than this machine's memory"
-        )
-
-
-def _check_kinds(params: Params) -> None:
-    """Refuse what has no gradient, before it is made a number that has one."""
-    trained = params.params if isinstance(params, Variables) else params
-    for name, leaf in zip(tree.leaf_names(trained), jax.tree.leaves(trained), strict=True):
-        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if not jnp.issubdtype(kind, jnp.floating):
-            raise FedraxError(
-                f"the model's parameter {name or 'tree'} holds {kind}, and only floating-point numbers are trained:"
-                " what is not belongs into the statistics of fedrax.Variables, or into the function"
-            )
-
-
-_QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
-"""Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
-
-
-def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
-    """The task's own starting parameters, or those given if they have the same names and shapes."""
-    try:
-        own = jax.eval_shape(task.init, key)
-        _check_size(own)
-        _check_kinds(own)
-        own = jax.jit(task.init, **_QUICK)(key) if given is None else own
-    except jax.errors.JAXTypeError:  # a user's init may look at the key's value
-        own = task.init(key)
-        _check_kinds(own)
-    except TypeError as error:
-        if "is not a valid JAX type" not in str(error):
-            raise
-        raise FedraxError(f"a model's parameters are arrays: {str(error).splitlines()[0]}") from error
-    if given is None:
-        return own
-    _check_kinds(given)
-    need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))
-    for name in [*need, *have]:
-        if need.get(name) != have.get(name):
-            wanted, found = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (need, have))
-            raise FedraxError(f"the starting parameters do not fit the model: {name} is {found}, should be {wanted}")
-    return given

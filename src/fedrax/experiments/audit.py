@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.task import Batch, Task, starting_parameters
+from fedrax.contract.starting import starting_parameters
+from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement

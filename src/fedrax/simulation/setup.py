@@ -22,8 +22,9 @@ from fedrax.contract.checks import check_method
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.mistakes import noted
+from fedrax.contract.starting import start_of
 from fedrax.contract.table import holds_tables
-from fedrax.contract.task import Batch, Task, Variables, starting_parameters
+from fedrax.contract.task import Batch, Task, Variables
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -105,7 +106,8 @@ def prepare(
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
     _check(algorithm, settings, federation)
-    start, statistics = _start(task, params, settings)
+    begin = start_of(task, jax.random.fold_in(jax.random.key(settings.seed), 0), params)
+    start, statistics = jax.eval_shape(partial(_parted, dtype=settings.dtype), begin.shapes)
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
     initial, broken = _at_first(algorithm, start, statistics)
@@ -124,6 +126,8 @@ def prepare(
     program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
+    start, statistics = _parted(begin.values(), settings.dtype)  # until here shapes were enough
+    initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     directory = directory if jax.process_index() == 0 else None  # the first process writes
     cuts = cuts_in(traced.program)
     joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
@@ -156,11 +160,11 @@ def prepare(
 
 
 def _at_first(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kept, list[FedraxError]]:
-    """(what clients keep at first, nothing where that fails; what the failure was)."""
+    """(the shapes of what clients keep at first, nothing where that fails; what the failure was)."""
     broken: list[FedraxError] = []
     initial = Kept((), ())
     with noted(algorithm, broken):
-        initial = computed(partial(Kept.at_first, algorithm), params, statistics)
+        initial = jax.eval_shape(partial(Kept.at_first, algorithm), params, statistics)
     return initial, broken
 
 
@@ -244,15 +248,13 @@ def _joining(planner: Planner, cuts: Sequence[Cut], initial: Kept) -> int:
     return 0 if alone else planner.join(speed_of(cuts, planner.devices))
 
 
-def _start(task: Task, given: Tree | None, settings: Settings) -> tuple[Tree, Tree]:
-    """Starting parameters and statistics; floating numbers in the run's type."""
-    key, dtype = jax.random.fold_in(jax.random.key(settings.seed), 0), settings.dtype
+def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
+    """Parameters and statistics; floating numbers in the run's type."""
 
     def cast(x: Any) -> Array:
         x = jnp.asarray(x)
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    found = starting_parameters(task, key, given)
     params, statistics = found if isinstance(found, Variables) else (found, ())
     if not tree.num_bytes(params):
         raise FedraxError("the model has no parameters: there is nothing to train")

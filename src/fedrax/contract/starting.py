@@ -1,0 +1,95 @@
+"""Where a run starts: the task's own parameters, drawn while the run is laid out, or given ones."""
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax import tree
+from fedrax.contract.model import Params, Variables
+from fedrax.contract.task import Task
+from fedrax.errors import FedraxError
+
+_QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
+"""Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
+
+
+class Start(NamedTuple):
+    """Starting parameters whose shapes are known, and whose numbers may not be drawn yet."""
+
+    shapes: Params
+    """Of anything with a shape and a type."""
+    values: Callable[[], Params]
+    """Waits for the numbers where they are still on their way."""
+
+
+def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
+    """The task's own starting parameters, or those given if they have the same names and shapes."""
+    return start_of(task, key, given).values()
+
+
+def start_of(task: Task, key: Array, given: Params | None) -> Start:
+    """As :func:`starting_parameters`; what draws them is compiled in the background."""
+    try:
+        drawing = jax.jit(task.init, **_QUICK).trace(key)
+        own = drawing.out_info
+        _check_size(own)
+        _check_kinds(own)
+        if given is None:
+            return Start(own, _drawn(drawing.lower(), key))
+    except jax.errors.JAXTypeError:  # a user's init may look at the key's value
+        own = task.init(key)
+        _check_kinds(own)
+    except TypeError as error:
+        if "is not a valid JAX type" not in str(error):
+            raise
+        raise FedraxError(f"a model's parameters are arrays: {str(error).splitlines()[0]}") from error
+    start = own if given is None else given
+    if given is not None:
+        _check_given(own, given)
+    return Start(start, lambda: start)
+
+
+def _drawn(drawing: jax.stages.Lowered, key: Array) -> Callable[[], Params]:
+    """XLA leaves Python alone while it compiles: another core can, and the caller traces the run meanwhile."""
+    background = ThreadPoolExecutor(1)
+    compiled = background.submit(drawing.compile)
+    background.shutdown(wait=False)
+    return lambda: compiled.result()(key)
+
+
+def _check_given(own: Params, given: Params) -> None:
+    _check_kinds(given)
+    need, have = (dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True)) for t in (own, given))
+    for name in [*need, *have]:
+        if need.get(name) != have.get(name):
+            wanted, found = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (need, have))
+            raise FedraxError(f"the starting parameters do not fit the model: {name} is {found}, should be {wanted}")
+
+
+def _check_size(shapes: Params) -> None:
+    """Refuse a model that this machine's memory cannot hold, before any of it is taken."""
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    if hasattr(os, "sysconf") and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise FedraxError(
+            f"the model has {count:.2g} parameters, {needed / 1e9:.3g} GB: more than this machine's memory"
+        )
+
+
+def _check_kinds(params: Params) -> None:
+    """Refuse what has no gradient, before it is made a number that has one."""
+    trained = params.params if isinstance(params, Variables) else params
+    for name, leaf in zip(tree.leaf_names(trained), jax.tree.leaves(trained), strict=True):
+        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not jnp.issubdtype(kind, jnp.floating):
+            raise FedraxError(
+                f"the model's parameter {name or 'tree'} holds {kind}, and only floating-point numbers are trained:"
+                " what is not belongs into the statistics of fedrax.Variables, or into the function"
+            )
