@@ -17,12 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fedrax.compiled.random_bits import threefry
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
-
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
-_ROUNDS = 20
 
 # The quantile is u H(w), with u = 1 - q and w = -log(1 - u^2), as Giles (2010) writes the inverse error function. H as
 # polynomials, the constant first, that the greatest relative error is least for: 3.1e-7 and 4.9e-7.
@@ -75,21 +72,8 @@ def _leaf(shape: tuple[int, ...], words: Array, number: Array) -> Array:
     size = math.prod(shape)
     if size >= 2**32:
         raise FedraxError(f"noise on {size} numbers in one array would repeat itself: divide it")
-    first, second = _threefry(words, number, lax.iota(jnp.uint32, size))
+    first, second = threefry(words, number, lax.iota(jnp.uint32, size))
     return _signed(_quantile(_uniform(first, second >> 1)), second).reshape(shape)
-
-
-def _threefry(key: Array, first: Array, second: Array) -> tuple[Array, Array]:
-    """The block of a counter's two words, all its rounds written out."""
-    keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(_PARITY)
-    first, second = first + keys[0], second + keys[1]
-    for group in range(_ROUNDS // 4):
-        for by in _ROTATIONS[group % 2]:
-            first = first + second
-            second = first ^ ((second << np.uint32(by)) | (second >> np.uint32(32 - by)))
-        first = first + keys[(group + 1) % 3]
-        second = second + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return first, second
 
 
 def _uniform(high: Array, low: Array) -> Array:

@@ -15,6 +15,7 @@ import jax
 
 from fedrax.compiled.convolutions import convolution
 from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps, sum_of_windows
+from fedrax.compiled.random_bits import many_at_once
 from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
@@ -34,5 +35,6 @@ _RULES: dict[str, Rule] = {
     "select_and_scatter_add": max_pool_gradient,
     "reduce_window_sum": sum_of_windows,
     "reduce_sum": sum_in_steps,
+    "random_bits": many_at_once,
 }
 _RULES["scan"] = partial(products_taken_out, _RULES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.algorithm import Algorithm, ClientOutput, summed_dtype
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
@@ -59,7 +61,7 @@ class Quantised(Wrapper):
         levels = 2 ** (self.bits - 1) - 1
         scale = jnp.max(jnp.abs(u)) / levels
         # float32 whatever the run's precision, so that both precisions round alike
-        chance = jax.random.uniform(key, u.shape, jnp.float32)
+        chance = fast_on_cpu(partial(jax.random.uniform, shape=u.shape, dtype=jnp.float32))(key)
         rounded = jnp.floor(u / jnp.where(scale > 0, scale, 1) + chance)
         return Quantities(jnp.clip(rounded, -levels, levels).astype(_TYPES[self.bits]), scale)
 

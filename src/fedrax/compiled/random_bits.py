@@ -1,0 +1,70 @@
+"""JAX's random bits, the same ones, a multiple of times as fast on CPUs.
+
+JAX writes Threefry for CPUs as a loop over five groups of rounds, each of which reads and writes every number. With all
+rounds written out XLA makes a single pass of them, in registers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import core
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+_ROUNDS = 20
+_LEAST = 1 << 12
+"""Numbers: fewer are not worth a longer program."""
+
+
+def threefry(key: Any, first: Array, second: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of a counter's two words, all its rounds written out.
+
+    key: two words, uint32, in a shape that broadcasts with the counters'.
+    """
+    keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(_PARITY)
+    first, second = first + keys[0], second + keys[1]
+    for group in range(_ROUNDS // 4):
+        for by in _ROTATIONS[group % 2]:
+            first = first + second
+            second = first ^ ((second << np.uint32(by)) | (second >> np.uint32(32 - by)))
+        first = first + keys[(group + 1) % 3]
+        second = second + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return first, second
+
+
+def many_at_once(inputs: list, equation: core.JaxprEqn) -> Array | None:
+    """The rule for ``random_bits``: as ``jax.random.bits``, of keys of JAX's default kind."""
+    (keys,), width, shape = inputs, equation.params["bit_width"], tuple(equation.params["shape"])
+    size = math.prod(shape)
+    theirs = str(jax.random.key_impl(keys)) == "threefry2x32" and jax.config.values["jax_threefry_partitionable"]
+    if not theirs or width > 32 or size >= 2**32 or keys.size * size < _LEAST:
+        return None
+    bits = _of_keys(jax.random.key_data(keys).reshape(-1, 2), size)
+    return bits.astype(f"uint{width}").reshape(*keys.shape, *shape)
+
+
+def _of_keys(words: Array, size: int) -> Array:
+    """[K, size] of the words [K, 2] of K keys.
+
+    In a loop of two turns, which writes them down. XLA would make them anew for each of their uses, such as four times
+    in the gradient of a pooling after dropout, and minds no barrier there.
+    """
+    if len(words) == 1:
+        half = -(-size // 2)
+        firsts = jnp.arange(2, dtype=jnp.uint32) * half
+        return lax.map(lambda first: _bits(words, first, half), firsts).reshape(1, -1)[:, :size]
+    half = -(-len(words) // 2)
+    halves = jnp.concatenate([words, words[: 2 * half - len(words)]]).reshape(2, half, 2)
+    return lax.map(lambda words: _bits(words, jnp.uint32(0), size), halves).reshape(2 * half, size)[: len(words)]
+
+
+def _bits(words: Array, first: Array, count: int) -> Array:
+    """[K, count], from the place ``first`` on."""
+    left, right = threefry((words[:, :1], words[:, 1:]), jnp.uint32(0), first + lax.iota(jnp.uint32, count)[None])
+    return left ^ right
