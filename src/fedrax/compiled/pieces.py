@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax import tree
+from fedrax.compiled.draws import Drawn, drawn_before
 from fedrax.compiled.samples import LookedAt, each_by_itself, parts_of_scan
 from fedrax.compiled.scopes import GRADIENT, scope
 from fedrax.compiled.tracing import KEPT, equations_in, settings, shape_of
@@ -41,6 +42,8 @@ class Pieces(NamedTuple):
     """Samples of a piece."""
     dtype: Any
     """Of the losses."""
+    drawn: Drawn | None
+    """What has to be drawn before the batch is cut, and the losses then."""
 
 
 def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None) -> Pieces | None:
@@ -53,26 +56,35 @@ def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: i
     rows = len(jax.tree.leaves(batch)[0])
     if jax.default_backend() != "cpu" or rows < 2:
         return None
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((traced or rows, *a.shape[1:]), a.dtype), batch)
-    look = each_by_itself if traced is None else _look_once
-    seen = look(losses, params, batch, key)
+    of_rows = lambda n: jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), batch)  # noqa: E731
+    if traced is None:
+        seen, drawn = each_by_itself(losses, params, of_rows(rows), key), None
+    else:
+        seen, drawn = _look_once(losses, params, of_rows(traced), key)
     if seen is None or rows * seen.bytes <= _CACHED:
         return None
     weights = max(seen.weights, tree.num_bytes(params))
     most = max(_CACHED, _OF_WEIGHTS * weights) // seen.bytes
     fewest = -(-rows // max(1, most))
     size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
-    return Pieces(size, seen.dtype) if size < rows else None
+    fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, size))
+    return Pieces(size, seen.dtype, drawn) if size < rows and fits else None
 
 
-def _look_once(losses: Callable, *args: Tree) -> LookedAt | None:
+def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | None]:
     leaves, structure = jax.tree.flatten(args)
     return _looked_at(losses, structure, tuple(map(shape_of, leaves)), settings())
 
 
 @lru_cache(KEPT)
-def _looked_at(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> LookedAt | None:
-    return each_by_itself(losses, *jax.tree.unflatten(structure, shapes))
+def _looked_at(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> tuple[LookedAt | None, Drawn | None]:
+    params, batch, key = jax.tree.unflatten(structure, shapes)
+    seen = each_by_itself(losses, params, batch, key)
+    drawn = drawn_before(losses, params, batch, key) if seen is None else None
+    if drawn is None:
+        return seen, None
+    arrays, others = jax.eval_shape(drawn.draws, params, batch, key)
+    return each_by_itself(drawn.losses, params, (batch, arrays), others), drawn
 
 
 def summed(

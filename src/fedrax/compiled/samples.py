@@ -2,8 +2,9 @@
 
 :func:`each_by_itself` follows the axis of the samples from equation to equation. It knows of each kind of operation
 whether numbers of two samples can meet in it, and takes for granted that they do where it does not know the operation.
-So batch norm, dropout (whose masks differ from sample to sample), losses that compare samples and backward passes of
-the user's own (``jax.custom_vjp``) are found out. A ``jax.custom_jvp`` is taken to be the derivative of its function.
+So batch norm, dropout (whose masks differ from sample to sample, see :mod:`fedrax.compiled.draws`), losses that compare
+samples and backward passes of the user's own (``jax.custom_vjp``) are found out. A ``jax.custom_jvp`` is taken to be
+the derivative of its function.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class LookedAt(NamedTuple):
     """Of its values."""
 
 
-def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Any) -> LookedAt | None:
+def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> LookedAt | None:
     """What is seen of ``function(shared, batch, key)`` -> [B], which is traced; no number is computed.
 
     shared: pytree of arrays. batch: pytree of arrays [B, ...], B > 1. None where a value of the result may depend on
@@ -60,7 +61,7 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Any) -> L
     closed = jax.make_jaxpr(function)(shared, batch, key)
     samples = jax.tree.leaves(batch)[0].shape[0]
     states: list[State] = [Same() for _ in jax.tree.leaves(shared)]
-    states += [Along(0) for _ in jax.tree.leaves(batch)] + [Same()]
+    states += [Along(0) for _ in jax.tree.leaves(batch)] + [Same() for _ in jax.tree.leaves(key)]
     walk = _Walk(samples)
     try:
         (out,) = walk.through(closed, states)

@@ -247,9 +247,7 @@ class ClientData(Ruled):
         count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
         if self.carried.statistics:  # of the whole batch
             return self._with_statistics(params, samples, weights, key, scale, count)
-        of_batch = self._of_batch()
-        additive = lambda *batch: of_batch(*batch, key, scale, count)  # noqa: E731
-        return *self._in_pieces(additive, params, samples, weights, key), ()
+        return *self._in_pieces(params, samples, weights, key, scale, count), ()
 
     def _by_rule(self, rule: GradientRule, params: Tree, samples: Tree, weights: Array | None, key: Array) -> tuple:
         """A batch's summed loss and gradient as a rule takes them."""
@@ -272,17 +270,23 @@ class ClientData(Ruled):
         (loss, statistics), gradient = quick(jax.value_and_grad(objective, has_aux=True), self.precision)(params)
         return loss, gradient, statistics
 
-    def _of_batch(self) -> Callable:
-        """As :func:`batch_gradient`, of the local loss and with the run's precision."""
+    def _of_batch(self, losses: Callable | None = None) -> Callable:
+        """As :func:`batch_gradient`, of ``losses`` or the local loss and with the run's precision."""
         if self._loss_rules or self.carried.statistics:  # which hold arrays of this place in the program
-            return partial(untraced(batch_gradient), self.losses(), self.precision)
-        return partial(batch_gradient, self.task.loss, self.precision)
+            return partial(untraced(batch_gradient), losses or self.losses(), self.precision)
+        return partial(batch_gradient, losses or self.task.loss, self.precision)
 
-    def _in_pieces(self, gradient: Callable, params: Tree, samples: Tree, counts: Array | None, key: Array) -> Tree:
-        """``gradient(params, samples, counts)``, of the batch cut as is best for this machine."""
+    def _in_pieces(self, params: Tree, samples: Tree, counts: Array | None, key: Array, *scaled: Any) -> Tree:
+        """As :func:`batch_gradient`, of the batch cut as is best for this machine; ``scaled``: its last arguments."""
         # a rule may hold arrays of as many rows
         losses, traced = (self.losses(), None) if self._loss_rules else (self.task.loss, TRACED)
         pieces = pieces_of(losses, params, samples, key, traced)
+        drawn: Any = key
+        if pieces is not None and pieces.drawn is not None:
+            arrays, drawn = pieces.drawn.draws(params, samples, key)
+            losses, samples = pieces.drawn.losses, (samples, arrays)
+        of_batch = self._of_batch(losses)
+        gradient = lambda *batch: of_batch(*batch, drawn, *scaled)  # noqa: E731
         return summed(gradient, pieces, params, samples, counts, self.place.joined)
 
     @scope(GRADIENT)
@@ -299,7 +303,7 @@ class ClientData(Ruled):
                 return self._by_rule(self._gradient_rule, params, samples, inside, key)
             if self.carried.statistics:
                 return of_batch(params, samples, inside, key)
-            return self._in_pieces(lambda *batch: of_batch(*batch, key), params, samples, inside, key)
+            return self._in_pieces(params, samples, inside, key)
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
             return gradient(params, self._slice(start, rows), None, key)
