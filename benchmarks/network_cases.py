@@ -55,4 +55,8 @@ CASES = {
     "both_ways": Case("LSTM of 64 in both directions", (50,), 2, steps=4, tokens=2000),
     "language_model": Case("causal transformer of two layers", (64,), 1000, (64,), batch=16, tokens=1000),
     "mixer": Case("dense layers over patches and channels in turn", IMAGE, 10),
+    "emnist_dropout": Case("two convolutions without padding, dropout", (28, 28, 1), 62, batch=20, steps=4),
+    "cifar_dropout": Case("four convolutions, dropout after each pooling", IMAGE, 10),
+    "encoder": Case("transformer of two layers, dropout, also of attention", (96,), 4, tokens=2000),
+    "next_word": Case("LSTM of 670 over 20 words of 10,004", (20,), 10004, (20,), batch=16, tokens=10004),
 }

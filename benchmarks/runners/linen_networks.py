@@ -204,6 +204,47 @@ def mixer(x: Array) -> Array:
     return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
+class emnist_dropout(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array, train: bool = False) -> Array:
+        for channels in (32, 64):
+            x = nn.relu(nn.Conv(channels, Three, padding="VALID")(x))
+        x = nn.Dropout(0.25, deterministic=not train)(pool(x)).reshape(len(x), -1)
+        x = nn.Dropout(0.5, deterministic=not train)(nn.relu(nn.Dense(128)(x)))
+        return nn.Dense(62)(x)
+
+
+class cifar_dropout(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array, train: bool = False) -> Array:
+        for channels in (32, 64):
+            for _ in range(2):
+                x = nn.relu(nn.Conv(channels, Three)(x))
+            x = nn.Dropout(0.25, deterministic=not train)(pool(x))
+        x = nn.relu(nn.Dense(512)(x.reshape(len(x), -1)))
+        return nn.Dense(10)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array, train: bool = False) -> Array:
+        h, some = nn.Embed(2000, 128)(x), partial(nn.Dropout, 0.1, deterministic=not train)
+        for _ in range(2):
+            y = nn.LayerNorm()(h)
+            attend = nn.MultiHeadDotProductAttention(
+                4, dropout_rate=0.1, broadcast_dropout=False, deterministic=not train
+            )
+            h = h + some()(attend(y, y))
+            y = some()(nn.gelu(nn.Dense(512)(nn.LayerNorm()(h))))
+            h = h + some()(nn.Dense(128)(y))
+        return nn.Dense(4)(nn.LayerNorm()(h).mean(1))
+
+
+def next_word(x: Array) -> Array:
+    h: Any = nn.RNN(nn.OptimizedLSTMCell(670))(nn.Embed(10004, 96)(x))
+    return nn.Dense(10004)(nn.Dense(96)(h))
+
+
 class Network(nn.Module):
     """A function of inputs alone as a module."""
 

@@ -253,6 +253,33 @@ def mixer() -> nn.Module:
     return nn.Sequential(*layers, nn.LayerNorm(128), Do(lambda x: x.mean(1)), nn.Linear(128, 10))
 
 
+def emnist_dropout() -> nn.Module:
+    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)]
+    dense = [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 62)]
+    return nn.Sequential(*convolutions, *dense)
+
+
+def cifar_dropout() -> nn.Module:
+    layers: list[nn.Module] = []
+    for into, out in ((3, 32), (32, 64)):
+        layers += [Conv3(into, out), nn.ReLU(), Conv3(out, out), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)]
+    dense = [nn.Flatten(), nn.Linear(4096, 512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 10)]
+    return nn.Sequential(*layers, *dense)
+
+
+def encoder() -> nn.Module:
+    gelu = partial(F.gelu, approximate="tanh")
+    attend = [nn.TransformerEncoderLayer(128, 4, 512, 0.1, gelu, batch_first=True, norm_first=True) for _ in range(2)]
+    pooled = Do(lambda x: x.mean(1))
+    return nn.Sequential(nn.Embedding(2000, 128), *attend, nn.LayerNorm(128), pooled, nn.Linear(128, 4))
+
+
+def next_word() -> nn.Module:
+    lstm = nn.LSTM(96, 670, batch_first=True)
+    dense = nn.Linear(670, 96), nn.Linear(96, 10004)
+    return nn.Sequential(nn.Embedding(10004, 96), Do(lambda x, lstm: lstm(x)[0], lstm), *dense)
+
+
 def network(name: str) -> nn.Module:
     """By its name."""
     return globals()[name]()
