@@ -19,6 +19,7 @@ from fedrax.compiled.random_bits import many_at_once
 from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
+from fedrax.compiled.sums_of_rows import larger_last
 
 
 def fast_on_cpu(function: Callable) -> Callable:
@@ -36,5 +37,6 @@ _RULES: dict[str, Rule] = {
     "reduce_window_sum": sum_of_windows,
     "reduce_sum": sum_in_steps,
     "random_bits": many_at_once,
+    "dot_general": larger_last,
 }
 _RULES["scan"] = partial(products_taken_out, _RULES)
