@@ -62,7 +62,7 @@ def drawn_before(losses: Callable, params: Tree, batch: Tree, key: Array) -> Dra
     def rest(params: Tree, inputs: tuple[Tree, list[Array]], others: list[Array]) -> Array:
         batch, arrays = inputs
         closed = _laid_out(losses, params, batch, key)
-        known = dict(zip(closed.jaxpr.invars, jax.tree.leaves((params, batch)), strict=False))
+        known = dict(zip(closed.jaxpr.invars[:-1], jax.tree.leaves((params, batch)), strict=True))  # without the key
         mine, shared = parted(_crossings(closed))
         known |= dict(zip([*mine, *shared], [*arrays, *others], strict=True))
         (result,) = evaluated(closed, known, closed.jaxpr.outvars)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,8 +106,7 @@ def prepare(
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
     _check(algorithm, settings, federation)
-    begin = start_of(task, jax.random.fold_in(jax.random.key(settings.seed), 0), params)
-    start, statistics = jax.eval_shape(partial(_parted, dtype=settings.dtype), begin.shapes)
+    drawn, start, statistics = _start(task, params, settings)
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
     initial, broken = _at_first(algorithm, start, statistics)
@@ -126,14 +125,13 @@ def prepare(
     program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
-    start, statistics = _parted(begin.values(), settings.dtype)  # until here shapes were enough
+    start, statistics = drawn()  # until here shapes were enough
     initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     directory = directory if jax.process_index() == 0 else None  # the first process writes
     cuts = cuts_in(traced.program)
     joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
     words = describe(mesh, plan, chunk, streamed, spilled, max((cut.rows for cut in cuts), default=None), joining > 0)
-    info = _info(algorithm, settings, sampler, words, traced, start, directory)
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(
         algorithm=algorithm,
@@ -153,7 +151,7 @@ def prepare(
         engine=engine,
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
-        info=info,
+        info=_info(algorithm, settings, sampler, words, traced, start, directory),
         traced=traced,
         identity=identity() if directory else None,
     )
@@ -246,6 +244,13 @@ def _joining(planner: Planner, cuts: Sequence[Cut], initial: Kept) -> int:
     """How many devices work together on some clients; tables stay on one device, and processes wait for nobody."""
     alone = holds_tables(initial) or jax.process_count() > 1
     return 0 if alone else planner.join(speed_of(cuts, planner.devices))
+
+
+def _start(task: Task, given: Tree | None, settings: Settings) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree]:
+    """(what waits for starting parameters and statistics, the shapes of the ones, of the others)."""
+    start = start_of(task, jax.random.fold_in(jax.random.key(settings.seed), 0), given)
+    parted = partial(_parted, dtype=settings.dtype)
+    return lambda: parted(start.values()), *jax.eval_shape(parted, start.shapes)
 
 
 def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
