@@ -152,9 +152,14 @@ def _bits(dtype: Any) -> int:
 
 def all_finite(a: Tree) -> jax.Array:
     """Whether every entry of every floating leaf is finite."""
-    floating = [x for x in jax.tree.leaves(a) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    # Zero times anything finite is zero; one sum reads an array once, where flags would be written and read again.
-    return jnp.all(jnp.stack([jnp.sum(x * 0) == 0 for x in floating])) if floating else jnp.bool_(True)
+    alike: dict[Any, list] = {}
+    for x in jax.tree.leaves(a):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            alike.setdefault((x.shape, x.dtype), []).append(x * 0)
+    # Zero times anything finite is zero; one sum reads an array once, where flags would be written and read again. A
+    # deep network has many leaves of few shapes, and each sum is code of its own.
+    sums = [jnp.sum(sum(zeros[1:], zeros[0])) == 0 for zeros in alike.values()]
+    return jnp.all(jnp.stack(sums)) if sums else jnp.bool_(True)
 
 
 def leaf_names(a: Tree) -> list[str]:

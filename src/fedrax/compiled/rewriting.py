@@ -7,7 +7,7 @@ parts, calls with a derivative of their own) are rewritten inside; all else is b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,30 +71,39 @@ def evaluated(closed: core.ClosedJaxpr, known: Mapping, wanted: Sequence, rules:
     """The values of any variables of ``closed`` from the values of others: only what lies between is evaluated."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(known)
-    needed, missing = [], {v for v in wanted if not isinstance(v, core.Literal) and v not in values}
-    for equation in reversed(jaxpr.eqns):
+    return _run(needed(closed, wanted, values), values, rules or {}, wanted)
+
+
+def needed(closed: core.ClosedJaxpr, wanted: Sequence, known: Container = ()) -> list[core.JaxprEqn]:
+    """The equations that lie between known variables and wanted ones."""
+    found, missing = [], {v for v in wanted if not isinstance(v, core.Literal) and v not in known}
+    for equation in reversed(closed.jaxpr.eqns):
         if not missing.isdisjoint(equation.outvars):
-            needed.append(equation)
+            found.append(equation)
             missing.difference_update(equation.outvars)
-            missing.update(v for v in equation.invars if not isinstance(v, core.Literal) and v not in values)
-    return _run(needed[::-1], values, rules or {}, wanted)
+            missing.update(v for v in equation.invars if not isinstance(v, core.Literal) and v not in known)
+    return found[::-1]
 
 
 def _run(equations: Sequence[core.JaxprEqn], values: dict, rules: Rules, wanted: Sequence) -> list:
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
     for equation in equations:
-        # the scopes of the function, layers' names among them, for whoever reads the compiled program
-        names = source_info_util.current_name_stack() + equation.source_info.name_stack
-        if equation.primitive.name in rules and not equation.primitive.multiple_results:
-            names = names.extend(equation.primitive.name)
-        with source_info_util.set_name_stack(names):
-            outputs = _evaluate(equation, [read(v) for v in equation.invars], rules)
+        outputs = outputs_of(equation, [read(v) for v in equation.invars], rules)
         values.update((v, out) for v, out in zip(equation.outvars, outputs, strict=True) if v not in values)
     return [read(v) for v in wanted]
 
 
-def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
+def outputs_of(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     """The outputs of one equation."""
+    # the scopes of the function, layers' names among them, for whoever reads the compiled program
+    names = source_info_util.current_name_stack() + equation.source_info.name_stack
+    if equation.primitive.name in rules and not equation.primitive.multiple_results:
+        names = names.extend(equation.primitive.name)
+    with source_info_util.set_name_stack(names):
+        return _evaluate(equation, inputs, rules)
+
+
+def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     primitive, params = equation.primitive, equation.params
     if primitive.name in rules:
         out = rules[primitive.name](inputs, equation)

@@ -99,8 +99,8 @@ class _Walk:
                 outputs = [Same()] * len(equation.outvars)
             if name in _PRODUCTS and isinstance(outputs[0], Along):
                 shared = [atom for atom, state in zip(equation.invars, states, strict=True) if isinstance(state, Same)]
-                self.bytes += self.repeats * sum(map(_num_bytes, equation.outvars))
-                self.weights += self.repeats * sum(map(_num_bytes, shared))
+                self.bytes += self.repeats * sum(map(num_bytes, equation.outvars))
+                self.weights += self.repeats * sum(map(num_bytes, shared))
             known.update(zip(equation.outvars, outputs, strict=True))
         return [of(atom) for atom in jaxpr.outvars]
 
@@ -120,7 +120,8 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
 
 
-def _num_bytes(atom: Any) -> int:
+def num_bytes(atom: Any) -> int:
+    """Of a variable of a jaxpr."""
     return atom.aval.size * atom.aval.dtype.itemsize
 
 
@@ -364,16 +365,16 @@ def _by(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
+_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"""
+NUMBER_BY_NUMBER = frozenset(_NAMES.split())
+"""Operations on arrays of one shape, each entry of the result from the entries at its place."""
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _RULES: dict[str, Rule] = {
-    **_by(
-        _number_by_number,
-        "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj "
-        "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-        "imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or "
-        "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-        "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
-    ),
+    **dict.fromkeys(NUMBER_BY_NUMBER, _number_by_number),
     **_by(_call, "checkpoint closed_call core_call custom_jvp_call jit pjit remat remat2"),
     "custom_vjp_call": _own_backward,
     **_by(_each, "name optimization_barrier"),

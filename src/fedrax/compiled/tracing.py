@@ -104,17 +104,18 @@ def equations_in(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[core.JaxprE
     """The program's equations and those of all functions inside them."""
     for equation in (program.jaxpr if isinstance(program, core.ClosedJaxpr) else program).eqns:
         yield equation
-        for function in _functions(equation):
+        for function in functions_in(equation):
             yield from equations_in(function)
 
 
 def constants_in(program: core.ClosedJaxpr) -> list[Any]:
     """The arrays that the program holds and those that functions inside it do."""
-    inside = [function for equation in equations_in(program) for function in _functions(equation)]
+    inside = [function for equation in equations_in(program) for function in functions_in(equation)]
     return [array for one in [program, *inside] for array in getattr(one, "consts", ())]
 
 
-def _functions(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]:
+def functions_in(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]:
+    """The functions that an equation holds."""
     values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, _FUNCTIONS))
     return [value for value in values if isinstance(value, _FUNCTIONS)]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.compiled.layers import in_loops
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.products import Format, with_operands
 from fedrax.compiled.tracing import traced_once
@@ -46,4 +47,4 @@ def batch_gradient(
     traced; one that does is for ``untraced(batch_gradient)``.
     """
     objective = lambda params, samples, counts: scaled_sum(losses(params, samples, key), counts, scale, count)  # noqa: E731
-    return quick(jax.value_and_grad(objective), precision)(params, samples, counts)
+    return quick(jax.value_and_grad(in_loops(objective)), precision)(params, samples, counts)

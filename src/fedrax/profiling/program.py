@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from fedrax.compiled.layers import NAME
 from fedrax.compiled.scopes import GATHER, GRADIENT, read_scope
 
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
@@ -200,7 +201,9 @@ class ProgramText:
         else:
             largest, side = max(read, key=lambda o: o.bytes, default=op), 0
             shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
-        looped = "while" in title.rpartition(f"{GRADIENT}/")[2].partition("conv_general_dilated")[0].split("/")
+        # a loop over layers is ours, as those of a convolution are
+        own = re.split(rf"conv_general_dilated|\d{NAME}", title.rpartition(f"{GRADIENT}/")[2])[0]
+        looped = "while" in own.split("/")
         return Description(what, layer, direction, shapes, looped and direction != "", side)
 
     # -- costs -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedrax.compiled.layers import in_loops
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.pieces import AXIS
 from fedrax.contract.task import OfOutputs
@@ -44,7 +45,7 @@ def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
         values = {name: value(metric) for name, metric in metrics.items()}
         return values | {_OUTPUTS: outputs()} if task.whole_set else values
 
-    return fast_on_cpu(found)(params, samples)
+    return fast_on_cpu(in_loops(found))(params, samples)
 
 
 def measured(task: Any, params: Tree) -> dict[str, float]:

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.sharding import Mesh
 
 from fedrax import tree
-from fedrax.compiled.pieces import AXIS
+from fedrax.compiled.layers import loops_in
+from fedrax.compiled.pieces import AXIS, cuts_in
 from fedrax.errors import FedraxError
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
@@ -37,15 +39,16 @@ def describe(
     mesh: Any,
     plan: str,
     chunk: int,
+    program: core.ClosedJaxpr,
     streamed: bool = False,
     spilled: bool = False,
-    piece: int | None = None,
     joining: bool = False,
 ) -> str:
     """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'.
 
-    piece: samples of the pieces that batches are cut into, if any. joining: whether devices ever work together.
+    program: a round, traced. joining: whether devices ever work together.
     """
+    piece, layers = max((cut.rows for cut in cuts_in(program)), default=None), loops_in(program)
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
     where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
@@ -57,6 +60,7 @@ def describe(
     }[plan]
     extra = ", clients left over on all of them together" * joining
     extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
+    extra += f", {sum(layers)} layers of {len(layers)} shape{'s' * (len(layers) > 1)} in loops" if layers else ""
     extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
 

@@ -131,7 +131,7 @@ def prepare(
     cuts = cuts_in(traced.program)
     joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
-    words = describe(mesh, plan, chunk, streamed, spilled, max((cut.rows for cut in cuts), default=None), joining > 0)
+    words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0)
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(
         algorithm=algorithm,
