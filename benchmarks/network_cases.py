@@ -58,5 +58,8 @@ CASES = {
     "emnist_dropout": Case("two convolutions without padding, dropout", (28, 28, 1), 62, batch=20, steps=4),
     "cifar_dropout": Case("four convolutions, dropout after each pooling", IMAGE, 10),
     "encoder": Case("transformer of two layers, dropout, also of attention", (96,), 4, tokens=2000),
+    "resnet56": Case("27 residual blocks, group norm", IMAGE, 10),
+    "mobilenet": Case("MobileNetV2 for small images, group norm", IMAGE, 10, batch=16),
+    "deep_transformer": Case("vision transformer of 12 layers", IMAGE, 10, batch=16),
     "next_word": Case("LSTM of 670 over 20 words of 10,004", (20,), 10004, (20,), batch=16, tokens=10004),
 }

@@ -240,6 +240,43 @@ class encoder(nn.Module):
         return nn.Dense(4)(nn.LayerNorm()(h).mean(1))
 
 
+def resnet56(x: Array) -> Array:
+    conv = partial(nn.Conv, use_bias=False)
+    x = nn.relu(group_norm(conv(16, Three)(x)))
+    for stage, channels in enumerate((16, 32, 64)):
+        for block in range(9):
+            strides = (2, 2) if stage and not block else (1, 1)
+            y = nn.relu(group_norm(conv(channels, Three, strides)(x)))
+            y = group_norm(conv(channels, Three)(y))
+            if x.shape != y.shape:
+                x = group_norm(conv(channels, (1, 1), strides)(x))
+            x = nn.relu(x + y)
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+def mobilenet(x: Array) -> Array:
+    conv = partial(nn.Conv, use_bias=False)
+    x = nn.relu6(group_norm(conv(32, Three)(x)))
+    stages = (1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)
+    for wider, out, blocks, stride in stages:
+        for block in range(blocks):
+            wide, strides = wider * x.shape[-1], (1, 1) if block else (stride, stride)
+            y = nn.relu6(group_norm(conv(wide, (1, 1))(x)))
+            y = nn.relu6(group_norm(conv(wide, Three, strides, feature_group_count=wide)(y)))
+            y = group_norm(conv(out, (1, 1))(y))
+            x = x + y if x.shape == y.shape else y
+    return nn.Dense(10)(nn.relu6(group_norm(conv(1280, (1, 1))(x))).mean((1, 2)))
+
+
+def deep_transformer(x: Array) -> Array:
+    x = nn.Conv(192, (4, 4), (4, 4))(x).reshape(len(x), 64, 192)
+    for _ in range(12):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(3)(y, y)
+        x = x + nn.Dense(192)(nn.gelu(nn.Dense(768)(nn.LayerNorm()(x))))
+    return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
 def next_word(x: Array) -> Array:
     h: Any = nn.RNN(nn.OptimizedLSTMCell(670))(nn.Embed(10004, 96)(x))
     return nn.Dense(10004)(nn.Dense(96)(h))

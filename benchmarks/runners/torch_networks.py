@@ -274,6 +274,50 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Embedding(2000, 128), *attend, nn.LayerNorm(128), pooled, nn.Linear(128, 4))
 
 
+def resnet56() -> nn.Module:
+    into, layers = 16, [Conv3(3, 16, bias=False), nn.GroupNorm(4, 16), nn.ReLU()]
+    for stage, out in enumerate((16, 32, 64)):
+        for block in range(9):
+            stride = 2 if stage and not block else 1
+            inner = nn.Sequential(
+                Conv3(into, out, stride=stride, bias=False),
+                nn.GroupNorm(4, out),
+                nn.ReLU(),
+                Conv3(out, out, bias=False),
+                nn.GroupNorm(4, out),
+            )
+            smaller = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(4, out))
+            beside = nn.Identity() if into == out else smaller
+            layers.append(Do(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
+            into = out
+    return nn.Sequential(*layers, mean_of_space(), nn.Linear(64, 10))
+
+
+def mobilenet() -> nn.Module:
+    into, layers = 32, [Conv3(3, 32, bias=False), nn.GroupNorm(4, 32), nn.ReLU6()]
+    stages = (1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)
+    for wider, out, blocks, stride in stages:
+        for number in range(blocks):
+            wide, stride = wider * into, 1 if number else stride
+            block = [
+                *(nn.Conv2d(into, wide, 1, bias=False), nn.GroupNorm(4, wide), nn.ReLU6()),
+                *(Conv3(wide, wide, stride=stride, groups=wide, bias=False), nn.GroupNorm(4, wide), nn.ReLU6()),
+                *(nn.Conv2d(wide, out, 1, bias=False), nn.GroupNorm(4, out)),
+            ]
+            layers.append(residual(*block) if (into, stride) == (out, 1) else nn.Sequential(*block))
+            into = out
+    last = nn.Conv2d(into, 1280, 1, bias=False), nn.GroupNorm(4, 1280), nn.ReLU6()
+    return nn.Sequential(*layers, *last, mean_of_space(), nn.Linear(1280, 10))
+
+
+def deep_transformer() -> nn.Module:
+    gelu = partial(F.gelu, approximate="tanh")
+    layer = lambda: nn.TransformerEncoderLayer(192, 3, 768, 0.0, gelu, batch_first=True, norm_first=True)  # noqa: E731
+    patches = nn.Conv2d(3, 192, 4, 4), Do(lambda x: x.flatten(2).transpose(1, 2))
+    attend = [layer() for _ in range(12)]
+    return nn.Sequential(*patches, *attend, nn.LayerNorm(192), Do(lambda x: x.mean(1)), nn.Linear(192, 10))
+
+
 def next_word() -> nn.Module:
     lstm = nn.LSTM(96, 670, batch_first=True)
     dense = nn.Linear(670, 96), nn.Linear(96, 10004)
