@@ -110,6 +110,14 @@ def drawing(params: Any, x: Array) -> Array:
     return x
 
 
+def handing_keys_on(params: Any, x: Array) -> Array:
+    key = jax.random.key(7)
+    for i, layer in enumerate(params):
+        key = jax.random.fold_in(key, i)
+        x = block(layer, x + jax.random.uniform(key, x.shape))
+    return x * jax.random.normal(key)
+
+
 def stacked_by_hand(params: Any, x: Array) -> Array:
     """Weights of all layers in one array, of which each takes its own."""
     all_of_them = jax.tree.map(lambda *a: jnp.stack(a), *params)
@@ -137,6 +145,7 @@ ALIKE: list[tuple[Network, list[int]]] = [
     (recomputed, [6]),
     (recurrent, [6]),
     (drawing, [6]),
+    (handing_keys_on, [6]),
     (stacked_by_hand, [6]),
     (then_others, [3, 3]),
 ]
@@ -248,7 +257,18 @@ def holding_arrays(params: Any, x: Array) -> Array:
     return x
 
 
-@pytest.mark.parametrize("network", [unlike_shapes, read_two_before, holding_arrays], ids=lambda n: n.__name__)
+def giving_a_key(params: Any, x: Array) -> Array:
+    """The last layer's key is read after it, and none is handed on."""
+    for i, layer in enumerate(params):
+        key = jax.random.fold_in(jax.random.key(7), i)
+        x = block(layer, x + jax.random.uniform(key, x.shape))
+    return x * jax.random.normal(key)
+
+
+UNLIKE = [unlike_shapes, read_two_before, holding_arrays, giving_a_key]
+
+
+@pytest.mark.parametrize("network", UNLIKE, ids=lambda network: network.__name__)
 def test_what_is_not_alike_stays_as_it_is(network: Network) -> None:
     args = weights(), normal(100, 4, 5)
     assert_close(jax.jit(gradient(network))(*args), jax.jit(plain(network))(*args), 2e-5)

@@ -233,6 +233,7 @@ class _Flow(NamedTuple):
     kinds: np.ndarray
     """Equations of one number compute the same."""
     sizes: np.ndarray
+    """Of how many equations each consists."""
     alive: np.ndarray
     """Bytes made before each equation that it or a later one reads."""
     outvars: Sequence[Any]
@@ -242,7 +243,7 @@ def _within(flow: _Flow, start: int, stop: int) -> Iterator[_Loop]:
     """The loops among some of the equations: the one that saves most, then those before and after it."""
     for first, period, length in _repeated(flow.kinds[start:stop], flow.sizes[start:stop])[:_TRIED]:
         first += start
-        # best cut where the least is handed on
+        # turns best begin where the least is handed on
         cuts = np.argsort(flow.alive[first : first + length % period + 1], kind="stable")
         runs = (_Run(first + int(cut), period, length // period) for cut in cuts)
         found = next((loop for run in runs if (loop := _loop(flow, run)) is not None), None)
@@ -314,6 +315,10 @@ def _loop(flow: _Flow, run: _Run) -> _Loop | None:
         sources.append(tuple(found))
     after = [*(v for equation in equations[stop:] for v in equation.invars), *flow.outvars]
     wanted = {v: made[v] for v in after if not isinstance(v, core.Literal) and v in made}
+    handed = {source.made for turn in sources for source in turn if isinstance(source, _Handed)}
+    begun = [v for v, (turn, place) in wanted.items() if turn == turns - 1 and place not in handed]
+    if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in begun):  # keys, of which there are no zeros
+        return None
     return _Loop(run, equations[start : start + period], tuple(sources), wanted)
 
 
