@@ -20,6 +20,17 @@ def test_times_in_one_another_count_once() -> None:
         assert made.seconds == pytest.approx(len(covered) / 10)
 
 
+def test_what_was_read_is_not_taken_back() -> None:
+    """A compilation of another thread that began before the clock was read, or a length by a clock that was set."""
+    made = Compilations()
+    made.heard("/jax/core/compile/backend_compile_duration", 50.0)
+    before = made.elsewhere()
+    made.heard("/jax/core/compile/backend_compile_duration", 100.0)
+    made.heard("/jax/core/compile/jaxpr_trace_duration", 70.0)
+    assert made.elsewhere() == pytest.approx(before, abs=0.5)
+    assert made.elsewhere() >= before
+
+
 def test_a_first_run_is_timed_like_a_second() -> None:
     """A program of its own (a batch size nobody else has), whose compilation takes many times its three rounds.
 

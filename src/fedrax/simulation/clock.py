@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from functools import cache
 
@@ -12,26 +14,39 @@ _COMPILING = "/jax/core/compile/"
 
 
 class Compilations:
-    """How long JAX has compiled. Its events come at their ends and may lie in one another."""
+    """How long JAX has compiled. Its events come at their ends, of any thread, and may lie in one another.
+
+    JAX takes their lengths from a clock that the system may set.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._spans: list[tuple[float, float]] = []
+        self._read = -math.inf
+        self._lock = threading.Lock()
 
     def heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         """An event that ends now."""
         if event.startswith(_COMPILING):
-            end = time.monotonic()
-            self.add(end - duration_secs, end)
+            with self._lock:
+                end = time.monotonic()
+                self.add(end - duration_secs, end)
 
     def add(self, start: float, end: float) -> None:
         """A time that ends no sooner than any before; what lies in it is not counted twice."""
+        start = max(start, self._read)
         while self._spans and self._spans[-1][1] > start:
             before, after = self._spans.pop()
             self.seconds -= after - before
             start = min(start, before)
         self._spans.append((start, end))
         self.seconds += end - start
+
+    def elsewhere(self) -> float:
+        """Seconds that go on only while nothing is compiled, and never back: what was once read is not taken back."""
+        with self._lock:
+            self._read = time.monotonic()
+            return self._read - self.seconds
 
 
 @cache
@@ -43,4 +58,4 @@ def _listening() -> Compilations:
 
 def clock() -> float:
     """Seconds that go on only while nothing is compiled."""
-    return time.monotonic() - _listening().seconds
+    return _listening().elsewhere()
