@@ -48,7 +48,8 @@ def describe(
 
     program: a round, traced. joining: whether devices ever work together.
     """
-    piece, layers = max((cut.rows for cut in cuts_in(program)), default=None), loops_in(program)
+    piece = max((cut.rows for cut in cuts_in(program)), default=None)
+    turns = " or ".join(map(str, sorted(set(loops_in(program)))))  # a round may take several gradients
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
     where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
@@ -60,7 +61,7 @@ def describe(
     }[plan]
     extra = ", clients left over on all of them together" * joining
     extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
-    extra += f", {sum(layers)} layers of {len(layers)} shape{'s' * (len(layers) > 1)} in loops" if layers else ""
+    extra += f", {turns} layers of one shape in a loop" if turns else ""
     extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
 
