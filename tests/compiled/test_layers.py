@@ -351,11 +351,3 @@ def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, monkeypatch: pyt
         plans.append(result.plan)
     assert "3 layers of one shape in a loop" in plans[0] and "loop" not in plans[1]
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
-
-
-def test_starting_parameters_are_drawn_in_loops() -> None:
-    module, x, key = Residual(), jnp.zeros((1, 12, 12, 1)), jax.random.key(5)
-    init = lambda key: module.init(key, x)  # noqa: E731
-    in_a_loop = jax.make_jaxpr(in_loops(init))(key)
-    assert any(equation.primitive.name == "scan" for equation in in_a_loop.jaxpr.eqns)
-    assert_close(jax.jit(in_loops(init))(key), jax.jit(init)(key), 1e-6)

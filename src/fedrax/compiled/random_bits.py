@@ -18,6 +18,8 @@ from jax.extend import core
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _ROUNDS = 20
+_KEYS = "key<fry>"
+"""The type of JAX's keys of its default kind."""
 _LEAST = 1 << 12
 """Numbers: fewer are not worth a longer program."""
 
@@ -42,11 +44,20 @@ def many_at_once(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``random_bits``: as ``jax.random.bits``, of keys of JAX's default kind."""
     (keys,), width, shape = inputs, equation.params["bit_width"], tuple(equation.params["shape"])
     size = math.prod(shape)
-    theirs = str(jax.random.key_impl(keys)) == "threefry2x32" and jax.config.values["jax_threefry_partitionable"]
-    if not theirs or width > 32 or size >= 2**32 or keys.size * size < _LEAST:
+    if not is_threefry(keys) or width > 32 or size >= 2**32 or keys.size * size < _LEAST:
         return None
     bits = _of_keys(jax.random.key_data(keys).reshape(-1, 2), size)
     return bits.astype(f"uint{width}").reshape(*keys.shape, *shape)
+
+
+def is_threefry(keys: Any) -> bool:
+    """Whether an array of keys, or its shape, is of JAX's default kind, and each bit follows from its place alone."""
+    return str(keys.dtype) == _KEYS and bool(jax.config.values["jax_threefry_partitionable"])
+
+
+def bits_from(words: Array, first: Array, count: int) -> Array:
+    """[count] bits of width 32, from the place ``first`` on, of the key with these two words."""
+    return _bits(words[None], first, count)[0]
 
 
 def _of_keys(words: Array, size: int) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.layers import in_loops
+from fedrax.compiled.joint_draws import drawn_together
 from fedrax.contract.model import Params, Variables
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
@@ -38,7 +38,7 @@ def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
 def start_of(task: Task, key: Array, given: Params | None) -> Start:
     """As :func:`starting_parameters`; what draws them is compiled in the background."""
     try:
-        drawing = jax.jit(in_loops(task.init), **_QUICK).trace(key)
+        drawing = jax.jit(drawn_together(task.init), **_QUICK).trace(key)
         own = drawing.out_info
         _check_size(own)
         _check_kinds(own)
