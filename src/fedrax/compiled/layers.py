@@ -19,8 +19,8 @@ from jax.extend import core
 
 from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
 from fedrax.compiled.rewriting import CALLS, called_in_place, needed, outputs_of
-from fedrax.compiled.samples import NUMBER_BY_NUMBER, num_bytes
-from fedrax.compiled.tracing import equations_in, functions_in
+from fedrax.compiled.samples import NUMBER_BY_NUMBER
+from fedrax.compiled.tracing import equations_in, functions_in, num_bytes
 
 NAME = "_layers"
 """Scopes of the loops are their turns and this."""

@@ -1,4 +1,4 @@
-"""Gradients of a batch in pieces that stay in a CPU's caches, summed.
+"""Gradients of a batch in pieces that stay in a CPU's caches, summed, or shared by all devices.
 
 A convolutional network makes a megabyte or so of every sample, all of which its gradient reads once more. Of a whole
 batch that is more than the caches hold, and passing over it takes longer than the arithmetic. What is chosen depends
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from fedrax import tree
@@ -28,7 +29,14 @@ _CACHED = 7 << 20
 _OF_WEIGHTS = 5
 """Each piece reads the weights, in a loop at every turn, and adds to their gradient: it gives at least so many times
 their bytes."""
-_NAME = "pieces"
+_FEW = 400
+"""Equations of losses at most whose gradient is worth compiling once more, for the samples that a device shares."""
+_FLOPS, _EXCHANGED, _READ, _START = 50e9, 3e9, 15e9, 1e-4
+"""A second's arithmetic; its bytes of a gradient that devices exchange, and of weights read once more; the seconds that
+devices wait to begin. Rough figures: they only decide what is far from worth it."""
+_MOST = 0.3
+"""Of the time of a whole batch that sharing it may take in addition, between two devices."""
+_NAME, _WHOLE = "pieces", "whole batch "
 AXIS = "clients"
 """Of the mesh of devices, over which clients are spread."""
 TRACED = 13
@@ -39,19 +47,24 @@ class Pieces(NamedTuple):
     """How a batch is cut."""
 
     rows: int
-    """Samples of a piece."""
+    """Samples of a piece; all of them where a device alone takes the whole batch best, and several could share it."""
     dtype: Any
     """Of the losses."""
     drawn: Drawn | None
     """What has to be drawn before the batch is cut, and the losses then."""
+    lost: float = 0.0
+    """Of the time of the whole batch, what sharing it takes in addition."""
 
 
-def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None) -> Pieces | None:
+def pieces_of(
+    losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None, devices: int = 2
+) -> Pieces | None:
     """How to cut ``batch``, arrays [B, ...], for the gradient of ``losses(params, batch, key)`` [B].
 
     traced: with how many samples ``losses`` is traced to look at it, where any number will do and it holds no arrays
-    of a program that is being traced. The result is None where the whole batch is best: where it is small, or the
-    weights are large beside it, where samples do not stand each for itself, and on accelerators.
+    of a program that is being traced. devices: among how many a batch is shared that is not cut. A whole batch is best
+    where it is small, or the weights are large beside it. The result is None where it cannot be shared either or is
+    not worth it, where samples do not stand each for itself, and on accelerators.
     """
     rows = len(jax.tree.leaves(batch)[0])
     if jax.default_backend() != "cpu" or rows < 2:
@@ -61,14 +74,19 @@ def pieces_of(losses: Callable, params: Tree, batch: Tree, key: Array, traced: i
         seen, drawn = each_by_itself(losses, params, of_rows(rows), key), None
     else:
         seen, drawn = _look_once(losses, params, of_rows(traced), key)
-    if seen is None or rows * seen.bytes <= _CACHED:
+    if seen is None:
         return None
     weights = max(seen.weights, tree.num_bytes(params))
-    most = max(_CACHED, _OF_WEIGHTS * weights) // seen.bytes
+    most = max(_CACHED, _OF_WEIGHTS * weights) // max(1, seen.bytes)
     fewest = -(-rows // max(1, most))
     size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
-    fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, size))
-    return Pieces(size, seen.dtype, drawn) if size < rows and fits else None
+    least = size if size < rows else -(-rows // devices)
+    fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
+    if not fits or size < rows:
+        return Pieces(size, seen.dtype, drawn) if fits else None
+    seconds = 3 * rows * seen.flops / _FLOPS  # forward, and backward twice as much
+    lost = (_START + tree.num_bytes(params) / _EXCHANGED + seen.weights / _READ) / max(seconds, _START)
+    return Pieces(rows, seen.dtype, drawn, lost) if seen.length <= _FEW and lost < _MOST else None
 
 
 def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | None]:
@@ -103,6 +121,8 @@ def summed(
     if pieces is None:
         return gradient(params, batch, counts)
     rows = len(jax.tree.leaves(batch)[0])
+    if pieces.rows == rows:
+        return _shared(gradient, pieces.lost, params, batch, counts, joined)
     number = -(-rows // pieces.rows)
     if number * pieces.rows > rows:  # the last samples once more, which do not count
         lanes = jnp.arange(number * pieces.rows)
@@ -124,12 +144,32 @@ def summed(
         return lax.cond(joined, lambda t: lax.psum(t, AXIS), lambda t: t, total)
 
 
+def _shared(
+    gradient: Callable, lost: float, params: Tree, batch: Tree, counts: Array | None, joined: Array | None
+) -> Tree:
+    """As :func:`summed`, of a batch that is whole unless devices share it."""
+    if joined is None:
+        loss, found = gradient(params, batch, counts)
+        return checkpoint_name(loss, f"{_WHOLE}{lost}"), found
+    rows, me = len(jax.tree.leaves(batch)[0]), lax.axis_index(AXIS)
+    share = -(-rows // lax.axis_size(AXIS))
+    first = jnp.minimum(me * share, rows - share)
+    part, own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, share), (batch, counts))
+    if share * lax.axis_size(AXIS) > rows:  # some are the device's before
+        inside = first + jnp.arange(share) >= me * share
+        own = inside if own is None else inside & own
+    together = lambda: lax.psum(gradient(params, part, own), AXIS)  # noqa: E731
+    return lax.cond(joined, together, lambda: gradient(params, batch, counts))
+
+
 class Cut(NamedTuple):
-    """A batch in pieces."""
+    """A batch in pieces, or one that devices may share."""
 
     pieces: int
     rows: int
-    """Of each piece."""
+    """Of each piece; zero where there is one."""
+    lost: float = 0.0
+    """As of :class:`Pieces`."""
 
 
 def cuts_in(program: core.ClosedJaxpr) -> list[Cut]:
@@ -139,9 +179,12 @@ def cuts_in(program: core.ClosedJaxpr) -> list[Cut]:
         if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _NAME:
             first: Any = equation.invars[sum(parts_of_scan(equation))]
             found.append(Cut(*first.aval.shape[:2]))
+        elif equation.primitive.name == "name" and equation.params["name"].startswith(_WHOLE):
+            found.append(Cut(1, 0, float(equation.params["name"].removeprefix(_WHOLE))))
     return found
 
 
 def speed_of(cuts: Sequence[Cut], devices: int) -> float:
     """How many times as fast as one device all of them together are with a batch that is cut so."""
-    return min((cut.pieces / -(-cut.pieces // devices) for cut in cuts), default=1.0)
+    alone = lambda cut: cut.pieces / -(-cut.pieces // devices) if cut.rows else 1 / (1 / devices + cut.lost)  # noqa: E731
+    return min(map(alone, cuts), default=1.0)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from fedrax.compiled.arithmetic import flops_in
+from fedrax.compiled.tracing import equations_in, num_bytes
 from fedrax.tree import Tree
 
 
@@ -50,6 +52,10 @@ class LookedAt(NamedTuple):
     """Bytes that they read of arrays which are the same for all samples, in a loop once a turn."""
     dtype: Any
     """Of its values."""
+    flops: int
+    """Of its products and convolutions, for one sample."""
+    length: int
+    """Equations, those of functions inside counted."""
 
 
 def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> LookedAt | None:
@@ -70,7 +76,8 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
     found: Any = closed.out_avals[0]
     if out != Along(0) or found.shape != (samples,):
         return None
-    return LookedAt(walk.bytes // samples, walk.weights, found.dtype)
+    length = sum(1 for _ in equations_in(closed))
+    return LookedAt(walk.bytes // samples, walk.weights, found.dtype, flops_in(closed) // samples, length)
 
 
 class _Walk:
@@ -118,11 +125,6 @@ class _Walk:
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
-
-
-def num_bytes(atom: Any) -> int:
-    """Of a variable of a jaxpr."""
-    return atom.aval.size * atom.aval.dtype.itemsize
 
 
 def _joined(states: Sequence[State]) -> State:

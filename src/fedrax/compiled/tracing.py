@@ -120,6 +120,11 @@ def functions_in(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]
     return [value for value in values if isinstance(value, _FUNCTIONS)]
 
 
+def num_bytes(atom: Any) -> int:
+    """Of a variable of a jaxpr."""
+    return atom.aval.size * atom.aval.dtype.itemsize
+
+
 class _Text(NamedTuple):
     """A program, known by its text."""
 

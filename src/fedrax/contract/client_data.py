@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.pieces import TRACED, pieces_of, summed
+from fedrax.compiled.pieces import AXIS, TRACED, pieces_of, summed
 from fedrax.compiled.products import Format
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
@@ -280,14 +280,16 @@ class ClientData(Ruled):
         """As :func:`batch_gradient`, of the batch cut as is best for this machine; ``scaled``: its last arguments."""
         # a rule may hold arrays of as many rows
         losses, traced = (self.losses(), None) if self._loss_rules else (self.task.loss, TRACED)
-        pieces = pieces_of(losses, params, samples, key, traced)
+        joined = self.place.joined
+        pieces = pieces_of(losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(AXIS))
         drawn: Any = key
-        if pieces is not None and pieces.drawn is not None:
+        parted = joined is not None or (pieces is not None and pieces.rows < len(jax.tree.leaves(samples)[0]))
+        if pieces is not None and pieces.drawn is not None and parted:
             arrays, drawn = pieces.drawn.draws(params, samples, key)
             losses, samples = pieces.drawn.losses, (samples, arrays)
         of_batch = self._of_batch(losses)
         gradient = lambda *batch: of_batch(*batch, drawn, *scaled)  # noqa: E731
-        return summed(gradient, pieces, params, samples, counts, self.place.joined)
+        return summed(gradient, pieces, params, samples, counts, joined)
 
     @scope(GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:

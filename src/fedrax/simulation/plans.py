@@ -48,7 +48,7 @@ def describe(
 
     program: a round, traced. joining: whether devices ever work together.
     """
-    piece = max((cut.rows for cut in cuts_in(program)), default=None)
+    piece = max((cut.rows for cut in cuts_in(program)), default=0)
     turns = " or ".join(map(str, sorted(set(loops_in(program)))))  # a round may take several gradients
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)

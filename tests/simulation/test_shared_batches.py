@@ -1,0 +1,131 @@
+"""Batches that are best whole, shared by all devices where clients are left over: the numbers of one device."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedrax import Episode, FedAvg, Federation, GradMA, LocalSGD, MimeSVRG, Scaffold, classification, simulate
+from fedrax.compiled import pieces
+from fedrax.compiled.arithmetic import flops_in
+from fedrax.compiled.pieces import Cut, cuts_in, pieces_of, speed_of
+from fedrax.models import from_linen
+
+SIZES = (9, 10, 8, 12, 11)
+LOCAL = LocalSGD(lr=0.05, epochs=2, batch_size=7)
+
+
+class Dropped(nn.Module):
+    """Samples stand each for itself but for what is drawn for them."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        x = nn.relu(nn.Dense(16)(x))
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x))
+
+
+class Normed(nn.Module):
+    """Samples that do not."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x)))
+
+
+@pytest.fixture
+def shared() -> Iterator[None]:
+    """However little a batch takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_MOST", float("inf"))
+        patch.setattr(pieces, "_FLOPS", 1.0)
+        yield
+
+
+def run(algorithm: Any, module: nn.Module | None = None, **changes: Any) -> Any:
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    x, y = rng.normal(size=(len(owner), 4)).astype(np.float32), rng.integers(0, 3, len(owner))
+    federation = Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)
+    task = classification(from_linen(module or Dropped(), x[:1]))
+    settings: dict[str, Any] = {"rounds": 3, "cohort_size": 3, "plan": "scan", "eval_every": 3, "progress": False}
+    return simulate(algorithm, task, federation, **(settings | changes))
+
+
+def near(found: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", [FedAvg, Scaffold, Episode, GradMA, MimeSVRG])
+def test_the_numbers_are_those_of_one_device(kind: Any, shared: None) -> None:
+    algorithm = kind(local=dataclasses.replace(kind().local, lr=0.05, epochs=2, steps=None, batch_size=7))
+    found, wanted = run(algorithm), run(algorithm, devices=1)
+    assert "left over on all of them together" in found.plan and "samples at a time" not in found.plan
+    near((found.params, found.server), (wanted.params, wanted.server))
+
+
+def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path, shared: None) -> None:
+    whole = run(Scaffold(local=LOCAL), rounds=4)
+    run(Scaffold(local=LOCAL), rounds=2, directory=tmp_path)
+    found = run(Scaffold(local=LOCAL), rounds=4, directory=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, (found.params, found.server), (whole.params, whole.server))
+
+
+def test_batch_norm_leaves_devices_alone(shared: None) -> None:
+    assert "left over" not in run(FedAvg(local=LOCAL), Normed()).plan
+
+
+def test_small_batches_are_not_worth_it() -> None:
+    assert "left over" not in run(FedAvg(local=LOCAL)).plan
+
+
+@pytest.mark.parametrize(("width", "rows", "worth"), [(8, 32, False), (512, 2, False), (512, 256, True)])
+def test_arithmetic_is_weighed_against_what_devices_exchange(width: int, rows: int, worth: bool) -> None:
+    w = jnp.ones((width, width))
+    losses = lambda w, x, key: jnp.tanh(jnp.tanh(x @ w) @ w).sum(1)  # noqa: E731
+    cut = pieces_of(losses, w, jnp.ones((rows, width)), jax.random.key(0), 13)
+    assert (cut is not None) == worth
+    if cut is not None:
+        assert cut.rows == rows and 0 < cut.lost < 0.3
+
+
+def test_long_programs_are_not_compiled_twice() -> None:
+    def losses(w: Any, x: Any, key: Any) -> Any:
+        for _ in range(300):
+            x = jnp.tanh(x @ w)
+        return x.sum(1)
+
+    assert pieces_of(losses, jnp.ones((64, 64)), jnp.ones((8, 64)), jax.random.key(0), 13) is None
+
+
+def test_how_fast_devices_are_together() -> None:
+    assert speed_of([], 2) == 1
+    assert speed_of([Cut(4, 8)], 2) == 2 and speed_of([Cut(5, 8)], 2) == 5 / 3
+    assert speed_of([Cut(1, 0, 0.25)], 2) == pytest.approx(4 / 3)
+    assert speed_of([Cut(4, 8), Cut(1, 0, 0.25)], 2) == pytest.approx(4 / 3)
+
+
+def test_what_may_be_shared_is_found_in_a_program() -> None:
+    cut = pieces.Pieces(8, jnp.float32, None, 0.125)
+    gradient = lambda w, x, counts: jax.value_and_grad(lambda w: (x @ w).sum())(w)  # noqa: E731
+    program = jax.make_jaxpr(lambda w, x: pieces.summed(gradient, cut, w, x, None))(jnp.ones(3), jnp.ones((8, 3)))
+    assert cuts_in(program) == [Cut(1, 0, 0.125)]
+
+
+def test_arithmetic_is_counted() -> None:
+    a, b = jnp.ones((5, 7)), jnp.ones((7, 3))
+    count = lambda function, *args: flops_in(jax.make_jaxpr(function)(*args))  # noqa: E731
+    assert count(jnp.dot, a, b) == 2 * 5 * 7 * 3
+    assert count(lambda a, b: lax.fori_loop(0, 4, lambda i, c: c + a @ b, jnp.zeros((5, 3))), a, b) == 4 * 2 * 5 * 7 * 3
+    images, kernel = jnp.ones((2, 9, 9, 6)), jnp.ones((3, 3, 2, 12))
+    in_groups = lambda x, w: lax.conv_general_dilated(  # noqa: E731
+        x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=3
+    )
+    assert count(in_groups, images, kernel) == 2 * (2 * 4 * 4 * 12) * (3 * 3 * 2)
