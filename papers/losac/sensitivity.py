@@ -1,7 +1,7 @@
 """Figures 3 to 5: how many clients take part (S) and how many steps they take (T), IID and sorted by label.
 
-All are Figure 2's experiment with other constants; so are FedCM and FedADMM, which were added to Figure 2 later. The
-paper's text does not print the values of S and T that it draws, but T = 2 and T = 8 on HAR, nor HAR's rounds.
+All are Figure 2's experiment with other constants. The paper's text does not print the values of S and T that it draws,
+but T = 2 and T = 8 on HAR, nor HAR's rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Panel(NamedTuple):
 
 
 FIGURES = {
-    "figure2-added": [Panel(percent, methods=("FedCM", "FedADMM")) for percent in (0, 25, 50, 75, 100)],
     "figure3": [Panel(percent, cohort) for percent in (0, 100) for cohort in (20, 50, 100)],
     "figure4": [Panel(percent, steps=steps) for percent in (0, 100) for steps in (2, 5, 8)],
     "figure5": [
@@ -49,7 +48,6 @@ FIGURES = {
     ],
 }
 TITLES = {
-    "figure2-added": "LoSAC, Figure 2, the methods added to it",
     "figure3": "LoSAC, Figure 3 (MNIST, clients a round)",
     "figure4": "LoSAC, Figure 4 (MNIST, local steps)",
     "figure5": "LoSAC, Figure 5 (HAR, clients a round and local steps)",

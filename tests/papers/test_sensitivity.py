@@ -1,4 +1,4 @@
-"""The command behind LoSAC's Figures 3 to 5 and what was added to Figure 2, on a few rows of HAR's kind."""
+"""The command behind LoSAC's Figures 3 to 5, on a few rows of HAR's kind."""
 
 import sys
 from pathlib import Path
