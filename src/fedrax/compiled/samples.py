@@ -53,9 +53,8 @@ class LookedAt(NamedTuple):
     dtype: Any
     """Of its values."""
     flops: int
-    """Of its products and convolutions, for one sample."""
     length: int
-    """Equations, those of functions inside counted."""
+    """Arithmetic of its products and convolutions, for one sample; and all its equations."""
 
 
 def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> LookedAt | None:
@@ -367,11 +366,11 @@ def _by(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"""
+_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
+    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le
+    lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor"""
 NUMBER_BY_NUMBER = frozenset(_NAMES.split())
 """Operations on arrays of one shape, each entry of the result from the entries at its place."""
 _PRODUCTS = ("dot_general", "conv_general_dilated")
