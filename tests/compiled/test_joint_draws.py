@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 from fedrax.compiled.joint_draws import drawn_together
 from fedrax.compiled.tracing import equations_in
@@ -129,3 +130,20 @@ def test_other_widths_and_few_arrays_are_left_alone() -> None:
     for draw in (short, few):
         assert loops_in(drawn_together(draw), KEY) == 0
         assert_same(jax.jit(drawn_together(draw))(KEY), jax.jit(draw)(KEY))
+
+
+@pytest.mark.parametrize("name", ["signs", "sparse", "finite", "clamped", "bounds", "geometric", "callbacks"])
+def test_numbers_that_are_chosen_from(name: str) -> None:
+    of = jax.random
+    ask = lambda k: jax.pure_callback(lambda _: np.float32(0.5), jax.ShapeDtypeStruct((), jnp.float32), of.key_data(k))  # noqa: E731
+    draw = {
+        "signs": lambda k, n: jnp.where(of.bernoulli(k, 0.5, (n,)), 1.0, -1.0),
+        "sparse": lambda k, n: jnp.where((u := of.uniform(k, (n,))) < 0.5, u, 0.0),
+        "finite": lambda k, n: jnp.nan_to_num(of.normal(k, (n,))),
+        "clamped": lambda k, n: lax.clamp(-1.0, of.normal(k, (n,)), 1.0),
+        "bounds": lambda k, n: lax.clamp(of.uniform(k, (n,)), jnp.full((n,), 0.5), jnp.ones(n)),
+        "geometric": lambda k, n: of.geometric(k, 0.3, (n,)),
+        "callbacks": lambda k, n: ask(k) * of.normal(k, (n,)),
+    }[name]
+    every = lambda key: [draw(k, n) for n, k in zip((4, 7, 9000), of.split(key, 3), strict=True)]  # noqa: E731
+    assert_same(jax.jit(drawn_together(every))(KEY), jax.jit(every)(KEY))

@@ -17,7 +17,6 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.compiled.alike import kind_of
 from fedrax.compiled.random_bits import bits_from, is_threefry
 from fedrax.compiled.rewriting import evaluated, laid_out, needed, outputs_of, replayed
 from fedrax.compiled.samples import NUMBER_BY_NUMBER
@@ -26,6 +25,9 @@ _CHUNK = 1 << 13
 """Numbers a turn of the loop draws; arrays are filled up to a multiple of it."""
 _STEPS = NUMBER_BY_NUMBER | frozenset(["bitcast_convert_type"])
 """What may be made of random bits, to numbers of the same shape."""
+_KEYS = "random_fold_in random_seed random_split random_unwrap random_wrap"
+_SIDE_BY_SIDE = NUMBER_BY_NUMBER.union(_KEYS.split(), ["broadcast_in_dim", "reshape", "slice", "squeeze"])
+"""What is known to compute several rows as it does each; keys and scales are made so."""
 _LEAST = 3
 """Arrays of a kind that are worth a loop."""
 
@@ -175,7 +177,7 @@ def _loop(group: Sequence[_Array], scalars: _Values) -> list[Array]:
     def turn(place: tuple[Array, Array]) -> Array:
         mine, start = place
         made = {steps[0].outvars[0]: bits_from(words[mine], start, _CHUNK)}
-        rest = iter([column[mine] for column in given])
+        rest = iter([jnp.broadcast_to(column[mine], _CHUNK) for column in given])
         for step in steps[1:]:
             inputs = [made[v] if not isinstance(v, core.Literal) and v in made else next(rest) for v in step.invars]
             made[step.outvars[0]] = step.primitive.bind(*inputs, **step.params)
@@ -207,7 +209,7 @@ class _Values:
             later = []
             for equation in waiting:
                 if all(isinstance(v, core.Literal) or v in self._found for v in equation.invars):
-                    ready[kind_of(equation)].append(equation)
+                    ready[_kind(equation)].append(equation)
                 else:
                     later.append(equation)
             for alike in ready.values():
@@ -249,6 +251,14 @@ class _Values:
             outputs = [[_Row(of, i) for i in range(len(alike))] for of in jax.vmap(row, axes)(*inputs)]
         for equation, own in zip(alike, zip(*outputs, strict=True), strict=True):
             self._found.update(zip(equation.outvars, own, strict=True))
+
+
+def _kind(equation: core.JaxprEqn) -> Hashable:
+    """What equations have in common that may be evaluated side by side; others are like no other."""
+    if equation.primitive.name not in _SIDE_BY_SIDE:
+        return id(equation)
+    shapes = tuple((_shape(v), str(_type(v))) for v in equation.invars)
+    return equation.primitive.name, str(equation.params), shapes
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
