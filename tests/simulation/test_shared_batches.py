@@ -105,6 +105,22 @@ def test_long_programs_are_not_compiled_twice() -> None:
     assert pieces_of(losses, jnp.ones((64, 64)), jnp.ones((8, 64)), jax.random.key(0), 13) is None
 
 
+@pytest.mark.parametrize(
+    "divide", [lambda x: x / len(x), lambda x: x * (1 / len(x)), lambda x: x / jnp.float32(len(x))]
+)
+def test_models_that_compute_with_the_number_of_samples_get_all_of_them(divide: Any, shared: None) -> None:
+    losses = lambda w, x, key: (divide(x) @ w).sum(1)  # noqa: E731
+    alone = lambda w, x, key: (x @ w).sum(1)  # noqa: E731
+    cut = lambda f: pieces_of(f, jnp.ones((4, 4)), jnp.ones((8, 4)), jax.random.key(0), 13)  # noqa: E731
+    assert cut(losses) is None and cut(alone) is not None
+
+
+def test_no_device_is_given_a_single_sample(shared: None) -> None:
+    losses = lambda w, x, key: (x @ w).sum(1)  # noqa: E731
+    cut = lambda rows: pieces_of(losses, jnp.ones((4, 4)), jnp.ones((rows, 4)), jax.random.key(0), 13)  # noqa: E731
+    assert cut(2) is None and cut(3) is not None
+
+
 def test_how_fast_devices_are_together() -> None:
     assert speed_of([], 2) == 1
     assert speed_of([Cut(4, 8)], 2) == 2 and speed_of([Cut(5, 8)], 2) == 5 / 3

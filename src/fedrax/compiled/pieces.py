@@ -36,7 +36,7 @@ _FLOPS, _EXCHANGED, _READ, _START = 50e9, 3e9, 15e9, 1e-4
 devices wait to begin. Rough figures: they only decide what is far from worth it."""
 _MOST = 0.3
 """Of the time of a whole batch that sharing it may take in addition, between two devices."""
-_NAME, _WHOLE = "pieces", "whole batch "
+_NAME, _WHOLE = "pieces", "fedrax: whole batch "
 AXIS = "clients"
 """Of the mesh of devices, over which clients are spread."""
 TRACED = 13
@@ -82,8 +82,10 @@ def pieces_of(
     size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
     least = size if size < rows else -(-rows // devices)
     fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
-    if not fits or size < rows:
-        return Pieces(size, seen.dtype, drawn) if fits else None
+    if not fits or (size == rows and least < 2):  # one sample is a shape that a model may treat otherwise
+        return None
+    if size < rows:
+        return Pieces(size, seen.dtype, drawn)
     seconds = 3 * rows * seen.flops / _FLOPS  # forward, and backward twice as much
     lost = (_START + tree.num_bytes(params) / _EXCHANGED + seen.weights / _READ) / max(seconds, _START)
     return Pieces(rows, seen.dtype, drawn, lost) if seen.length <= _FEW and lost < _MOST else None

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from fedrax.compiled.arithmetic import flops_in
-from fedrax.compiled.tracing import equations_in, num_bytes
+from fedrax.compiled.arithmetic import computes_with, flops_in, length_of
+from fedrax.compiled.tracing import num_bytes
 from fedrax.tree import Tree
 
 
@@ -61,7 +61,7 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
     """What is seen of ``function(shared, batch, key)`` -> [B], which is traced; no number is computed.
 
     shared: pytree of arrays. batch: pytree of arrays [B, ...], B > 1. None where a value of the result may depend on
-    more than its own sample.
+    more than its own sample, or on how many there are.
     """
     closed = jax.make_jaxpr(function)(shared, batch, key)
     samples = jax.tree.leaves(batch)[0].shape[0]
@@ -73,10 +73,9 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
     except Mixed:
         return None
     found: Any = closed.out_avals[0]
-    if out != Along(0) or found.shape != (samples,):
+    if out != Along(0) or found.shape != (samples,) or computes_with(closed, samples):
         return None
-    length = sum(1 for _ in equations_in(closed))
-    return LookedAt(walk.bytes // samples, walk.weights, found.dtype, flops_in(closed) // samples, length)
+    return LookedAt(walk.bytes // samples, walk.weights, found.dtype, flops_in(closed) // samples, length_of(closed))
 
 
 class _Walk:
