@@ -135,7 +135,8 @@ def test_other_widths_and_few_arrays_are_left_alone() -> None:
 @pytest.mark.parametrize("name", ["signs", "sparse", "finite", "clamped", "bounds", "geometric", "callbacks"])
 def test_numbers_that_are_chosen_from(name: str) -> None:
     of = jax.random
-    ask = lambda k: jax.pure_callback(lambda _: np.float32(0.5), jax.ShapeDtypeStruct((), jnp.float32), of.key_data(k))  # noqa: E731
+    half = lambda _: np.float32(0.5)  # noqa: E731
+    ask = lambda k: jax.pure_callback(half, jax.ShapeDtypeStruct((), jnp.float32), of.key_data(k))  # noqa: E731
     draw = {
         "signs": lambda k, n: jnp.where(of.bernoulli(k, 0.5, (n,)), 1.0, -1.0),
         "sparse": lambda k, n: jnp.where((u := of.uniform(k, (n,))) < 0.5, u, 0.0),
