@@ -47,13 +47,13 @@ class Pieces(NamedTuple):
     """How a batch is cut."""
 
     rows: int
-    """Samples of a piece; all of them where a device alone takes the whole batch best, and several could share it."""
+    """Samples of a piece."""
     dtype: Any
     """Of the losses."""
     drawn: Drawn | None
     """What has to be drawn before the batch is cut, and the losses then."""
-    lost: float = 0.0
-    """Of the time of the whole batch, what sharing it takes in addition."""
+    lost: float | None = None
+    """Of a batch that is best whole and that devices may share: what sharing takes in addition, as part of its time."""
 
 
 def pieces_of(
@@ -122,9 +122,9 @@ def summed(
     """
     if pieces is None:
         return gradient(params, batch, counts)
-    rows = len(jax.tree.leaves(batch)[0])
-    if pieces.rows == rows:
+    if pieces.lost is not None:
         return _shared(gradient, pieces.lost, params, batch, counts, joined)
+    rows = len(jax.tree.leaves(batch)[0])
     number = -(-rows // pieces.rows)
     if number * pieces.rows > rows:  # the last samples once more, which do not count
         lanes = jnp.arange(number * pieces.rows)

@@ -283,8 +283,7 @@ class ClientData(Ruled):
         joined = self.place.joined
         pieces = pieces_of(losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(AXIS))
         drawn: Any = key
-        parted = joined is not None or (pieces is not None and pieces.rows < len(jax.tree.leaves(samples)[0]))
-        if pieces is not None and pieces.drawn is not None and parted:
+        if pieces is not None and pieces.drawn is not None and (pieces.lost is None or joined is not None):
             arrays, drawn = pieces.drawn.draws(params, samples, key)
             losses, samples = pieces.drawn.losses, (samples, arrays)
         of_batch = self._of_batch(losses)
