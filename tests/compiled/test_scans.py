@@ -268,3 +268,19 @@ def test_arrays_that_take_many_operations_are_kept() -> None:
 
     assert 10 < read(fast_on_cpu(jax.grad(gradient))) < read(jax.grad(gradient)) / 2
     assert_same(jax.grad(gradient), drawn(5, 2, 3))
+
+
+def test_what_is_kept_may_have_several_shapes() -> None:
+    """A decoder that attends to what an encoder gave: of each step the weights of all places, and a state's gates."""
+
+    def loss(w: Array, x: Array, seen: Array) -> Array:
+        def turn(h: Array, row: Array) -> tuple[Array, Array]:
+            places = jax.nn.sigmoid(jnp.einsum("btd,bd->bt", seen, h))
+            gate = jax.nn.sigmoid(row + jnp.einsum("bt,btd->bd", places, seen) @ w)
+            h = gate * h + (1 - gate) * jnp.tanh(row + h @ w)
+            return h, h
+
+        return (lax.scan(turn, jnp.zeros(x.shape[1:]), x)[1] ** 2).sum()
+
+    with jax.enable_checks(True):  # a body that names another shape than it is given is not always noticed
+        assert_same(jax.grad(loss, argnums=(0, 1, 2)), drawn(4, 4), drawn(5, 2, 4), drawn(2, 7, 4))

@@ -94,8 +94,9 @@ def _with(equation: core.JaxprEqn, computed: dict, kept: dict[Any, Kept]) -> cor
             given[i] = evaluated(scan.params["jaxpr"], known, [kept[equation.invars[i]].variable])[0]
         return replayed(body, given, {})
 
-    invars = list(equation.invars)
+    invars, shapes = list(equation.invars), list(inputs_of(body))
     for i, (_, there) in computed.items():
-        invars[i] = invars[next(iter(there.values()))]
-    params: Any = {**equation.params, "jaxpr": jax.make_jaxpr(turn)(*inputs_of(body))}
+        other = next(iter(there.values()))
+        invars[i], shapes[i] = invars[other], shapes[other]
+    params: Any = {**equation.params, "jaxpr": jax.make_jaxpr(turn)(*shapes)}
     return equation.replace(invars=invars, params=params)
