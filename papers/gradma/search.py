@@ -72,13 +72,21 @@ Key = tuple[Cell, str, Point, int]
 class Runs:
     """Runs of one experiment file's methods: a line of JSON each, which later sessions and machines add to.
 
-    kept: the file of these lines. rounds: instead of the file's. local_step: where a search starts.
+    kept: the file of these lines. rounds: instead of the file's. local_step: where a search starts. changes: of the
+    file's table.
     """
 
     def __init__(
-        self, file: Path, kept: Path, rounds: int | None, data_dir: str | None, local_step: float | None = None
+        self,
+        file: Path,
+        kept: Path,
+        rounds: int | None,
+        data_dir: str | None,
+        local_step: float | None = None,
+        changes: Mapping[str, Any] | None = None,
     ):
-        self.table, self.file, self.kept, self.data_dir = files.read_table(file), file, kept, data_dir
+        self.table = merged(files.read_table(file), changes or {})
+        self.file, self.kept, self.data_dir = file, kept, data_dir
         self.local_step = local_step
         self.rounds = rounds or self.table["run"]["rounds"]
         self.base = {entry["label"]: entry for entry in self.table["compare"]}

@@ -1,5 +1,6 @@
 """The command for GradMA's Table 1 on stand-in files of MNIST's format: it runs, is broken off, and goes on."""
 
+import dataclasses
 import json
 import struct
 import sys
@@ -118,6 +119,23 @@ def test_table1_prints_paper_ours_and_what_was_run(
     monkeypatch.setattr(sys, "argv", [*command, "--rounds", "2"])
     assert gradma.main() == 1
     assert "another experiment" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "--small"])
+    assert gradma.main() == 1
+    assert "--small: mnist has no smaller budget; cifar10 has." in capsys.readouterr().err
+
+
+def test_the_smaller_budget_changes_rounds_and_batches_alone(tmp_path: Path) -> None:
+    whole, small = (
+        Runs(HERE / "cifar10.toml", tmp_path / "kept.jsonl", None, None, changes=changes)
+        for changes in (None, gradma.SMALLER["cifar10"])
+    )
+    point = whole.start("GradMA")
+    assert small.start("GradMA") == point
+    before, after = (runs._experiment(Cell(10, 0.1), "GradMA", point, 1) for runs in (whole, small))
+    local = dataclasses.replace(before.algorithm.local, batch_size=16)  # type: ignore[attr-defined]
+    assert after.algorithm == dataclasses.replace(before.algorithm, local=local)  # type: ignore[call-arg]
+    assert after.run == dataclasses.replace(before.run, rounds=100, eval_every=10)
+    assert (after.data, after.partition, after.model) == (before.data, before.partition, before.model)
 
 
 @pytest.mark.parametrize("data", ["mnist", "cifar10"])
