@@ -126,6 +126,33 @@ def of_the_batch(x: Array) -> Array:
 of_the_batch.defvjp(lambda x: (x, None), lambda _, g: (jnp.broadcast_to(g.mean(0), g.shape),))
 
 
+@jax.custom_jvp
+def centred(x: Array) -> Array:
+    """The same numbers, with changes around their mean over the batch."""
+    return x
+
+
+centred.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
+
+
+@jax.custom_jvp
+def steeper(x: Array) -> Array:
+    """The same numbers, with twice their change."""
+    return x
+
+
+steeper.defjvp(lambda x, t: (x[0], 2 * t[0]))
+
+
+@jax.custom_jvp
+def shared_out(x: Array) -> Array:
+    """The same numbers, with a change that is divided by how many there are."""
+    return x
+
+
+shared_out.defjvp(lambda x, t: (x[0], t[0] / len(x[0])))
+
+
 def labels_as_vectors(w: Array, x: Array, key: Array) -> Array:
     return (jax.nn.one_hot(x.reshape(len(x), -1).argmax(1), 64) * x.reshape(len(x), -1)).sum(1)
 
@@ -146,6 +173,7 @@ ALONE: dict[str, tuple[Callable, Any]] = {
     "vmap": (lambda w, x, key: jax.vmap(lambda p: jnp.linalg.norm(p @ w))(x), SQUARE),
     "noise on the weights": (lambda w, x, key: of_each(x @ (w + jax.random.normal(key, w.shape))), SQUARE),
     "channels first": (lambda w, x, key: of_each(jnp.einsum("chwn,cd->dnhw", x.T, w).swapaxes(0, 1)), SQUARE),
+    "a steeper derivative": (lambda w, x, key: of_each(jax.nn.relu(steeper(x @ w))), SQUARE),
     "padded and cut": (
         lambda w, x, key: of_each(jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)))[:, 1:, ::2, ::-1]),
         SQUARE,
@@ -175,6 +203,7 @@ TOGETHER: dict[str, tuple[Callable, Any]] = {
     "groups of samples": (lambda w, x, key: jnp.repeat(of_each(x).reshape(2, -1).mean(1), len(x) // 2), SQUARE),
     "rows from a table made of samples": (lambda w, x, key: of_each(x)[jnp.argsort(of_each(x))], SQUARE),
     "a gradient of its own": (lambda w, x, key: of_each(of_the_batch(x @ w)), SQUARE),
+    "a derivative of its own": (lambda w, x, key: of_each(centred(x @ w)), SQUARE),
     "one number for all": (lambda w, x, key: of_each(x).mean(), SQUARE),
     "no sample": (lambda w, x, key: jnp.ones(len(x)), SQUARE),
 }
@@ -184,6 +213,46 @@ def drawn(table: dict[str, tuple[Callable, Any]], name: str) -> tuple[Function, 
     """The function and its weights; those of a module are drawn here, not when the tests are collected."""
     function, w = table[name]
     return function, w() if callable(w) else w
+
+
+OF_THE_NUMBER: dict[str, Callable] = {
+    "weight decay over the batch": lambda w, x: of_each(x @ w) + 0.7 / (2 * len(x)) * (w**2).sum(),
+    "a share of the data": lambda w, x: of_each(x @ w) + len(x) / 1000 * (w**2).sum(),
+    "its root": lambda w, x: of_each(x @ w) / np.sqrt(len(x)),
+    "a whole number": lambda w, x: of_each(x @ w) * len(x),
+    "an array": lambda w, x: of_each(x @ w) * jnp.full(len(x), 1 / len(x)),
+    "ones that are added up": lambda w, x: of_each(x @ w) / jnp.ones(len(x)).sum(),
+    "a product of ones": lambda w, x: of_each(x @ w) / (jnp.ones(len(x)) @ jnp.ones(len(x))),
+    "the largest place": lambda w, x: of_each(x @ w) / (1 + jnp.arange(len(x)).max()),
+    "ones counted so far": lambda w, x: of_each(x @ w) * lax.cumsum(jnp.ones(len(x)), reverse=True)[0],
+    "a power": lambda w, x: of_each(x @ w) ** len(x),
+    "a threshold": lambda w, x: 2 * of_each(x @ w) if len(x) > 3 else of_each(x @ w),
+    "another one": lambda w, x: 2 * of_each(x @ w) if len(x) > 20 else of_each(x @ w),
+    "a number of turns": lambda w, x: lax.fori_loop(0, len(x), lambda i, s: s + 0.1, of_each(x @ w)),
+    "a derivative's": lambda w, x: of_each(shared_out(x @ w)),
+    "axes that vanish": lambda w, x: of_each(x @ w).reshape(-1, 1).squeeze()[: len(x)] * 1.0,
+    "even numbers alone": lambda w, x: of_each(x.reshape(2, len(x) // 2, *WIDE).reshape(x.shape) @ w),
+}
+PIECES = {"a threshold": 3, "axes that vanish": 1, "even numbers alone": 3}
+"""Of how many samples where 4 of 24 do not show it."""
+
+
+@pytest.mark.parametrize("name", OF_THE_NUMBER)
+def test_what_knows_how_many_samples_there_are_stays_whole(name: str, monkeypatch: pytest.MonkeyPatch):
+    def function(w: Any, x: Array, key: Array) -> Array:
+        return OF_THE_NUMBER[name](w, x)
+
+    def plain(w: Any, x: Array, key: Array) -> Array:
+        return of_each(x @ w)
+
+    size, rows, key = PIECES.get(name, 4), 24, jax.random.key(0)
+    seen = each_by_itself(plain, SQUARE, images(), key)
+    assert seen is not None
+    monkeypatch.setattr(pieces, "_OF_WEIGHTS", 0)
+    monkeypatch.setattr(pieces, "_CACHED", size * seen.bytes)
+    cut = pieces.pieces_of(plain, SQUARE, images(rows), key, 13)
+    assert cut is not None and cut.rows == size
+    assert pieces.pieces_of(function, SQUARE, images(rows), key, 14 if "even" in name else 13) is None
 
 
 @pytest.mark.few(7)

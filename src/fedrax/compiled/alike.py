@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import os
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from fedrax.compiled.tracing import constants_in, equations_in, functions_in
 
 OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
 """Primitives that stand for a function and for a derivative which someone wrote."""
+_OF_JAX = f"{Path(jax.__file__).parent}{os.sep}"
 
 
 def kind_of(equation: core.JaxprEqn) -> Hashable:
@@ -35,21 +38,60 @@ def _inside(equation: core.JaxprEqn) -> bool:
     return any(e.primitive.name in OWN_DERIVATIVE for f in functions_in(equation) for e in equations_in(f))
 
 
+def is_real(atom: Any) -> bool:
+    """Whether an atom of a jaxpr has a derivative."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+
+def is_of_jax(equation: core.JaxprEqn) -> bool:
+    """Whether JAX itself wrote a function and its derivative: they treat number by number, or along some axes."""
+    told = [getattr(getattr(value, "jaxpr", value), "debug_info", None) for value in equation.params.values()]
+    sources = [str(getattr(one, "func_src_info", None)) for one in told if one is not None]
+    return len(sources) > 1 and all(_OF_JAX in source for source in sources)
+
+
+def derivative_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Its derivative, if it has one: (inputs, changes of the real ones) -> changes of the real outputs."""
+
+    def changed(inputs: list, changes: list) -> list:
+        def of_real(*real: Any) -> list:
+            return _real(equation.outvars, _of_real(equation, inputs, real))
+
+        return jax.jvp(of_real, _real(equation.invars, inputs), changes)[1]
+
+    shapes = _shapes(equation)
+    try:
+        return jax.make_jaxpr(changed)(shapes, _real(equation.invars, shapes))
+    except Exception:  # it has none in forward mode, or what someone wrote does not hold
+        return None
+
+
 def _derivative(equation: core.JaxprEqn) -> Hashable:
     """The text of an equation's derivative: that of its function may be the same as another's."""
-    variables: Any = equation.invars
-    is_real = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables]
 
     def pulled_back(*inputs: Any) -> Any:
-        def of_real(*real: Any) -> list:
-            rest = iter(real)
-            return outputs_of(equation, [next(rest) if r else x for r, x in zip(is_real, inputs, strict=True)], {})
-
-        outputs, back = jax.vjp(of_real, *(x for r, x in zip(is_real, inputs, strict=True) if r))
+        outputs, back = jax.vjp(lambda *real: _of_real(equation, inputs, real), *_real(equation.invars, inputs))
         return back([jnp.ones(o.shape, jax.typeof(o).to_tangent_aval().dtype) for o in outputs])
 
     try:
-        made = jax.make_jaxpr(pulled_back)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
+        made = jax.make_jaxpr(pulled_back)(*_shapes(equation))
     except Exception:  # it has none in reverse mode, or wants it asked for otherwise
         return id(equation)
     return id(equation) if constants_in(made) else str(made)
+
+
+def _of_real(equation: core.JaxprEqn, inputs: Sequence, real: Sequence) -> list:
+    """Its outputs, of ``inputs`` but for the real ones."""
+    rest = iter(real)
+    given = [next(rest) if is_real(v) else x for v, x in zip(equation.invars, inputs, strict=True)]
+    return outputs_of(equation, given, {})
+
+
+def _real(atoms: Sequence, values: Sequence) -> list:
+    """Those values that are of real atoms."""
+    return [value for atom, value in zip(atoms, values, strict=True) if is_real(atom)]
+
+
+def _shapes(equation: core.JaxprEqn) -> list[jax.ShapeDtypeStruct]:
+    variables: Any = equation.invars
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]

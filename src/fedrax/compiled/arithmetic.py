@@ -1,12 +1,10 @@
-"""How much a traced function computes, and whether it computes with the number of its samples."""
+"""How much a traced function computes."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from fedrax.compiled.tracing import equations_in, functions_in
@@ -31,10 +29,3 @@ def flops_in(program: core.ClosedJaxpr | core.Jaxpr) -> int:
 def length_of(program: core.ClosedJaxpr) -> int:
     """The equations of a program and of the functions inside it."""
     return sum(1 for _ in equations_in(program))
-
-
-def computes_with(program: core.ClosedJaxpr, count: int) -> bool:
-    """Whether a floating-point number in a program is ``count`` or one over it, as where a loss divides by len(x)."""
-    atoms = [v for equation in equations_in(program) for v in equation.invars if isinstance(v, core.Literal)]
-    numbers = [v.val for v in atoms if np.ndim(v.val) == 0 and jnp.issubdtype(jnp.result_type(v.val), jnp.floating)]
-    return any(math.isclose(float(n), size, rel_tol=1e-6) for n in numbers for size in (count, 1 / count))

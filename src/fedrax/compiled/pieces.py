@@ -8,7 +8,7 @@ on the network and its shapes alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.sharding import use_abstract_mesh
 
 from fedrax import tree
+from fedrax.compiled.any_number import alike_but_for_rows
 from fedrax.compiled.draws import Drawn, drawn_before
-from fedrax.compiled.samples import LookedAt, each_by_itself, parts_of_scan
+from fedrax.compiled.samples import LookedAt, each_by_itself
 from fedrax.compiled.scopes import GRADIENT, scope
-from fedrax.compiled.tracing import KEPT, equations_in, settings, shape_of
+from fedrax.compiled.tracing import KEPT, NO_MESH, equations_in, parts_of_scan, settings, shape_of
 from fedrax.tree import Tree
 
 _CACHED = 7 << 20
@@ -81,14 +83,48 @@ def pieces_of(
     fewest = -(-rows // max(1, most))
     size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
     least = size if size < rows else -(-rows // devices)
-    fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
-    if not fits or (size == rows and least < 2):  # one sample is a shape that a model may treat otherwise
-        return None
     if size < rows:
-        return Pieces(size, seen.dtype, drawn)
-    seconds = 3 * rows * seen.flops / _FLOPS  # forward, and backward twice as much
-    lost = (_START + tree.num_bytes(params) / _EXCHANGED + seen.weights / _READ) / max(seconds, _START)
-    return Pieces(rows, seen.dtype, drawn, lost) if seen.length <= _FEW and lost < _MOST else None
+        found = Pieces(size, seen.dtype, drawn)
+    else:
+        seconds = 3 * rows * seen.flops / _FLOPS  # forward, and backward twice as much
+        lost = (_START + tree.num_bytes(params) / _EXCHANGED + seen.weights / _READ) / max(seconds, _START)
+        # one sample is a shape that a model may treat otherwise
+        if seen.length > _FEW or lost >= _MOST or least < 2:
+            return None
+        found = Pieces(rows, seen.dtype, drawn, lost)
+    trace = jax.make_jaxpr(losses) if traced is None else partial(_trace, losses)
+    fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
+    same = fits and _any_number(lambda n: trace(params, of_rows(n), key), traced or rows, (rows, least))
+    return found if same else None
+
+
+def _any_number(trace: Callable[[int], core.ClosedJaxpr], looked: int, sizes: tuple[int, int]) -> bool:
+    """Whether what was seen of ``looked`` samples holds of batches of other sizes, whose losses ``trace`` traces."""
+    try:
+        return all(alike_but_for_rows(trace(looked), trace(n), (looked, n)) for n in sizes if n != looked)
+    except Exception:  # of the user's own: some models take some numbers of samples only
+        return False
+
+
+@lru_cache(KEPT)
+def as_traced(losses: Callable) -> Callable:
+    """The same function, from the traces by which it was looked at: Python is not run once more for its gradient."""
+
+    def found(*args: Tree) -> Array:
+        return core.jaxpr_as_fun(_trace(losses, *args))(*jax.tree.leaves(args))[0]
+
+    return found
+
+
+def _trace(losses: Callable, *args: Tree) -> core.ClosedJaxpr:
+    leaves, structure = jax.tree.flatten(args)
+    return _traced(losses, structure, tuple(map(shape_of, leaves)), settings())
+
+
+@lru_cache(KEPT)
+def _traced(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> core.ClosedJaxpr:
+    with use_abstract_mesh(NO_MESH):  # for programs of any mesh
+        return jax.make_jaxpr(losses)(*jax.tree.unflatten(structure, shapes))
 
 
 def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | None]:

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 
 from fedrax.compiled.rewriting import CALLS, called_in_place, evaluated, inputs_of, replayed
-from fedrax.compiled.samples import parts_of_scan
+from fedrax.compiled.tracing import parts_of_scan
 
 _CHEAP = ("add", "add_any", "copy", "integer_pow", "mul", "neg", "square", "sub")
 _FEW = 8

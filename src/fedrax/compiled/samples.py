@@ -3,8 +3,8 @@
 :func:`each_by_itself` follows the axis of the samples from equation to equation. It knows of each kind of operation
 whether numbers of two samples can meet in it, and takes for granted that they do where it does not know the operation.
 So batch norm, dropout (whose masks differ from sample to sample, see :mod:`fedrax.compiled.draws`), losses that compare
-samples and backward passes of the user's own (``jax.custom_vjp``) are found out. A ``jax.custom_jvp`` is taken to be
-the derivative of its function.
+samples, backward passes of the user's own (``jax.custom_vjp``) and derivatives that do so (``jax.custom_jvp``) are
+found out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from fedrax.compiled.arithmetic import computes_with, flops_in, length_of
-from fedrax.compiled.tracing import num_bytes
+from fedrax.compiled.alike import derivative_of, is_of_jax, is_real
+from fedrax.compiled.arithmetic import flops_in, length_of
+from fedrax.compiled.tracing import num_bytes, parts_of_scan
 from fedrax.tree import Tree
 
 
@@ -60,8 +61,8 @@ class LookedAt(NamedTuple):
 def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> LookedAt | None:
     """What is seen of ``function(shared, batch, key)`` -> [B], which is traced; no number is computed.
 
-    shared: pytree of arrays. batch: pytree of arrays [B, ...], B > 1. None where a value of the result may depend on
-    more than its own sample, or on how many there are.
+    shared: pytree of arrays. batch: pytree of arrays [B, ...], B > 1. None where a value of the result, or its
+    derivative, may depend on more than its own sample.
     """
     closed = jax.make_jaxpr(function)(shared, batch, key)
     samples = jax.tree.leaves(batch)[0].shape[0]
@@ -73,7 +74,7 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
     except Mixed:
         return None
     found: Any = closed.out_avals[0]
-    if out != Along(0) or found.shape != (samples,) or computes_with(closed, samples):
+    if out != Along(0) or found.shape != (samples,):
         return None
     return LookedAt(walk.bytes // samples, walk.weights, found.dtype, flops_in(closed) // samples, length_of(closed))
 
@@ -81,8 +82,9 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
 class _Walk:
     """Through the equations of a function of ``samples`` samples."""
 
-    def __init__(self, samples: int):
-        self.samples = samples
+    def __init__(self, samples: int, derived: bool = False):
+        """derived: whether the function is a derivative itself, in which no function's own derivative is asked for."""
+        self.samples, self.derived = samples, derived
         self.bytes = self.weights = 0
         self.repeats = 1
         """How often the equations at hand are run, loops around them counted."""
@@ -313,6 +315,22 @@ def _call(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list
     return walk.through(equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"], states)
 
 
+def _own_derivative(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
+    """A function with a derivative that someone wrote, which must treat samples alike, too."""
+    outputs = _call(states, equation, walk)
+    if all(isinstance(state, Same) for state in states) or walk.derived or is_of_jax(equation):
+        return outputs
+    derivative = derivative_of(equation)
+    if derivative is None:
+        raise Mixed
+    real = [state for state, v in zip(states, equation.invars, strict=True) if is_real(v)]
+    changes = _Walk(walk.samples, derived=True).through(derivative, [*states, *real])
+    of = [state for state, v in zip(outputs, equation.outvars, strict=True) if is_real(v)]
+    if any(isinstance(change, Along) and change != state for change, state in zip(changes, of, strict=True)):
+        raise Mixed
+    return outputs
+
+
 def _own_backward(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
     """A function with a backward pass that someone wrote: those of our layers treat samples alike, others may not."""
     backward = equation.params.get("bwd")
@@ -327,18 +345,6 @@ def _scan(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list
     known, given = list(states[:fixed]), list(states[fixed : fixed + carried])
     carry, outputs = walk.in_loop(equation.params["jaxpr"], known, given, taken, equation.params["length"])
     return [*carry, *map(_stacked, outputs)]
-
-
-def parts_of_scan(equation: core.JaxprEqn) -> tuple[int, int]:
-    """(inputs that are the same in every turn, those that one turn hands to the next); the others are cut.
-
-    By the shapes, since versions of JAX name the numbers otherwise.
-    """
-    body = equation.params["jaxpr"]
-    body = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
-    alike = lambda outer, inner: sum(len(_shape(a)) == len(_shape(b)) for a, b in zip(outer, inner, strict=True))  # noqa: E731
-    carried = alike(equation.outvars, body.outvars)
-    return alike(equation.invars, body.invars) - carried, carried
 
 
 def _stacked(state: State) -> State:
@@ -375,7 +381,8 @@ NUMBER_BY_NUMBER = frozenset(_NAMES.split())
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(NUMBER_BY_NUMBER, _number_by_number),
-    **_by(_call, "checkpoint closed_call core_call custom_jvp_call jit pjit remat remat2"),
+    **_by(_call, "checkpoint closed_call core_call jit pjit remat remat2"),
+    "custom_jvp_call": _own_derivative,
     "custom_vjp_call": _own_backward,
     **_by(_each, "name optimization_barrier"),
     **_by(_reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"),

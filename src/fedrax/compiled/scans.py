@@ -22,7 +22,7 @@ from jax.extend import core
 
 from fedrax.compiled.once import computed_once
 from fedrax.compiled.rewriting import Rules, called_in_place, evaluated
-from fedrax.compiled.samples import parts_of_scan
+from fedrax.compiled.tracing import parts_of_scan
 
 _MOST = 1 << 28
 """Bytes of factors that are kept, and of products made ahead."""

@@ -120,6 +120,18 @@ def functions_in(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]
     return [value for value in values if isinstance(value, _FUNCTIONS)]
 
 
+def parts_of_scan(equation: core.JaxprEqn) -> tuple[int, int]:
+    """(inputs that are the same in every turn, those that one turn hands to the next); the others are cut.
+
+    By the shapes, since versions of JAX name the numbers otherwise.
+    """
+    body = equation.params["jaxpr"]
+    body = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
+    alike = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))  # noqa: E731
+    carried = alike(equation.outvars, body.outvars)
+    return alike(equation.invars, body.invars) - carried, carried
+
+
 def num_bytes(atom: Any) -> int:
     """Of a variable of a jaxpr."""
     return atom.aval.size * atom.aval.dtype.itemsize

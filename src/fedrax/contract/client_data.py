@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.pieces import AXIS, TRACED, pieces_of, summed
+from fedrax.compiled.pieces import AXIS, TRACED, as_traced, pieces_of, summed
 from fedrax.compiled.products import Format
 from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.compiled.scopes import GATHER, GRADIENT, scope
@@ -286,6 +286,8 @@ class ClientData(Ruled):
         if pieces is not None and pieces.drawn is not None and (pieces.lost is None or joined is not None):
             arrays, drawn = pieces.drawn.draws(params, samples, key)
             losses, samples = pieces.drawn.losses, (samples, arrays)
+        elif pieces is not None and traced is not None:
+            losses = as_traced(losses)
         of_batch = self._of_batch(losses)
         gradient = lambda *batch: of_batch(*batch, drawn, *scaled)  # noqa: E731
         return summed(gradient, pieces, params, samples, counts, joined)
