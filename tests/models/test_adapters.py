@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedrax import FedAvg, Federation, LocalSGD, simulate
 from fedrax.contract.task import Batch, classification
 from fedrax.errors import FedraxError
 from fedrax.models import Variables, from_equinox, from_linen, from_nnx
@@ -331,3 +332,34 @@ def test_equinox_modules_with_functions_of_their_own_start_from_every_key():
     first, second = (model.init(jax.random.key(seed)) for seed in (0, 1))
     assert jax.tree.structure(first) == jax.tree.structure(second)
     np.testing.assert_allclose(model.apply(second, X), jax.vmap(Network(jax.random.key(1)))(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_what_linen_modules_sow_is_left_out(normed):
+    nn = pytest.importorskip("flax.linen")
+
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            if normed:
+                x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+            hidden = nn.relu(nn.Dense(4)(x))
+            self.sow("losses", "activity", (hidden**2).mean())
+            self.sow("intermediates", "hidden", hidden)
+            return nn.Dense(3)(hidden)
+
+    module, model = Sowing(), from_linen(Sowing(), X)
+    variables, whole = model.init(KEY), module.init({"params": KEY}, X)
+    outputs, moved = module.apply(whole, X, train=True, mutable=["batch_stats", "losses"])
+    if normed:
+        assert_same_trees(variables.params, whole["params"])
+        assert list(variables.statistics) == ["batch_stats"]
+        assert_same_trees(model.train(variables, X, KEY), (outputs, {"batch_stats": moved["batch_stats"]}))
+    else:
+        assert_same_trees(variables, whole["params"])
+        assert model.train is None
+        assert_same_trees(model.apply(variables, X, KEY), outputs)
+    y = np.array([0, 1, 2, 0, 1])
+    federation = Federation.from_arrays(np.asarray(X), y, np.arange(5) % 2, num_classes=3)
+    found = simulate(FedAvg(local=LocalSGD(lr=0.1)), classification(model), federation, rounds=2, cohort_size=2)
+    assert np.isfinite(found.metric("train_loss")[-1][1])

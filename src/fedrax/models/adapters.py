@@ -28,9 +28,10 @@ def from_linen(
 ) -> Model:
     """A Flax Linen module that maps a batch [B, ...] to outputs [B, ...]; `sample_input` is such a batch.
 
-    Parameters are the collection "params"; all other collections, such as "batch_stats", are statistics. Where
-    the module's `__call__` has an argument `train`, `training`, `deterministic` or `use_running_average`, it is set
-    by whether the module trains; a key feeds "dropout" and random streams of any other name.
+    Parameters are the collection "params"; all other collections, such as "batch_stats", are statistics, but for those
+    that grow with every call: what a module sows into them for its user to look at is left out. Where the module's
+    `__call__` has an argument `train`, `training`, `deterministic` or `use_running_average`, it is set by whether the
+    module trains; a key feeds "dropout" and random streams of any other name.
 
     ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last
     layer reads, and the parts that `__call__` applies one after the other. Modes are set as for `__call__`.
@@ -52,12 +53,12 @@ def from_linen(
     except (errors.FlaxError, TypeError, ValueError) as error:
         example = f"{sample_input.dtype} {list(sample_input.shape)}"
         raise FedraxError(f"{type(module).__name__} cannot be begun with a batch {example}: {_said(error)}") from error
-    collections = [name for name in shapes if name != "params"]
+    collections = _that_stay(module, shapes, sample_input, _modes(call, train=True))
 
     def init(key: Array) -> Params:
-        variables = dict(variables_of(key))
-        params = variables.pop("params", {})
-        return Variables(params, variables) if collections else params
+        variables = variables_of(key)
+        params = variables.get("params", {})
+        return Variables(params, {name: variables[name] for name in collections}) if collections else params
 
     def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if collections else (variables, {})
@@ -73,13 +74,28 @@ def from_linen(
 
     try:
         if collections:
-            jax.eval_shape(lambda v: module.apply(v, sample_input, **_modes(call, train=False)), shapes)
+            known = {name: shapes[name] for name in shapes if name in ("params", *collections)}
+            jax.eval_shape(lambda v: module.apply(v, sample_input, **_modes(call, train=False)), known)
     except errors.ModifyScopeVariableError:
         raise FedraxError(
             f"{type(module).__name__} moves its statistics in evaluation too: give its __call__ an argument train, and "
             "its layers use_running_average=not train."
         ) from None
     return _model(module, init, run, call, features, blocks, has_statistics=bool(collections))
+
+
+def _that_stay(module: Any, shapes: Any, x: Any, modes: dict[str, Any]) -> list[str]:
+    """The names of the collections beside the parameters that are as large after a call as before."""
+    names = [name for name in shapes if name != "params"]
+    is_tuple: Callable[[Any], bool] = lambda v: isinstance(v, tuple)  # noqa: E731
+    if not any(is_tuple(v) for name in names for v in jax.tree.leaves(shapes[name], is_leaf=is_tuple)):
+        return names
+
+    def called(variables: Any, key: Array) -> Any:
+        return module.apply(variables, x, mutable=names, rngs={"dropout": key, "params": key}, **modes)[1]
+
+    after = {**shapes, **jax.eval_shape(called, shapes, jax.random.key(0))}
+    return [name for name in names if jax.tree.structure(after[name]) == jax.tree.structure(shapes[name])]
 
 
 @contextmanager
