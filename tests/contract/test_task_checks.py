@@ -54,11 +54,11 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     "no array": (lambda: Task(zeros, lambda p, b, k: (errors(p, b), 1)), "not a tuple"),  # type: ignore[arg-type,return-value]
     "other samples": (
         lambda: classification(Linear().build((5,), 3)),
-        "loss cannot be computed of samples with x float32 \\[4\\], y int32 \\[\\]: TypeError: dot_general",
+        "of 13 samples, as of any other number, with x float32 \\[4\\], y int32 \\[\\]: TypeError: dot_general",
     ),
     "own place": (
         lambda: Task(zeros, lambda p, b, k: b.x @ p[:2]),
-        "computed \\(in <lambda>, test_task_checks.py, line \\d+\\) of samples",
+        "computed \\(in <lambda>, test_task_checks.py, line \\d+\\) of 13 samples",
     ),
     "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
     "carry": (lambda: Task(zeros, carrying), r"but they differ: .* int32\[13\] .* float32\[13\], so the dtypes"),

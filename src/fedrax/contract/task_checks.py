@@ -81,7 +81,8 @@ def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
         notes = [note.removeprefix("fedrax: ") for note in getattr(error, "__notes__", ()) if note.startswith("fedrax")]
         said = "; ".join([f"{type(error).__name__}: {_said(error)}".rstrip(" :"), *notes])
         raise FedraxError(
-            f"the task's {what} cannot be computed{_place(error)} of samples with {about}: {said}"
+            f"the task's {what} cannot be computed{_place(error)} of {TRACED} samples, as of any other number, with"
+            f" {about}: {said}"
         ) from error
 
 
