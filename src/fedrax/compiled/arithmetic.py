@@ -1,4 +1,4 @@
-"""How much a traced function computes."""
+"""How much a traced function computes, and which of its operations go number by number."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 from jax.extend import core
 
 from fedrax.compiled.tracing import equations_in, functions_in
+
+_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
+    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le
+    lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor"""
+NUMBER_BY_NUMBER = frozenset(_NAMES.split())
+"""Operations on arrays of one shape, each entry of the result from the entries at its place."""
 
 
 def flops_in(program: core.ClosedJaxpr | core.Jaxpr) -> int:

@@ -18,8 +18,8 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
+from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
 from fedrax.compiled.rewriting import CALLS, called_in_place, needed, outputs_of
-from fedrax.compiled.samples import NUMBER_BY_NUMBER
 from fedrax.compiled.tracing import equations_in, functions_in, num_bytes
 
 NAME = "_layers"

@@ -17,7 +17,7 @@ import jax
 from jax.extend import core
 
 from fedrax.compiled.alike import derivative_of, is_of_jax, is_real
-from fedrax.compiled.arithmetic import flops_in, length_of
+from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER, flops_in, length_of
 from fedrax.compiled.tracing import num_bytes, parts_of_scan
 from fedrax.tree import Tree
 
@@ -371,13 +371,6 @@ def _by(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
-    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le
-    lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor"""
-NUMBER_BY_NUMBER = frozenset(_NAMES.split())
-"""Operations on arrays of one shape, each entry of the result from the entries at its place."""
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(NUMBER_BY_NUMBER, _number_by_number),
