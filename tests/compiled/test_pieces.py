@@ -13,8 +13,9 @@ from jax import Array, lax
 
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
 from fedrax.compiled import pieces
+from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.samples import each_by_itself
-from fedrax.models import from_linen
+from fedrax.models import Model, from_linen
 
 B, WIDE = 6, (4, 4, 4)
 Function = Callable[[Any, Array, Array], Array]
@@ -317,3 +318,38 @@ def test_a_run_in_pieces_is_the_run(batch_size: Any, monkeypatch: pytest.MonkeyP
     found = run()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), found.params, whole.params)
     assert "samples at a time" in found.plan and "at a time" not in whole.plan
+
+
+def test_plan_debug_computes_what_was_written(monkeypatch: pytest.MonkeyPatch):
+    """Whole batches, in the model's own operations: an error of the faster forms would show beside it."""
+    monkeypatch.setattr(pieces, "_CACHED", 1 << 13)
+    monkeypatch.setattr(pieces, "_OF_WEIGHTS", 0)
+    federation = Federation.from_arrays(np.asarray(images(8)), np.arange(8) % 3, np.zeros(8, int), num_classes=3)
+    seen: list[int] = []
+
+    def recorded(x: Array) -> Array:
+        seen.append(len(x))
+        return x
+
+    network = Convolutions()
+    model = Model(lambda key: network.init(key, images(1)), lambda v, x, key=None: network.apply(v, recorded(x)))
+
+    def run(plan: Any) -> Any:
+        return simulate(
+            FedAvg(local=LocalSGD(lr=0.1, batch_size=8, steps=2)),
+            classification(model),
+            federation,
+            rounds=1,
+            cohort_size=1,
+            plan=plan,
+        )
+
+    compiled = run("scan")
+    assert "gradients of 2 samples at a time" in compiled.plan
+    seen.clear()
+    stepped = run("debug")
+    assert "at a time" not in stepped.plan
+    assert seen.count(8) >= 2  # every step; others are traced
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), compiled.params, stepped.params)
+    with jax.disable_jit():
+        assert fast_on_cpu(of_each) is of_each

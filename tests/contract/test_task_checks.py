@@ -105,3 +105,12 @@ def test_losses_of_other_libraries_need_nothing_more() -> None:
     )
     for mine, ours in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_allclose(mine, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_of_samples_in_another_type_says_which_the_parameters_have():
+    """Of a task of one's own: nobody but the loss makes samples of the parameters' type."""
+    convolved = lambda p, b, k: jax.lax.conv(b.x[:, None], p[None, None], (1,), "SAME")[:, 0, 0]  # noqa: E731
+    task = Task(lambda key: jnp.ones(2), convolved)
+    assert simulate(FedAvg(), task, FEDERATION, rounds=1, cohort_size=2).events
+    with pytest.raises(FedraxError, match=r"x float32 \[4\], y int32 \[\], and parameters float64: TypeError"):
+        simulate(FedAvg(), task, FEDERATION, rounds=1, cohort_size=2, dtype="float64")

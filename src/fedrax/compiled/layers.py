@@ -20,7 +20,7 @@ from jax.extend import core
 from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
 from fedrax.compiled.rewriting import CALLS, called_in_place, needed, outputs_of
-from fedrax.compiled.tracing import equations_in, functions_in, num_bytes
+from fedrax.compiled.tracing import equations_in, functions_in, in_fast_forms, num_bytes
 
 NAME = "_layers"
 """Scopes of the loops are their turns and this."""
@@ -46,7 +46,7 @@ def in_loops(function: Callable) -> Callable:
     Values differ by rounding only. A network of few layers, or one whose loops would pass over more than the caches
     hold, is left as it is.
     """
-    if jax.default_backend() != "cpu":
+    if not in_fast_forms():
         return function
 
     def wrapped(*args: Any) -> Any:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import jax
-
 from fedrax.compiled.convolutions import convolution
 from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps, sum_of_windows
 from fedrax.compiled.random_bits import many_at_once
@@ -20,6 +18,7 @@ from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
 from fedrax.compiled.sums_of_rows import larger_last
+from fedrax.compiled.tracing import in_fast_forms
 
 
 def fast_on_cpu(function: Callable) -> Callable:
@@ -28,7 +27,7 @@ def fast_on_cpu(function: Callable) -> Callable:
     Values differ by rounding only; those of 16 bits are computed in float32, as XLA does.
     To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
     """
-    return rewritten(function, _RULES, fewer_residuals) if jax.default_backend() == "cpu" else function
+    return rewritten(function, _RULES, fewer_residuals) if in_fast_forms() else function
 
 
 _RULES: dict[str, Rule] = {

@@ -23,7 +23,7 @@ from fedrax.compiled.any_number import alike_but_for_rows
 from fedrax.compiled.draws import Drawn, drawn_before
 from fedrax.compiled.samples import LookedAt, each_by_itself
 from fedrax.compiled.scopes import GRADIENT, scope
-from fedrax.compiled.tracing import KEPT, NO_MESH, equations_in, parts_of_scan, settings, shape_of
+from fedrax.compiled.tracing import KEPT, NO_MESH, equations_in, in_fast_forms, parts_of_scan, settings, shape_of
 from fedrax.tree import Tree
 
 _CACHED = 7 << 20
@@ -69,7 +69,7 @@ def pieces_of(
     not worth it, where samples do not stand each for itself, and on accelerators.
     """
     rows = len(jax.tree.leaves(batch)[0])
-    if jax.default_backend() != "cpu" or rows < 2:
+    if not in_fast_forms() or rows < 2:
         return None
     of_rows = lambda n: jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), batch)  # noqa: E731
     if traced is None:

@@ -155,6 +155,14 @@ def _program(known: _Text) -> Callable[..., list]:
     return jax.jit(core.jaxpr_as_fun(known.made))
 
 
+def in_fast_forms() -> bool:
+    """Whether functions are put in the forms that XLA's CPU backend is fast at.
+
+    Not where nothing is compiled: plan debug computes what stands in a model, by which the other plans are checked.
+    """
+    return jax.default_backend() == "cpu" and not jax.config.values["jax_disable_jit"]
+
+
 def settings() -> tuple:
     """JAX's settings, on which traces depend."""
     return tuple(jax.config.values.items())

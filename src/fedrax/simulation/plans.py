@@ -59,6 +59,8 @@ def describe(
         "loop": "one compiled call a client",
         "debug": "step by step without compilation",
     }[plan]
+    if plan == "debug":  # what was written, batches whole
+        piece, turns = 0, ""
     extra = ", clients left over on all of them together" * joining
     extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
     extra += f", {turns} layers of one shape in a loop" if turns else ""
