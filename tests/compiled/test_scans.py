@@ -13,6 +13,7 @@ import pytest
 from jax import Array, lax
 
 from fedrax.compiled.on_cpu import fast_on_cpu
+from fedrax.compiled.tracing import parts_of_scan
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def carried_shapes(function: Callable, *args: Any) -> set[tuple[int, ...]]:
     def walk(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "scan":
-                fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
+                fixed, carried = parts_of_scan(equation)
                 found.update(v.aval.shape for v in equation.invars[fixed : fixed + carried])
             for value in equation.params.values():
                 walk(value.jaxpr) if hasattr(value, "jaxpr") else None
@@ -220,7 +221,7 @@ def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> li
         for equation in jaxpr.eqns:
             if equation.primitive.name == "scan":
                 body = equation.params["jaxpr"].jaxpr
-                fixed = body.invars[: equation.params["num_consts"]]
+                fixed = body.invars[: parts_of_scan(equation)[0]]
                 for product in (e for e in body.eqns if e.primitive.name == "dot_general"):
                     place = next(i for i, v in enumerate(product.invars) if v.aval.shape == shape)
                     assert product.invars[place] in fixed
