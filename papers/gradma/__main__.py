@@ -104,6 +104,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     title = f"# GradMA, Table 1 ({'MNIST' if arguments.data == 'mnist' else 'CIFAR-10'})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
     command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
+    command += f" --local-step {arguments.local_step:g}" if arguments.local_step else ""
     budget = "On a smaller budget than the paper's 1,000 rounds of batches of 64: " if arguments.small else ""
     note = (
         "Top test accuracy in % over all evaluations of a run, mean ± standard deviation over the seeds run; paper: "
