@@ -16,8 +16,8 @@ from jax.extend import core
 from jax.sharding import use_abstract_mesh
 
 from fedrax.compiled.random_bits import many_at_once
-from fedrax.compiled.rewriting import evaluated, laid_out
-from fedrax.compiled.tracing import KEPT, NO_MESH, settings, shape_of
+from fedrax.compiled.rewriting import called_in_place, evaluated
+from fedrax.compiled.tracing import KEPT, NO_MESH, trace_of
 from fedrax.tree import Tree
 
 _RULES = {"random_bits": many_at_once}
@@ -72,14 +72,13 @@ def drawn_before(losses: Callable, params: Tree, batch: Tree, key: Array) -> Dra
 
 
 def _laid_out(losses: Callable, *args: Any) -> core.ClosedJaxpr:
-    leaves, structure = jax.tree.flatten(args)
-    return _traced(losses, structure, tuple(map(shape_of, leaves)), settings())
+    return _in_place(trace_of(losses, *args))
 
 
 @lru_cache(KEPT)
-def _traced(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> core.ClosedJaxpr:
+def _in_place(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     with use_abstract_mesh(NO_MESH):
-        return laid_out(losses, *jax.tree.unflatten(structure, shapes))[0]
+        return called_in_place(closed)
 
 
 def _crossings(closed: core.ClosedJaxpr) -> list[Any]:

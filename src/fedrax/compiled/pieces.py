@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
-from jax.sharding import use_abstract_mesh
 
 from fedrax import tree
 from fedrax.compiled.any_number import alike_but_for_rows
 from fedrax.compiled.draws import Drawn, drawn_before
 from fedrax.compiled.samples import LookedAt, each_by_itself
 from fedrax.compiled.scopes import GRADIENT, scope
-from fedrax.compiled.tracing import KEPT, NO_MESH, equations_in, in_fast_forms, parts_of_scan, settings, shape_of
+from fedrax.compiled.tracing import KEPT, equations_in, in_fast_forms, parts_of_scan, settings, shape_of, trace_of
 from fedrax.tree import Tree
 
 _CACHED = 7 << 20
@@ -92,7 +91,7 @@ def pieces_of(
         if seen.length > _FEW or lost >= _MOST or least < 2:
             return None
         found = Pieces(rows, seen.dtype, drawn, lost)
-    trace = jax.make_jaxpr(losses) if traced is None else partial(_trace, losses)
+    trace = jax.make_jaxpr(losses) if traced is None else partial(trace_of, losses)
     fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
     same = fits and _any_number(lambda n: trace(params, of_rows(n), key), traced or rows, (rows, least))
     return found if same else None
@@ -111,20 +110,9 @@ def as_traced(losses: Callable) -> Callable:
     """The same function, from the traces by which it was looked at: Python is not run once more for its gradient."""
 
     def found(*args: Tree) -> Array:
-        return core.jaxpr_as_fun(_trace(losses, *args))(*jax.tree.leaves(args))[0]
+        return core.jaxpr_as_fun(trace_of(losses, *args))(*jax.tree.leaves(args))[0]
 
     return found
-
-
-def _trace(losses: Callable, *args: Tree) -> core.ClosedJaxpr:
-    leaves, structure = jax.tree.flatten(args)
-    return _traced(losses, structure, tuple(map(shape_of, leaves)), settings())
-
-
-@lru_cache(KEPT)
-def _traced(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> core.ClosedJaxpr:
-    with use_abstract_mesh(NO_MESH):  # for programs of any mesh
-        return jax.make_jaxpr(losses)(*jax.tree.unflatten(structure, shapes))
 
 
 def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | None]:

@@ -67,6 +67,18 @@ def traced_once(
     return decorated
 
 
+def trace_of(function: Callable, *args: Any) -> core.ClosedJaxpr:
+    """The trace of a function of pytrees of arrays that holds none of a program which is being traced; remembered."""
+    leaves, structure = jax.tree.flatten(args)
+    return _trace_of(function, structure, tuple(map(shape_of, leaves)), settings())
+
+
+@lru_cache(KEPT)
+def _trace_of(function: Callable, structure: Any, shapes: tuple, _: tuple) -> core.ClosedJaxpr:
+    with use_abstract_mesh(NO_MESH):  # for programs of any mesh
+        return jax.make_jaxpr(function)(*jax.tree.unflatten(structure, shapes))
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """While Python traces and nothing is thrown away: its garbage collector would go over all of it again and again."""
