@@ -79,8 +79,10 @@ def test_whole_vectors():
     assert_as_by_hand(jax.jit(use)(vectors(HELD), vectors(UPDATES)))
 
 
-def test_shares_of_vectors():
-    """Two devices, each with its share of the held vectors and half of the new ones."""
+@pytest.mark.parametrize("few", [2, 1])
+def test_shares_of_vectors(few: int, monkeypatch):
+    """Two devices, each with its share of the held vectors and half of the new ones, exchanged as few or many do it."""
+    monkeypatch.setattr(module, "_FEW_DEVICES", few)
     mesh = Mesh(jax.devices()[:2], (AXIS,))
     held = padded(vectors(HELD), 2)
     specs = server_specs(held, mesh)
