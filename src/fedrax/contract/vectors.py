@@ -112,7 +112,8 @@ class Vectors:
             return tuple(zip(*map(one, parts[0], updates._parts, *parts[1:]), strict=True))
 
         if changes is None:
-            return Vectors(*lax.fori_loop(0, len(rows), add, (self._parts,)), self._form, self._axis)
+            (parts,) = lax.fori_loop(0, len(rows), add, (self._parts,))
+            return Vectors(parts, self._form, self._axis)
         room = tuple(jnp.zeros((len(rows), *v.shape[1:]), v.dtype) for v in self._parts)
         zeros = tuple(jnp.zeros(v.shape[1:], v.dtype) for v in self._parts)
         parts, before, zeros = lax.fori_loop(0, len(rows), add, (self._parts, room, zeros))
