@@ -154,6 +154,21 @@ def shared_out(x: Array) -> Array:
 shared_out.defjvp(lambda x, t: (x[0], t[0] / len(x[0])))
 
 
+def series(w: Array, x: Array, key: Array) -> Array:
+    """A sum of powers, and functions that mathematics has names for."""
+    powers = jnp.polyval(jnp.arange(1.0, 4), x / 3) + jnp.exp2(x) + jnp.log2(1 + x**2) + jax.scipy.special.i0(x)
+    return of_each(
+        powers + jax.scipy.special.gammainc(1.5, x**2) - jax.vmap(jax.grad(jnp.tanh))(x.ravel()).reshape(x.shape)
+    )
+
+
+def token_of_its_own(w: Array, x: Array, key: Array) -> Array:
+    """A transformer's first token, the same for all samples, and a head's parts."""
+    tokens = jnp.concatenate([jnp.tile(w[None, :1], (len(x), 1, 1)), x.reshape(len(x), 16, 4)], 1)
+    q, k, v = jnp.unstack(jnp.stack([tokens @ w, tokens @ w.T, jnp.tile(tokens[..., :2], (1, 1, 2))], 2), axis=2)
+    return of_each(jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v)
+
+
 def labels_as_vectors(w: Array, x: Array, key: Array) -> Array:
     return (jax.nn.one_hot(x.reshape(len(x), -1).argmax(1), 64) * x.reshape(len(x), -1)).sum(1)
 
@@ -174,6 +189,9 @@ ALONE: dict[str, tuple[Callable, Any]] = {
     "vmap": (lambda w, x, key: jax.vmap(lambda p: jnp.linalg.norm(p @ w))(x), SQUARE),
     "noise on the weights": (lambda w, x, key: of_each(x @ (w + jax.random.normal(key, w.shape))), SQUARE),
     "channels first": (lambda w, x, key: of_each(jnp.einsum("chwn,cd->dnhw", x.T, w).swapaxes(0, 1)), SQUARE),
+    "series": (series, SQUARE),
+    "a token of its own": (token_of_its_own, SQUARE),
+    "frequencies": (lambda w, x, key: of_each(jnp.abs(jnp.fft.rfft2(x, axes=(2, 3)))), SQUARE),
     "a steeper derivative": (lambda w, x, key: of_each(jax.nn.relu(steeper(x @ w))), SQUARE),
     "padded and cut": (
         lambda w, x, key: of_each(jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)))[:, 1:, ::2, ::-1]),
@@ -205,6 +223,9 @@ TOGETHER: dict[str, tuple[Callable, Any]] = {
     "rows from a table made of samples": (lambda w, x, key: of_each(x)[jnp.argsort(of_each(x))], SQUARE),
     "a gradient of its own": (lambda w, x, key: of_each(of_the_batch(x @ w)), SQUARE),
     "a derivative of its own": (lambda w, x, key: of_each(centred(x @ w)), SQUARE),
+    "samples in a row": (lambda w, x, key: of_each(x * jnp.tile(jnp.unstack(x)[0], (len(x), 1, 1, 1))), SQUARE),
+    "samples one after another": (lambda w, x, key: of_each(jnp.tile(x[:, 0, 0], (2, 1))[::2]), SQUARE),
+    "frequencies over samples": (lambda w, x, key: of_each(jnp.abs(jnp.fft.fft(x, axis=0))), SQUARE),
     "one number for all": (lambda w, x, key: of_each(x).mean(), SQUARE),
     "no sample": (lambda w, x, key: jnp.ones(len(x)), SQUARE),
 }
@@ -226,6 +247,9 @@ OF_THE_NUMBER: dict[str, Callable] = {
     "a product of ones": lambda w, x: of_each(x @ w) / (jnp.ones(len(x)) @ jnp.ones(len(x))),
     "the largest place": lambda w, x: of_each(x @ w) / (1 + jnp.arange(len(x)).max()),
     "ones counted so far": lambda w, x: of_each(x @ w) * lax.cumsum(jnp.ones(len(x)), reverse=True)[0],
+    "a sum of one's own": lambda w, x: of_each(x @ w) / lax.reduce(jnp.ones(len(x)), 0.0, lambda a, b: a + b, (0,)),
+    "a convolution of ones": lambda w, x: of_each(x @ w) / jnp.convolve(jnp.ones(len(x)), jnp.ones(len(x)), "valid"),
+    "the lowest frequency": lambda w, x: of_each(x @ w) / jnp.fft.rfft(jnp.ones(len(x)))[0].real,
     "a power": lambda w, x: of_each(x @ w) ** len(x),
     "a threshold": lambda w, x: 2 * of_each(x @ w) if len(x) > 3 else of_each(x @ w),
     "another one": lambda w, x: 2 * of_each(x @ w) if len(x) > 20 else of_each(x @ w),

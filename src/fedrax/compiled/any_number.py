@@ -108,14 +108,20 @@ class _Compared:
 def _adds_up(a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
     """Whether numbers along an axis of other length meet: of ones that may be to count them."""
     params: Any = a.params
-    inputs: Any = zip(a.invars, b.invars, strict=True)
-    if "window_dimensions" in params:
-        return params["window_dimensions"] != b.params["window_dimensions"]
-    if a.primitive.name == "dot_general":
+    name, inputs = a.primitive.name, list(zip(a.invars, b.invars, strict=True))
+    for param in ("window_dimensions", "fft_lengths"):
+        if param in params:
+            return params[param] != b.params[param]
+    if name == "dot_general":
         axes = params["dimension_numbers"][0]
+    elif name == "conv_general_dilated":
+        axes = [(), params["dimension_numbers"].rhs_spec[1:]]
+    elif name == "reduce":
+        axes = [params["dimensions"]] * len(inputs)
     else:
-        axes = [params.get("axes", (params["axis"],) if a.primitive.name.startswith("cum") else ())]
-    return any(v.aval.shape[i] != w.aval.shape[i] for (v, w), along in zip(inputs, axes, strict=False) for i in along)
+        axes = [params.get("axes", (params["axis"],) if name.startswith("cum") else ())]
+    shapes: Any = [(v.aval, w.aval) for v, w in inputs]
+    return any(v.shape[i] != w.shape[i] for (v, w), along in zip(shapes, axes, strict=False) for i in along if v.shape)
 
 
 def _equal(a: Any, b: Any) -> bool:

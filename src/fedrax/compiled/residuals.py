@@ -15,7 +15,7 @@ from jax.extend import core
 from fedrax.compiled.rewriting import CALLS, called_in_place, evaluated, inputs_of, replayed
 from fedrax.compiled.tracing import parts_of_scan
 
-_CHEAP = ("add", "add_any", "copy", "integer_pow", "mul", "neg", "square", "sub")
+_CHEAP = ("add", "add_any", "copy", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub")
 _FEW = 8
 """Operations up to which computing an array takes no longer than to read it."""
 

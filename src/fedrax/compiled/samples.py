@@ -221,6 +221,21 @@ def _within(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> li
     return [_unless(joined.axis in axes, joined)] * len(equation.outvars)
 
 
+def _stack(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
+    return [_stacked(_joined(states), equation.params["axis"])]
+
+
+def _unstack(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
+    return [_without(states[0], (equation.params["axis"],))] * len(equation.outvars)
+
+
+def _tile(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
+    (state,), times, shape = states, equation.params["reps"], _shape(equation.invars[0])
+    if isinstance(state, Along):
+        return [_unless(times[state.axis] > 1, state)]
+    return [Same(state.uniform.union(axis for axis, n in enumerate(shape) if n == 1 and times[axis] > 1))]
+
+
 def _whole_axis(untouched: Callable[[dict, Any, int], bool]) -> Rule:
     """Operations on the first input that leave the samples' axis as it is; the other inputs are places, say."""
 
@@ -347,9 +362,10 @@ def _scan(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list
     return [*carry, *map(_stacked, outputs)]
 
 
-def _stacked(state: State) -> State:
-    """With an axis before the others."""
-    return Along(state.axis + 1) if isinstance(state, Along) else Same(frozenset(i + 1 for i in state.uniform))
+def _stacked(state: State, axis: int = 0) -> State:
+    """With a new axis, along which arrays differ."""
+    place = lambda i: i + (i >= axis)  # noqa: E731
+    return Along(place(state.axis)) if isinstance(state, Along) else Same(frozenset(map(place, state.uniform)))
 
 
 def _while(states: Sequence[State], equation: core.JaxprEqn, walk: _Walk) -> list[State]:
@@ -374,6 +390,7 @@ def _by(rule: Rule, names: str) -> dict[str, Rule]:
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(NUMBER_BY_NUMBER, _number_by_number),
+    "polynomial": _number_by_number,
     **_by(_call, "checkpoint closed_call core_call jit pjit remat remat2"),
     "custom_jvp_call": _own_derivative,
     "custom_vjp_call": _own_backward,
@@ -381,6 +398,10 @@ _RULES: dict[str, Rule] = {
     **_by(_reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"),
     **_by(_within, "cumsum cumprod cummax cummin cumlogsumexp concatenate sort rev split"),
     **_by(_whole_axis(_window_leaves), "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "fft": _whole_axis(lambda params, eqn, axis: axis < len(_shape(eqn.invars[0])) - len(params["fft_lengths"])),
     "top_k": _whole_axis(lambda params, eqn, axis: axis < len(_shape(eqn.invars[0])) - 1),
     "slice": _whole_axis(_slice_leaves),
     "dynamic_slice": _whole_axis(lambda params, eqn, axis: params["slice_sizes"][axis] == _shape(eqn.invars[0])[axis]),
