@@ -114,3 +114,24 @@ def test_a_loss_of_samples_in_another_type_says_which_the_parameters_have():
     assert simulate(FedAvg(), task, FEDERATION, rounds=1, cohort_size=2).events
     with pytest.raises(FedraxError, match=r"x float32 \[4\], y int32 \[\], and parameters float64: TypeError"):
         simulate(FedAvg(), task, FEDERATION, rounds=1, cohort_size=2, dtype="float64")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_parameters_may_be_numbers_of_python(given: bool):
+    """As init makes them, under a trace or not, and as they are given."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        return (batch.x @ jnp.asarray(params["w"]) + params["b"] - batch.y) ** 2
+
+    def of(key: Any) -> Any:
+        return {"w": [0.0] * 4, "b": 0.5}
+
+    def looking(key: Any) -> Any:
+        return of(key) if jax.random.key_data(key)[0] >= 0 else None
+
+    settings: dict[str, Any] = {"rounds": 2, "cohort_size": 2, "progress": False, "params": of(0) if given else None}
+    one, other = (simulate(FedAvg(), Task(init, loss), FEDERATION, **settings) for init in (of, looking))
+    arrays = Task(lambda key: {"w": [jnp.zeros(())] * 4, "b": jnp.float32(0.5)}, loss)
+    expected = simulate(FedAvg(), arrays, FEDERATION, **settings | {"params": None})
+    for result in (one, other):
+        jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)

@@ -45,16 +45,22 @@ def start_of(task: Task, key: Array, given: Params | None) -> Start:
         if given is None:
             return Start(own, _drawn(drawing.lower(), key))
     except jax.errors.JAXTypeError:  # a user's init may look at the key's value
-        own = task.init(key)
+        own = _arrays(task.init(key))
         _check_kinds(own)
     except TypeError as error:
         if "is not a valid JAX type" not in str(error):
             raise
         raise FedraxError(f"a model's parameters are arrays: {str(error).splitlines()[0]}") from error
-    start = own if given is None else given
-    if given is not None:
-        _check_given(own, given)
+    if given is None:
+        return Start(own, lambda: own)
+    start = _arrays(given)
+    _check_given(own, start)
     return Start(start, lambda: start)
+
+
+def _arrays(params: Params) -> Params:
+    """With Python's numbers as arrays, too."""
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf), params)
 
 
 def _drawn(drawing: jax.stages.Lowered, key: Array) -> Callable[[], Params]:
