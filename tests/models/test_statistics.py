@@ -211,7 +211,7 @@ def test_variables_are_starting_parameters(model: Model):
     task = classification(model)
     assert_same(starting_parameters(task, KEY, None), task.init(KEY))
     given = moved(model)
-    assert starting_parameters(task, KEY, given) is given
+    assert_same(starting_parameters(task, KEY, given), given)
     with pytest.raises(FedraxError, match="do not fit the model"):
         starting_parameters(task, KEY, given.params)
 
