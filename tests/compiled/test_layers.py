@@ -104,6 +104,18 @@ def recurrent(params: Any, x: Array) -> Array:
     return x
 
 
+@jax.jit
+def mixed(x: Array) -> Array:
+    """As FNet does in place of attention."""
+    return jnp.fft.fft(x).real
+
+
+def transformed(params: Any, x: Array) -> Array:
+    for layer in params:
+        x = block(layer, mixed(x) + jnp.fft.irfft(jnp.fft.rfft(x) * (1 + 0.5j), x.shape[-1]))
+    return x
+
+
 def drawing(params: Any, x: Array) -> Array:
     for key, layer in zip(jax.random.split(jax.random.key(7), len(params)), params, strict=True):
         x = block(layer, jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0))
@@ -144,6 +156,7 @@ ALIKE: list[tuple[Network, list[int]]] = [
     (rectified, [6]),
     (recomputed, [6]),
     (recurrent, [6]),
+    (transformed, [6]),
     (drawing, [6]),
     (handing_keys_on, [6]),
     (stacked_by_hand, [6]),

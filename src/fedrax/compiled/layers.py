@@ -164,9 +164,11 @@ class _Loop(NamedTuple):
         first = [jnp.asarray(read(source.first)) for source in handed.values()]
         first += [jnp.zeros(aval.shape, aval.dtype) for aval in map(self._aval, only_last)]
         stacked = [_stacked(source.atoms, read) for source in cut.values()]
-        recomputing = jax.checkpoint(turn, policy=_is_kept, prevent_cse=False)
+        # Of what is kept JAX asks an operation that complex numbers do not have.
+        real = not any(map(_makes_complex, self.template))
+        body = jax.checkpoint(turn, policy=_is_kept, prevent_cse=False) if real else turn
         with jax.named_scope(f"{turns}{NAME}"):
-            carry, stacks = lax.scan(recomputing, first, stacked, length=turns)
+            carry, stacks = lax.scan(body, first, stacked, length=turns)
         at_end = dict(zip([*made_by, *only_last], carry, strict=True))
         on_the_way = dict(zip(before_last, stacks, strict=True))
         of = lambda t, place: at_end[place] if t == turns - 1 else on_the_way[place][t]  # noqa: E731
@@ -206,6 +208,11 @@ def _key(source: _Handed | _Cut) -> Hashable:
 
 def _atom_key(atom: Any) -> Hashable:
     return np.asarray(atom.val).tobytes() if isinstance(atom, core.Literal) else id(atom)
+
+
+def _makes_complex(equation: core.JaxprEqn) -> bool:
+    inside = (e for function in functions_in(equation) for e in equations_in(function))
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for e in (equation, *inside) for v in e.outvars)
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
