@@ -159,12 +159,16 @@ def _shift(low: np.ndarray, high: np.ndarray, level: float) -> float:
     if max(squares) <= 1e-12 * gap**2:  # nothing hides it
         return _MOST_MU
     alike = abs(math.log(squares[0] / squares[1])) < _DOUBT * math.sqrt(4 / len(low)) if min(squares) > 0 else False
-    normal = all(kstest(seen, "norm", (seen.mean(), seen.std())).pvalue > norm.sf(_DOUBT) for seen in (low, high))
-    if not (alike and normal):
+    if not (alike and all(map(_is_normal, (low, high)))):
         return 0.0
     most = math.sqrt(sum(squares) / float(chi2.ppf(level, free)))
     error = float(norm.isf(level)) * math.sqrt(1 / len(low) + 1 / len(high))
     return min(_MOST_MU, max(0.0, gap / most - error))
+
+
+def _is_normal(seen: np.ndarray) -> bool:
+    """Whether nothing speaks against it."""
+    return kstest((seen - seen.mean()) / seen.std(), norm.cdf).pvalue > norm.sf(_DOUBT)
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
