@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
+from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
 from fedrax.compiled.random_bits import bits_from, is_threefry
 from fedrax.compiled.rewriting import evaluated, laid_out, needed, outputs_of, replayed
-from fedrax.compiled.samples import NUMBER_BY_NUMBER
 
 _CHUNK = 1 << 13
 """Numbers a turn of the loop draws; arrays are filled up to a multiple of it."""

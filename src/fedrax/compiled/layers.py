@@ -212,7 +212,8 @@ def _atom_key(atom: Any) -> Hashable:
 
 def _makes_complex(equation: core.JaxprEqn) -> bool:
     inside = (e for function in functions_in(equation) for e in equations_in(function))
-    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for e in (equation, *inside) for v in e.outvars)
+    made = (getattr(v.aval, "dtype", None) for e in (equation, *inside) for v in e.outvars)
+    return any(dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating) for dtype in made)
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
