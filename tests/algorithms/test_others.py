@@ -11,6 +11,7 @@ import pytest
 
 from fedrax import (
     Batch,
+    ClientDP,
     Ditto,
     FedAvg,
     Federation,
@@ -19,13 +20,17 @@ from fedrax import (
     FedSGD,
     LocalSGD,
     QFedAvg,
+    Robust,
     Scaffnew,
     Script,
     SignSGD,
     simulate,
 )
 from fedrax.algorithms.scaffnew import geometric
+from fedrax.algorithms.signsgd import majority
+from fedrax.contract.aggregation import NormBound
 from fedrax.contract.hyperparameters import check
+from fedrax.privacy.mechanisms.clipping import Flat
 from tests import reference
 from tests.algorithms.problems import make_problem
 
@@ -92,6 +97,26 @@ def test_votes_that_are_equal_move_nothing():
     np.testing.assert_array_equal(two.params["w"], [0, 0.25, 0, 0.25])
     three = simulate(method, PROBLEM.task, federation, script=Script(cohorts=[[0, 1, 2]]), **settings)
     np.testing.assert_array_equal(three.params["w"], [0.25] * 4)
+
+
+@pytest.mark.parametrize("voters", [2, 6, 50, 1000, 30_000])
+@pytest.mark.parametrize("length", [1.0, 0.003])
+def test_the_majority_of_votes_of_any_length(voters: int, length: float):
+    """In means that are summed in either order, equal votes are none, and one vote more decides."""
+    rng, half = np.random.default_rng(voters), voters // 2
+    positive = np.concatenate([[half] * 5, [half + 1, half - 1, 0, voters], rng.integers(0, voters + 1, 50)])
+    votes = np.where(rng.permuted(np.arange(voters) < positive[:, None], axis=1), length, -length)
+    share = np.float32(1 / voters)
+    sums = np.cumsum(votes.astype(np.float32) * share, axis=1, dtype=np.float32)[:, -1]
+    found = majority({"w": jax.numpy.asarray(sums)}, jax.numpy.asarray(voters))["w"]
+    np.testing.assert_array_equal(found, np.sign(2 * positive - voters))
+
+
+def test_signs_that_are_shortened_alike_have_the_same_majority():
+    plain = SignSGD(LocalSGD(lr=0.25, batch_size="full"))
+    for method in (ClientDP(plain, clip=Flat(0.1), noise=0.0), Robust(plain, rule=NormBound(0.1))):
+        one, other = (run(m, rounds=3, cohort_size=5) for m in (plain, method))
+        jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
 
 
 @pytest.mark.parametrize(("steps", "bytes_of_steps"), [(1, 2), (7, 2), (8, 4), (127, 4), (128, 8)])

@@ -195,6 +195,16 @@ def test_given_cohorts_that_are_refused(cohort: list):
         run(script=Script(cohorts=[[0, 1], cohort]), rounds=2)
 
 
+@pytest.mark.parametrize(("steps", "fits"), [([[1, 2, 3]], True), ([[1, 0, 3]], False), ([[1, 2]], False)])
+def test_a_client_takes_one_step_or_more(steps: list, fits: bool):
+    script = Script(cohorts=[[0, 1, 2]], steps=np.asarray(steps))
+    if fits:
+        assert run(rounds=1, script=script).events[-1]["gradients"] == 2 * 6
+        return
+    with pytest.raises(FedraxError, match="given steps must be .* 1 or more|of shape"):
+        run(rounds=1, script=script)
+
+
 def test_too_few_given_cohorts_and_too_many_clients():
     with pytest.raises(FedraxError, match="2 cohorts are given for 3 rounds"):
         run(script=Script(cohorts=[[0], [1]]), rounds=3)

@@ -203,6 +203,13 @@ def test_with_all_numbers_drawn_it_is_the_method_inside():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one, other)
 
 
+def test_what_has_no_floats_left_is_not_drawn_from():
+    with pytest.raises(
+        FedraxError, match="Quantised sends none up: put what makes whole numbers of them around"
+    ):
+        run(RandomK(Quantised(FEDAVG)), rounds=1)
+
+
 @pytest.mark.parametrize(
     ("method", "up", "down"),
     [

@@ -8,10 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
 from fedrax import (
+    Attacked,
+    ClientDP,
+    FedADMM,
     FedAvg,
     FedraxError,
     FedSGD,
@@ -28,6 +32,8 @@ from fedrax import (
 )
 from fedrax.contract.task import Batch
 from fedrax.models import MLP, from_linen
+from fedrax.privacy.mechanisms.clipping import Flat
+from fedrax.wrappers.attacked import Gaussian
 from tests.simulation.problems import FEDERATION, assert_identical, run
 from tests.thinning import thinned
 from tests.wrappers.own_methods import NormAtHome
@@ -60,16 +66,22 @@ def home_of(params: Any, patterns: tuple[str, ...]) -> Any:
 
 
 def by_hand(
-    task: Task, start: Any, patterns: tuple[str, ...], at_home: bool, alternate: bool = False
+    task: Task,
+    start: Any,
+    patterns: tuple[str, ...],
+    at_home: bool,
+    alternate: bool = False,
+    decay: float = 0.0,
+    clip: float = np.inf,
 ) -> tuple[Any, Any, dict, dict]:
     """(global parameters, mean statistics, clients' parameters, clients' statistics).
 
-    alternate: one step of what stays alone, then the steps of the rest alone.
+    alternate: one step of what stays alone, then the steps of the rest alone. clip: the longest of these.
     """
     params, mean = start if isinstance(start, Variables) else (start, ())
     home, own, statistics = home_of(params, patterns), {}, {}
 
-    def step(params: Any, moving: Any, batch: Batch) -> tuple[Any, Any]:
+    def step(params: Any, moving: Any, batch: Batch, held: Any = None) -> tuple[Any, Any]:
         def loss(params: Any) -> Any:
             if not moving:
                 return task.loss(params, batch, jax.random.key(0)).mean(), ()
@@ -77,7 +89,12 @@ def by_hand(
             return losses.mean(), moved
 
         gradient, moved = jax.grad(loss, has_aux=True)(params)
-        return jax.tree.map(lambda p, g: p - LOCAL.lr * g, params, gradient), moved
+        direction = jax.tree.map(lambda p, g: g + decay * p, params, gradient)
+        if held is not None:
+            direction = jax.tree.map(lambda d, h: jax.numpy.where(h, 0, d), direction, held)
+        length = LOCAL.lr * tree.norm(direction)
+        rate = LOCAL.lr * jax.numpy.minimum(1, clip / length)
+        return jax.tree.map(lambda p, d: p - rate * d, params, direction), moved
 
     step = jax.jit(step)
     for r, cohort in enumerate(COHORTS):
@@ -88,10 +105,10 @@ def by_hand(
             drawn = [FEDERATION.offsets[client] + rows for rows in SCRIPT.batches[r, k]]
             batches = [Batch(*(np.asarray(a)[rows] for a in FEDERATION.train)) for rows in drawn]
             if alternate:
-                first, _ = step(x, moving, batches[0])
+                first, _ = step(x, moving, batches[0], jax.tree.map(lambda h: not h, home))
                 x = jax.tree.map(lambda old, new, h: new if h else old, x, first, home)
             for batch in batches:
-                new, moving = step(x, moving, batch)
+                new, moving = step(x, moving, batch, home if alternate else None)
                 x = jax.tree.map(lambda old, new, h: old if h and alternate else new, x, new, home)
             own[client], statistics[client] = x, moving
             ends.append(x)
@@ -115,6 +132,34 @@ CASES = {
     "FedRep": (LAYERS, ("output/*",), False),
     "LG-FedAvg": (LAYERS, ("*0/weight", "*0/bias"), False),
 }
+
+
+def test_what_is_held_takes_no_part_in_decay_and_clipping():
+    decay, clip = 2.0, 0.02
+    local = dataclasses.replace(LOCAL, weight_decay=decay, clip=clip)
+    alternate = dataclasses.replace(local, steps=1)
+    start, patterns = LAYERS.init(jax.random.key(4)), ("output/*",)
+    method = Personalised(FedAvg(local=local), at_home=patterns, alternate=alternate)
+    result = run(method, task=LAYERS, params=start, **OPTIONS)
+    params, _, own, _ = by_hand(LAYERS, start, patterns, False, True, decay, clip)
+    assert_near(result.params, params)
+    for client in (1, 3, 5):
+        for name, leaf in result.client_state(client).own.items():
+            assert_near(leaf, dict(zip(tree.leaf_names(params), jax.tree.leaves(own[client]), strict=True))[name])
+
+
+@pytest.mark.parametrize("method", ["noise", "decay", "attack"])
+def test_what_stays_at_home_is_left_alone_on_the_server(method: str):
+    inner = FedAvg(local=LOCAL)
+    if method == "decay":
+        inner = FedAvg(local=LOCAL, server_optimizer=Optax.of(optax.adamw, learning_rate=0.1, weight_decay=0.1))
+    stays = Personalised(Attacked(inner, attack=Gaussian()) if method == "attack" else inner, at_home=("output/*",))
+    around = ClientDP(stays, clip=Flat(1.0), noise=1.0) if method == "noise" else stays
+    start = LAYERS.init(jax.random.key(4))
+    result = run(around, task=LAYERS, params=start, **OPTIONS)
+    leaves = map(jax.tree.leaves, (start, result.params))
+    for name, old, new in zip(tree.leaf_names(start), *leaves, strict=True):
+        assert np.array_equal(old, new) == name.startswith("output/")
 
 
 @pytest.mark.few(1)
@@ -215,8 +260,9 @@ def test_with_nothing_at_home_it_is_the_method_inside():
         (Personalised(at_home=("*",)), "nothing is left to learn together"),
         (Personalised(Scaffold()), "that do not correct for drift"),
         (Personalised(FedSGD(), at_home=("output/*",)), "methods with local steps"),
+        (Personalised(FedADMM(), at_home=("output/*",)), "clients of FedADMM go on from models of their own"),
     ],
-    ids=["typo", "all", "Scaffold", "FedSGD"],
+    ids=["typo", "all", "Scaffold", "FedSGD", "FedADMM"],
 )
 def test_misuse_ends_in_a_sentence(method: Personalised, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
@@ -224,8 +270,6 @@ def test_misuse_ends_in_a_sentence(method: Personalised, sentence: str):
 
 
 def test_a_local_optimizer_may_be_carried_besides():
-    import optax
-
     local = LocalSGD(lr=0.05, steps=2, batch_size=3, optimizer=Optax.of(optax.adam), carry=True)
     result = run(Personalised(FedAvg(local=local), at_home=("output/*",)), task=LAYERS, **OPTIONS)
     assert result.events[-1]["train_personal_loss"] < result.events[0]["train_personal_loss"]

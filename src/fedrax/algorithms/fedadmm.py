@@ -60,8 +60,8 @@ class FedADMM(Algorithm):
 
     @property
     def requirements(self) -> Requirements:
-        """The server's problem weighs all clients alike."""
-        return Requirements(uniform_weights=True)
+        """The server's problem weighs all clients alike, whose steps go on from their own models."""
+        return Requirements(uniform_weights=True, own_models=True)
 
     def check(self) -> None:
         """The local steps have a form of their own."""

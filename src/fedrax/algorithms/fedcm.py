@@ -89,7 +89,7 @@ class FedCM(Algorithm):
         """One step of the server optimizer on the mean update, which in units of -eta is the next momentum."""
         lr = jnp.asarray(self.local.step_size(cohort.round))
         renewed = tree.scale(-1 / jnp.where(lr > 0, lr, 1), cohort.mean.step)
-        # A schedule may have brought the step size down to zero: such steps have no direction.
-        momentum = tree.where(lr > 0, renewed, server.momentum)
+        # A schedule may have brought the step size down to zero, or nobody may be there: no steps have no direction.
+        momentum = tree.where((lr > 0) & (cohort.size > 0), renewed, server.momentum)
         params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean.params, cohort.round)
         return Server(params, momentum, state), {}

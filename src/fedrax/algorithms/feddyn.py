@@ -76,4 +76,5 @@ class FedDyn(Algorithm):
         share = jnp.asarray(cohort.size, float) / cohort.num_clients
         dual = tree.add_scaled(server.dual, -self.alpha * share, cohort.mean)
         params = tree.add_scaled(tree.add(server.params, cohort.mean), -1 / self.alpha, dual)
-        return Server(params, dual), {}
+        # Where nobody was there, there is no mean that h would be taken off again: x has its -h / alpha already.
+        return Server(tree.where(cohort.size > 0, params, server.params), dual), {}

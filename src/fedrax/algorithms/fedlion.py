@@ -90,7 +90,8 @@ class FedLion(Algorithm):
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """The mean of the clients' models and momenta."""
         eta = self.local.step_size(cohort.round)
-        return Server(tree.add_scaled(server.params, -eta, cohort.mean.steps), cohort.mean.momentum), {}
+        momentum = tree.where(cohort.size > 0, cohort.mean.momentum, server.momentum)
+        return Server(tree.add_scaled(server.params, -eta, cohort.mean.steps), momentum), {}
 
 
 def shortest(largest: int | None) -> Any:

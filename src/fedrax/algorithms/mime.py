@@ -123,6 +123,11 @@ def _mixed(beta: Any, gradient: Tree, momentum: Tree) -> Tree:
     return tree.add_scaled(tree.scale(1 - beta, gradient), beta, momentum)
 
 
+def _renewed(beta: Any, gradient: Tree, momentum: Tree, cohort: Cohort) -> Tree:
+    """The next s; where nobody was there the last one, as there is no gradient."""
+    return tree.where(cohort.size > 0, _mixed(beta, gradient, momentum), momentum)
+
+
 @hyperparameters
 class Mime(Centred):
     """d = (1 - beta)(g_i(x_i; xi) - g_i(x; xi) + c) + beta s; after the round s <- (1 - beta) c + beta s.
@@ -149,7 +154,7 @@ class Mime(Centred):
     def server(self, server: MimeServer, cohort: Cohort) -> tuple[MimeServer, Info]:
         """One step of the server optimizer on the mean update, and the new s."""
         server, info = super().server(server, cohort)
-        return server._replace(momentum=_mixed(self.beta, server.gradient, server.momentum)), info
+        return server._replace(momentum=_renewed(self.beta, server.gradient, server.momentum, cohort)), info
 
 
 class LiteServer(NamedTuple):
@@ -209,4 +214,4 @@ class MimeLite(Algorithm):
         """One step of the server optimizer on the mean update, and the new s."""
         delta, gradient = cohort.mean
         params, state = self.server_optimizer.step(server.params, server.optimizer, delta, cohort.round)
-        return LiteServer(params, _mixed(self.beta, gradient, server.momentum), state), {}
+        return LiteServer(params, _renewed(self.beta, gradient, server.momentum, cohort), state), {}

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from fedrax import tree
 from fedrax.compiled.signs import Signs
@@ -78,7 +79,18 @@ class SignSGD(Algorithm):
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """One step along the signs that most clients have."""
-        # The sum of votes is a whole number: rounded to it, equal votes are zero to the last bit.
-        votes = jax.tree.map(lambda mean: jnp.sign(jnp.round(mean * cohort.size)), cohort.mean)
+        votes = majority(cohort.mean, jnp.asarray(cohort.size))
         direction = self.local.decayed(votes, server.params)
         return Server(tree.add_scaled(server.params, -self.local.step_size(cohort.round), direction)), {}
+
+
+def majority(mean: Tree, voters: Array) -> Tree:
+    """The signs of the mean vote; 0 where votes are equal, whose mean is zero but for rounding errors.
+
+    Any other mean is at least one vote's share. How much a vote is does not matter, as a wrapper may have shortened all
+    of them alike.
+    """
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(mean)]))
+    voters = voters.astype(largest.dtype)
+    least = largest * jnp.minimum(4 * jnp.finfo(largest.dtype).eps * voters, 0.25 / voters)
+    return jax.tree.map(lambda leaf: jnp.where(jnp.abs(leaf) > least, jnp.sign(leaf), 0), mean)

@@ -31,6 +31,9 @@ class Requirements:
     """What is summed on the server must be what clients sent, for noise is measured by it: no wrapper outside may
     decode uploads, or look at them one by one."""
 
+    own_models: bool = False
+    """Clients go on from models of their own, not from what they are sent: no part of one can stay at home."""
+
     def __or__(self, other: Requirements) -> Requirements:
         limits = [size for size in (self.largest_cohort, other.largest_cohort) if size is not None]
         either = {

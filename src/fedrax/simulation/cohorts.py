@@ -72,7 +72,8 @@ class Sampler:
             inside = numbers and cohort.min() >= 0 and cohort.max() < self.num_clients
             if not inside or len(np.unique(cohort)) != cohort.size:
                 raise FedraxError(
-                    f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}"
+                    f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}, at"
+                    " least one"
                 )
 
     @property

@@ -32,8 +32,11 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
             shape = f"[{rounds} rounds, {clients} clients, ...]"
             raise FedraxError(f"the given {name} must be whole numbers of shape {shape} or more, not {array.shape}")
     for name in arrays.keys() & {"steps", "delay"}:
-        if arrays[name].ndim != 2 or arrays[name].min() < 0:
-            raise FedraxError(f"the given {name} must be one whole number, 0 or more, for each client of each round")
+        least = 1 if name == "steps" else 0
+        if arrays[name].ndim != 2 or arrays[name].min() < least:
+            raise FedraxError(
+                f"the given {name} must be one whole number, {least} or more, for each client of each round"
+            )
     steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
     if steps is None and arrays.keys() == {"delay"}:
         return {"delay": arrays["delay"].astype(np.int32)}

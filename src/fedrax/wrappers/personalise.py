@@ -15,7 +15,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.contract.algorithm import Algorithm, ClientOutput
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalResult, LocalSGD
@@ -62,6 +62,11 @@ class Personalised(Wrapper):
         """Refuse methods whose states or phases know the parameters that stay."""
         if len(self.inner.phases) > 1 or self.inner.corrections:
             raise FedraxError("Personalised goes around methods of one phase that do not correct for drift")
+        if self.inner.requirements.own_models:
+            raise FedraxError(
+                f"clients of {type(self.inner).__name__} go on from models of their own: Personalised needs those that"
+                " start from what they are sent"
+            )
         if self.alternate is not None and any(release.unit == "sample" for release in self.inner.releases()):
             raise FedraxError(
                 f"the steps of alternate look at samples without the noise of {type(self.inner).__name__}, and what"
@@ -101,7 +106,7 @@ class Personalised(Wrapper):
         first = None if self.alternate is None else self._alternated(message, own, data)
         if first is not None:
             own = {name: _named(first.params)[name] for name in own}
-            data = data.with_loss(partial(_holding, own))
+            data = data.with_loss(partial(_holding, own)).with_directions(partial(_resting, own))
         output = client(_filled(message, own), state, data)
         if data.carried.params is None:
             raise FedraxError(
@@ -123,11 +128,21 @@ class Personalised(Wrapper):
         start = _filled(message, own)
         rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
         apart = data.with_carried(Carried(data.carried.statistics)).with_loss(partial(_holding, rest))
+        apart = apart.with_directions(partial(_resting, rest))
         return dataclasses.replace(self.alternate, carry=False).run(apart, start)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: no update of what stays."""
         return receive(_filled(upload, {}))
+
+    def around_server(
+        self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
+    ) -> tuple[Any, Tree, Info]:
+        """``inner``'s step, of which what stays at home takes no part: noise, decay and attacks are not for it."""
+        new, info = server(state, cohort)
+        before = _named(self.inner.params(state))
+        kept = {name: before[name] for name in self._names(self.inner.params(state))}
+        return self.inner.with_params(new, _placed(self.inner.params(new), kept)), own, info
 
     def personal(self, params: Tree, state: Wrapped) -> Tree:
         """The global parameters with the client's own."""
@@ -136,7 +151,12 @@ class Personalised(Wrapper):
 
 
 def _named(params: Tree) -> dict[str, Tree]:
-    return dict(zip(tree.leaf_names(params), jax.tree.leaves(params), strict=True))
+    names = tree.leaf_names(params)
+    named = dict(zip(names, jax.tree.leaves(params), strict=True))
+    if len(named) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FedraxError(f"two parameters are called {twice!r}: what stays at home goes by its name")
+    return named
 
 
 def _holding(fixed: dict[str, Tree], losses: Callable) -> Callable:
@@ -146,6 +166,11 @@ def _holding(fixed: dict[str, Tree], losses: Callable) -> Callable:
         return losses(_placed(params, fixed), batch, key)
 
     return loss
+
+
+def _resting(fixed: dict[str, Tree], direction: Tree, params: Tree, step: Any) -> Tree:
+    """The direction without what is held, which weight decay and momentum would move."""
+    return _placed(direction, {name: jnp.zeros_like(leaf) for name, leaf in _named(direction).items() if name in fixed})
 
 
 def _placed(params: Tree, values: dict[str, Tree]) -> Tree:

@@ -20,6 +20,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.fields import Bound, Static
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.wrapper import Wrapper
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
@@ -77,7 +78,10 @@ class RandomK(Wrapper):
         floating = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim else None for leaf in leaves]
         size = sum(leaf.size for leaf in jax.tree.leaves(floating))
         if not size:
-            return output, own
+            raise FedraxError(
+                f"RandomK draws among an upload's floating numbers, and {type(self.inner).__name__} sends none up: put"
+                " what makes whole numbers of them around RandomK"
+            )
         seed = jax.random.key_data(data.stream("randomk"))
         drawn = Drawn.of(floating, max(1, math.ceil(self.fraction * size)), seed)
         whole = [None if mine is not None else leaf for mine, leaf in zip(floating, leaves, strict=True)]

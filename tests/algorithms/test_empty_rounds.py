@@ -1,0 +1,28 @@
+"""Rounds that nobody joins, as a coin for each client brings them: nothing is learned, and nothing forgotten."""
+
+import jax
+import numpy as np
+import pytest
+
+from fedrax.experiments.methods import find_algorithm
+from fedrax.simulation.settings import Poisson
+from tests.simulation.problems import run
+
+SEED = 0
+"""Somebody is there in the first round, and nobody in the second."""
+KEPT = {"fedcm": "momentum", "feddyn": "dual", "fedlion": "momentum", "mime": "momentum", "mimelite": "momentum"}
+OTHERS = ["episode", "fedadmm", "fedavg", "fedexp", "fednova", "qfedavg", "scaffnew", "scaffold", "signsgd", "upcycled"]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", [*KEPT, *OTHERS])
+def test_nothing_moves(name: str):
+    settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED}
+    one, two = (run(find_algorithm(name)(), rounds=rounds, **settings) for rounds in (1, 2))
+    assert one.events[0]["clients"] and not two.events[1]["clients"]
+    near = {"rtol": 0, "atol": 1e-8 if name == "fedadmm" else 0}  # which minimises over x anew
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), one.params, two.params)
+    if name in KEPT:
+        before, after = (getattr(result.server, KEPT[name]) for result in (one, two))
+        assert any(np.any(leaf) for leaf in jax.tree.leaves(before))
+        jax.tree.map(np.testing.assert_array_equal, before, after)
