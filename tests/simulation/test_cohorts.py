@@ -201,7 +201,7 @@ def test_a_client_takes_one_step_or_more(steps: list, fits: bool):
     if fits:
         assert run(rounds=1, script=script).events[-1]["gradients"] == 2 * 6
         return
-    with pytest.raises(FedraxError, match="given steps must be .* 1 or more|of shape"):
+    with pytest.raises(FedraxError, match=r"given steps must be .* 1 or more|of shape"):
         run(rounds=1, script=script)
 
 
