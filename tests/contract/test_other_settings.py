@@ -66,12 +66,13 @@ FIRST = {name for name in PAIRS if name.rpartition("(")[0] in RUN[1]}
 REFUSED = {
     *(f"{outer}({inner}" for outer in ("efsign", "topk") for inner in ("efsign", "quantised", "randomk", "topk")),
     *(f"personalised({inner}" for inner in ("efsign", "quantised", "randomk", "topk")),
+    "randomk(quantised",
     *(f"{outer}(quantiseddown" for outer in ("ditto", "personalised")),
     *(f"{o}(clientdp" for o in ("attacked", "efsign", "personalised", "quantised", "randomk", "robust", "topk")),
     *(f"outputperturbation({inner}" for inner in ("ditto", "outputperturbation")),
 }
-"""Wrappers that read an upload, or what is sent down, in the shape of the model, around others that send another; that
-change sums whose noise is measured; and that count local steps."""
+"""Wrappers that read an upload, or what is sent down, in the shape of the model or as floats, around others that send
+another; that change sums whose noise is measured; and that count local steps."""
 LOSSY = ("efsign", "quantised", "randomk", "topk")
 """Rounding in another order makes another choice here and there: their plans agree in what they send alone."""
 

@@ -204,9 +204,7 @@ def test_with_all_numbers_drawn_it_is_the_method_inside():
 
 
 def test_what_has_no_floats_left_is_not_drawn_from():
-    with pytest.raises(
-        FedraxError, match="Quantised sends none up: put what makes whole numbers of them around"
-    ):
+    with pytest.raises(FedraxError, match="Quantised sends none up: put what makes whole numbers of them around"):
         run(RandomK(Quantised(FEDAVG)), rounds=1)
 
 

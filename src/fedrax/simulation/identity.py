@@ -23,14 +23,10 @@ from fedrax.tree import Tree
 _WHOLE = 1 << 28
 """Bytes of an array that are read as they are; of a larger one, which may lie on disk, pieces spread over all of it."""
 _PIECES, _PIECE = 64, 1 << 20
-_FREE: dict[str, Any] = {
-    "rounds": 0,
-    "checkpoint_every": None,
-    "samples": "auto",
-    "states": "auto",
-    "epsilon_budget": None,
-}
+_FREE = ("rounds", "checkpoint_every", "samples", "states", "epsilon_budget")
 """Settings that a resumed run may change."""
+_SETTING = "setting "
+"""Before the names of the others."""
 
 
 def identify(
@@ -52,11 +48,18 @@ def identify(
     return {
         **of_data(federation),
         "method": _digest([repr(algorithm)]),
-        "settings": _digest([repr(dataclasses.replace(settings, **_FREE)), *given]),
+        **{_SETTING + field: _digest([repr(value)]) for field, value in _settings(settings).items()},
+        f"{_SETTING}script": _digest(given),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _digest([_text(program), *constants_in(program)]),
     }
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    """Those that decide a run's numbers, by name."""
+    names = [field.name for field in dataclasses.fields(settings) if field.name not in _FREE]
+    return {name: getattr(settings, name) for name in names}
 
 
 def of_data(federation: Federation) -> dict[str, str]:
@@ -64,6 +67,11 @@ def of_data(federation: Federation) -> dict[str, str]:
     sets = (*federation.train, *federation.test)
     digest = _digest([*sets, federation.offsets, *jax.tree.leaves(federation.test_offsets)])
     return {"versions": _versions(), "data": digest}
+
+
+def settings_in(identity: dict[str, str]) -> str:
+    """The part that all runs with these settings share."""
+    return " ".join(digest for name, digest in identity.items() if name.startswith(_SETTING))
 
 
 def form_of(algorithm: Algorithm) -> str:
@@ -78,7 +86,11 @@ def difference(kept: Any, now: dict[str, str]) -> str | None:
     if kept.get("versions") != now["versions"]:
         return f"it was computed by {kept.get('versions')}, and here is {now['versions']}"
     differing = [name for name, digest in now.items() if kept.get(name) != digest]
-    return f"its {' and '.join(differing)} differ" if differing else None
+    parts = [name for name in differing if not name.startswith(_SETTING)]
+    if settings := [name.removeprefix(_SETTING) for name in differing if name.startswith(_SETTING)]:
+        parts.append(f"settings ({', '.join(settings)})")
+    differ = "differs" if parts in (["method"], ["program"]) else "differ"
+    return f"its {' and '.join(parts)} {differ}" if parts else None
 
 
 def _versions() -> str:

@@ -34,7 +34,7 @@ from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import Carry, Engine, compiler_options, run_block
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, Sink, events_of
-from fedrax.simulation.identity import form_of
+from fedrax.simulation.identity import form_of, settings_in
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
@@ -159,7 +159,7 @@ def program_of(algorithm: Algorithm, task: Task, federation: Federation, setting
     use_all_cores()
     with arithmetic(settings.dtype):
         known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
-    return f"{form_of(algorithm)} {known['settings']}", f"{known['program']} {known['starting parameters']}"
+    return f"{form_of(algorithm)} {settings_in(known)}", f"{known['program']} {known['starting parameters']}"
 
 
 def _alone(
