@@ -117,11 +117,11 @@ def _adds_up(a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
     elif name == "conv_general_dilated":
         axes = [(), params["dimension_numbers"].rhs_spec[1:]]
     elif name == "reduce":
-        axes = [params["dimensions"]] * len(inputs)
+        axes = [params["dimensions"]] * (len(inputs) // 2)  # the others are what it begins with
     else:
         axes = [params.get("axes", (params["axis"],) if name.startswith("cum") else ())]
-    shapes: Any = [(v.aval, w.aval) for v, w in inputs]
-    return any(v.shape[i] != w.shape[i] for (v, w), along in zip(shapes, axes, strict=False) for i in along if v.shape)
+    avals: Any = [(v.aval, w.aval) for v, w in inputs]
+    return any(v.shape[i] != w.shape[i] for (v, w), along in zip(avals, axes, strict=False) for i in along)
 
 
 def _equal(a: Any, b: Any) -> bool:

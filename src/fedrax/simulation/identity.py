@@ -48,7 +48,7 @@ def identify(
     return {
         **of_data(federation),
         "method": _digest([repr(algorithm)]),
-        **{_SETTING + field: _digest([repr(value)]) for field, value in _settings(settings).items()},
+        **{_SETTING + f.name: _digest([repr(getattr(settings, f.name))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
@@ -56,10 +56,9 @@ def identify(
     }
 
 
-def _settings(settings: Settings) -> dict[str, Any]:
-    """Those that decide a run's numbers, by name."""
-    names = [field.name for field in dataclasses.fields(settings) if field.name not in _FREE]
-    return {name: getattr(settings, name) for name in names}
+def _deciding(settings: Settings) -> list[dataclasses.Field]:
+    """Those that decide a run's numbers."""
+    return [field for field in dataclasses.fields(settings) if field.name not in _FREE]
 
 
 def of_data(federation: Federation) -> dict[str, str]:

@@ -140,8 +140,8 @@ class Personalised(Wrapper):
     ) -> tuple[Any, Tree, Info]:
         """``inner``'s step, of which what stays at home takes no part: noise, decay and attacks are not for it."""
         new, info = server(state, cohort)
-        before = _named(self.inner.params(state))
-        kept = {name: before[name] for name in self._names(self.inner.params(state))}
+        before = self.inner.params(state)
+        kept = {name: _named(before)[name] for name in self._names(before)}
         return self.inner.with_params(new, _placed(self.inner.params(new), kept)), own, info
 
     def personal(self, params: Tree, state: Wrapped) -> Tree:

@@ -62,7 +62,7 @@ class RandomK(Wrapper):
     What the server receives is the upload in expectation, with d / k times its squared length (random sparsification;
     Konecny et al. 2016, Wangni et al. 2018). A seed of eight bytes goes up in place of the indices. Nothing is
     remembered. Whole numbers in an upload travel as they are, and so do single ones (numbers of steps, norms), and what
-    goes up as ``each`` or ``total``.
+    goes up as ``each`` or ``total``; an upload of nothing else is refused.
     """
 
     inner: Algorithm = FedAvg()
