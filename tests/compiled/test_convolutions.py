@@ -49,7 +49,7 @@ def assert_same(function: Callable, *args: Any) -> None:
 def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[str, str, str]]:
     """(function of images and kernel, their sizes by axis, order of axes): every option of `lax`'s at random."""
     space = "HWT"[: rng.choice([1, 2, 2, 2, 3])]
-    groups = rng.choice([1, 1, 1, 2, 3])
+    groups = rng.choice([1, 1, 1, 2, 3, 6])
     into, out = groups * rng.choice([1, 1, 2, 3]), groups * rng.choice([1, 2, 3])
     images = {"N": rng.randint(1, 3), "C": into} | {axis: rng.randint(5, 8) for axis in space}
     kernel = {"O": out, "I": into // groups} | {axis: rng.randint(1, 3) for axis in space}
@@ -203,6 +203,17 @@ def test_many_groups_share_products(dtype: Any, monkeypatch: pytest.MonkeyPatch)
     equations = equations_in(jax.make_jaxpr(fast_on_cpu(grouped))(x, w))
     left = [e.params for e in equations if e.primitive.name == "conv_general_dilated"]
     assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
+
+
+@pytest.mark.parametrize(("groups", "into", "out", "products"), [(8, 4, 4, 4), (8, 2, 3, 2), (6, 3, 8, 3), (4, 6, 5, 4)])
+def test_groups_of_few_channels_share_products(groups: int, into: int, out: int, products: int):
+    """So that each has more than four channels in and out; as ResNeXt's thirty-two groups of four."""
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (2, 6, 6, groups * into)), draw(rng, (3, 3, into, groups * out))
+    grouped = partial(conv, feature_group_count=groups)
+    assert_same(gradients(grouped, 1), x, w)
+    equations = equations_in(jax.make_jaxpr(fast_on_cpu(grouped))(x, w))
+    assert sum(e.primitive.name == "conv_general_dilated" for e in equations) == products
 
 
 def test_no_dense_convolution_is_left_in_another_form():

@@ -31,6 +31,7 @@ from fedrax.compiled.windows import (
     is_short,
     no_smaller,
     out_space,
+    padded,
     seen_whole,
     tap,
     taps,
@@ -38,7 +39,7 @@ from fedrax.compiled.windows import (
 )
 
 _MOST_GROUPS = 64
-"""Groups of channels up to which each gets a product of its own; of more, neighbours share one."""
+"""Groups of channels up to which each gets a product of its own; of more, or of very few channels, neighbours share."""
 _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
@@ -88,23 +89,27 @@ def _kernel_gradient(
     """[k, C / groups, D]: each group of channels in goes to a group of channels out."""
     if groups == images.shape[-1] > 1:
         return depthwise_kernel_gradient(images, upstream, window, places)[..., None, :]
-    several = _together(groups)
+    several = _together(groups, min(images.shape[-1], upstream.shape[-1]) // groups)
     parts = zip(jnp.split(images, groups // several, -1), jnp.split(upstream, groups // several, -1), strict=True)
     found = [kernel_gradient(*part, window, places, precision) for part in parts]
     return jnp.concatenate([_own_blocks(one, several) for one in found], -1)
 
 
-def _together(groups: int) -> int:
-    """How many neighbouring groups are computed as one, so that there are not too many products."""
-    return next(n for n in range(1, groups + 1) if groups % n == 0 and groups // n <= _MOST_GROUPS)
+def _together(groups: int, fewest: int) -> int:
+    """How many neighbouring groups, of ``fewest`` channels in or out, are computed as one.
+
+    So that products are not too many, nor of very few channels, which take twice as long as those of twice as many.
+    """
+    enough = lambda n: groups // n <= _MOST_GROUPS and n * fewest > _VERY_FEW  # noqa: E731
+    return next((n for n in range(1, groups) if groups % n == 0 and enough(n)), groups)
 
 
 def _merged(kernel: Array, groups: int) -> tuple[Array, int]:
     """(the kernel [k, C, G D] with groups computed as one, zeros between them, how many groups there are then)."""
-    several = _together(groups)
+    *space, channels, out = kernel.shape
+    several = _together(groups, min(channels, out // groups))
     if several == 1:
         return kernel, groups
-    *space, channels, out = kernel.shape
     own = kernel.reshape(*space, 1, channels, groups // several, several, -1)
     is_own = jnp.eye(several, dtype=bool).reshape(several, 1, 1, several, 1)
     return jnp.where(is_own, own, 0).reshape(*space, several * channels, out), groups // several
@@ -283,6 +288,9 @@ def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) ->
     """[N, space, G C], [k, C, G D] -> [N, space, G D] of very few C: a sum of shifted images of one channel each."""
     channels = kernel.shape[-2]
     groups = x.shape[-1] // channels
+    whole = padded(x, window.pads, window.gaps, 0)
+    if whole is not x:  # the barrier: an entry that sees no padding would compute the images anew, shuffled ones slowly
+        x, window = lax.optimization_barrier(whole), window.without_padding()
     x, kernel = x.reshape(*x.shape[:-1], groups, channels), kernel.reshape(*kernel.shape[:-1], groups, -1)
     several = kernel.shape[-1] > 1
     total: Any = 0
