@@ -82,3 +82,16 @@ def test_a_grid_of_learning_rates_is_one_program():
     for method, (result,) in zip(methods, results, strict=True):
         alone = run(method, **options, devices=1)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result.params, alone.params)
+
+
+def test_options_that_are_no_floats_shape_the_program():
+    """Flags, whole numbers, schedules and functions, by name as optax takes them."""
+    schedule, mask = optax.linear_schedule(0.1, 0.01, 4), lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    for made, options in [
+        (optax.sgd, {"learning_rate": 0.5, "momentum": 0.9, "nesterov": True}),
+        (optax.adamw, {"learning_rate": schedule, "mask": mask, "weight_decay": 0.1}),
+        (optax.sgd, {"learning_rate": 1}),
+    ]:
+        by_name, finished = Optax.of(made, **options), Optax(made(**options))
+        found, wanted = (run(FedAvg(local=LocalSGD(steps=2), server_optimizer=rule)) for rule in (by_name, finished))
+        assert_close(found, wanted)

@@ -31,8 +31,8 @@ class Optax:
     """An ``optax.GradientTransformation``, or a function that makes one of ``floats`` and ``fixed``."""
     floats: Leaf[Any] = dataclasses.field(default_factory=dict)
     """Floating options by name."""
-    fixed: Static[tuple] = ()
-    """Other options."""
+    fixed: Static[Any] = ()
+    """Other options, pairs of name and value."""
 
     @classmethod
     def of(cls, make: Callable[..., Any], **options: Any) -> Optax:
