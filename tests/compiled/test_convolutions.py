@@ -205,7 +205,9 @@ def test_many_groups_share_products(dtype: Any, monkeypatch: pytest.MonkeyPatch)
     assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
 
 
-@pytest.mark.parametrize(("groups", "into", "out", "products"), [(8, 4, 4, 4), (8, 2, 3, 2), (6, 3, 8, 3), (4, 6, 5, 4)])
+@pytest.mark.parametrize(
+    ("groups", "into", "out", "products"), [(8, 4, 4, 4), (8, 2, 3, 2), (6, 3, 8, 3), (4, 6, 5, 4)]
+)
 def test_groups_of_few_channels_share_products(groups: int, into: int, out: int, products: int):
     """So that each has more than four channels in and out; as ResNeXt's thirty-two groups of four."""
     rng = np.random.default_rng(0)

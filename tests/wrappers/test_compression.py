@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import fedrax
 from fedrax import (
     MIFA,
+    Ditto,
     EFSign,
     Episode,
     FedAvg,
@@ -248,3 +250,30 @@ def test_a_resumed_run_goes_on_with_the_rest(tmp_path):
     options = {"cohort_size": 2, "devices": 1, "eval_every": 2}
     run(method, rounds=2, directory=tmp_path, **options)
     assert_identical(run(method, directory=tmp_path, resume=True, **options), run(method, **options))
+
+
+class LayerCalledDense(NamedTuple):
+    """A user's model, with a layer that has the name of a method of what travels."""
+
+    dense: Any
+
+
+class LayerCalledParams(NamedTuple):
+    """One with a layer that has the name of what many methods call the model itself."""
+
+    params: Any
+
+
+@pytest.mark.parametrize("model", [LayerCalledDense, LayerCalledParams])
+@pytest.mark.parametrize("method", [TopK(Scaffold(local=LOCAL)), EFSign(FEDAVG), TopK(FEDAVG), Ditto(FEDAVG)])
+def test_layers_may_have_any_names(method: Algorithm, model: Any):
+    """SCAFFOLD also sends the change of its control variate, in the shape of the model, which travels whole."""
+    task = dataclasses.replace(
+        TASK,
+        init=lambda key: model(TASK.init(key)),
+        loss=lambda params, batch, key: TASK.loss(params[0], batch, key),
+        metrics={},
+        outputs=None,
+    )
+    found, wanted = run(method, task=task).params[0], run(method).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, wanted)

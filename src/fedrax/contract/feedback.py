@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,12 @@ class ErrorFeedback(Wrapper):
     convergence in Karimireddy et al. (2019). A client that takes part rarely sends its rest late.
     """
 
+    travels_as: ClassVar[type]
+    """What ``compressed`` gives: a pytree class with a method ``dense`` that gives the tree back."""
+
     @abstractmethod
     def compressed(self, values: Tree) -> Any:
-        """C(values) as it travels: a pytree class with a method ``dense`` that gives a tree like ``values`` back."""
+        """C(values) as it travels, an object of ``travels_as``."""
 
     def init_client_own(self, params: Tree) -> Tree:
         """A rest for each phase: nothing is left out yet."""
@@ -51,7 +54,10 @@ class ErrorFeedback(Wrapper):
 
     def _update(self, upload: Tree, like: Tree) -> Tree:
         me, name = type(self).__name__, type(self.inner).__name__
-        update, shapes = getattr(upload, "params", upload), lambda t: [leaf.shape for leaf in jax.tree.leaves(t)]
+        shapes = lambda t: [leaf.shape for leaf in jax.tree.leaves(t)]  # noqa: E731
+        # a model may have a field params itself
+        whole = jax.tree.structure(upload) == jax.tree.structure(like)
+        update = upload if whole else getattr(upload, "params", upload)
         if jax.tree.structure(update) != jax.tree.structure(like) or shapes(update) != shapes(like):
             raise FedraxError(
                 f"{me} needs an upload, or a field params of it, in the shape of the model: {name} has none"
@@ -62,5 +68,6 @@ class ErrorFeedback(Wrapper):
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: C(e_i + u)."""
-        travels = lambda part: hasattr(part, "dense")  # noqa: E731
+        # by its class, not by a method ``dense``: a user's model may have a layer of that name
+        travels = lambda part: isinstance(part, self.travels_as)  # noqa: E731
         return receive(jax.tree.map(lambda part: part.dense() if travels(part) else part, upload, is_leaf=travels))

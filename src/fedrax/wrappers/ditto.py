@@ -53,7 +53,8 @@ class Ditto(Wrapper):
         """``inner``'s part; in the last phase the steps of v_i too."""
         if not last:
             return client(message, state, data), own
-        x = getattr(message, "params", message)
+        whole = jax.tree.structure(message) == jax.tree.structure(own)  # a model may have a field params itself
+        x = message if whole else getattr(message, "params", message)
         shapes = lambda t: [jnp.shape(leaf) for leaf in jax.tree.leaves(t)]  # noqa: E731
         if jax.tree.structure(x) != jax.tree.structure(own) or shapes(x) != shapes(own):
             raise FedraxError("Ditto needs parameters, or a field params of them, sent down in the last phase")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class EFSign(ErrorFeedback):
     """
 
     inner: Algorithm = FedAvg()
+    travels_as: ClassVar[type] = ScaledSigns
 
     def compressed(self, values: Tree) -> ScaledSigns:
         """Signs, and the mean magnitude."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,7 @@ class TopK(ErrorFeedback):
     inner: Algorithm = FedAvg()
     fraction: Static[Annotated[float, Bound(gt=0, le=1)]] = 0.1
     """Share of the numbers that travel."""
+    travels_as: ClassVar[type] = Sparse
 
     def compressed(self, values: Tree) -> Sparse:
         """The largest numbers."""
