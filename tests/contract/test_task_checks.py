@@ -42,6 +42,10 @@ def carrying(params: Any, batch: Any, key: Any) -> jax.Array:
 
 
 SAYS: dict[str, tuple[Callable[[], Task], str]] = {
+    "whole numbers": (
+        lambda: Task(init=zeros, loss=lambda p, batch, key: ((batch.x @ p).argmax(-1) != batch.y).astype(int)),
+        "loss must be floating numbers, not int32: others have no gradient",
+    ),
     "no function": (lambda: Task(init=jnp.zeros(3), loss=errors), "init must be a function \\(key\\), not ArrayImpl"),  # type: ignore[arg-type]
     "no key": (lambda: Task(zeros, lambda p, b: errors(p, b)), "called with \\(parameters, batch, key\\)"),  # type: ignore[arg-type]
     "metric": (lambda: Task(zeros, errors, {"far": lambda p: p}), "metric 'far' is a function \\(p\\)"),  # type: ignore[arg-type,dict-item]

@@ -44,7 +44,10 @@ def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None)
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     real = {a.dtype for a in jax.tree.leaves((variables, shapes[0])) if jnp.issubdtype(a.dtype, jnp.floating)}
     about += f", and parameters {min(map(str, real - {shapes[0].dtype}))}" if len(real) > 1 else ""
-    _one_a_sample("loss", _traced("loss", about, task.loss, variables, batch, jax.random.key(0)))
+    losses = _traced("loss", about, task.loss, variables, batch, jax.random.key(0))
+    _one_a_sample("loss", losses)
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise FedraxError(f"the task's loss must be floating numbers, not {losses.dtype}: others have no gradient")
     if task.one_output_a_class and task.outputs is not None:  # the metric is ours
         _enough_outputs(_traced("model", about, task.outputs, variables, batch.x).shape[-1:], num_classes)
         return
