@@ -42,7 +42,7 @@ def carrying(params: Any, batch: Any, key: Any) -> jax.Array:
 
 
 SAYS: dict[str, tuple[Callable[[], Task], str]] = {
-    "whole numbers": (
+    "loss of whole numbers": (
         lambda: Task(init=zeros, loss=lambda p, batch, key: ((batch.x @ p).argmax(-1) != batch.y).astype(int)),
         "loss must be floating numbers, not int32: others have no gradient",
     ),
