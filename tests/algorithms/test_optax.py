@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, LocalSGD, Optax, Script, sweep
+from fedrax import FedAvg, FedraxError, LocalSGD, Optax, Script, sweep
 from fedrax.contract.task import Batch
 from tests.simulation.problems import FEDERATION, TASK, assert_close, assert_identical, run
 from tests.thinning import thinned
@@ -95,3 +95,8 @@ def test_options_that_are_no_floats_shape_the_program():
         by_name, finished = Optax.of(made, **options), Optax(made(**options))
         found, wanted = (run(FedAvg(local=LocalSGD(steps=2), server_optimizer=rule)) for rule in (by_name, finished))
         assert_close(found, wanted)
+
+
+def test_an_option_that_cannot_shape_a_program_is_named():
+    with pytest.raises(FedraxError, match="the option 'mask' must be hashable"):
+        Optax.of(optax.adamw, learning_rate=np.float32(0.1), mask={"weight": True})

@@ -289,7 +289,8 @@ def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) ->
     channels = kernel.shape[-2]
     groups = x.shape[-1] // channels
     whole = padded(x, window.pads, window.gaps, 0)
-    if whole is not x:  # the barrier: an entry that sees no padding would compute the images anew, shuffled ones slowly
+    if whole is not x:
+        # the barrier: entries that see no padding would compute the images once more, shuffled ones number by number
         x, window = lax.optimization_barrier(whole), window.without_padding()
     x, kernel = x.reshape(*x.shape[:-1], groups, channels), kernel.reshape(*kernel.shape[:-1], groups, -1)
     several = kernel.shape[-1] > 1

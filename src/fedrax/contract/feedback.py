@@ -13,7 +13,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.wrapper import Wrapper
+from fedrax.contract.wrapper import Wrapper, model_in
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -23,8 +23,8 @@ class ErrorFeedback(Wrapper):
     """With the rest e_i and the update u, C(e_i + u) goes up and e_i <- e_i + u - C(e_i + u).
 
     The update is the upload of ``inner``, or the field ``params`` of it, whose other fields travel whole. A round of
-    several phases keeps a rest for each. Subclasses define ``compressed``. Stich, Cordonnier and Jaggi (2018); its
-    convergence in Karimireddy et al. (2019). A client that takes part rarely sends its rest late.
+    several phases keeps a rest for each. Subclasses define ``compressed`` and ``travels_as``. Stich, Cordonnier and
+    Jaggi (2018); its convergence in Karimireddy et al. (2019). A client that takes part rarely sends its rest late.
     """
 
     travels_as: ClassVar[type]
@@ -54,11 +54,8 @@ class ErrorFeedback(Wrapper):
 
     def _update(self, upload: Tree, like: Tree) -> Tree:
         me, name = type(self).__name__, type(self.inner).__name__
-        shapes = lambda t: [leaf.shape for leaf in jax.tree.leaves(t)]  # noqa: E731
-        # a model may have a field params itself
-        whole = jax.tree.structure(upload) == jax.tree.structure(like)
-        update = upload if whole else getattr(upload, "params", upload)
-        if jax.tree.structure(update) != jax.tree.structure(like) or shapes(update) != shapes(like):
+        update = model_in(upload, like)
+        if update is None:
             raise FedraxError(
                 f"{me} needs an upload, or a field params of it, in the shape of the model: {name} has none"
             )
@@ -68,6 +65,6 @@ class ErrorFeedback(Wrapper):
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
         """What ``inner`` receives: C(e_i + u)."""
-        # by its class, not by a method ``dense``: a user's model may have a layer of that name
+        # by its class: a user's model may have a layer called dense
         travels = lambda part: isinstance(part, self.travels_as)  # noqa: E731
         return receive(jax.tree.map(lambda part: part.dense() if travels(part) else part, upload, is_leaf=travels))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from fedrax import tree
@@ -37,8 +38,15 @@ class Optax:
     @classmethod
     def of(cls, make: Callable[..., Any], **options: Any) -> Optax:
         """The transformation ``make(**options)``, its floating options traced."""
-        floats = {name: value for name, value in options.items() if isinstance(value, float | jax.Array)}
+        numbers = float | np.floating | jax.Array
+        floats = {name: value for name, value in options.items() if isinstance(value, numbers)}
         fixed = tuple((name, value) for name, value in options.items() if name not in floats)
+        for name, value in fixed:
+            if not isinstance(value, Hashable):
+                raise FedraxError(
+                    f"Optax: the option {name!r} must be hashable, for it shapes the program: give a function, as optax"
+                    " takes in its place, or Optax the finished transformation"
+                )
         return cls(make, floats, fixed)
 
     def check(self) -> None:

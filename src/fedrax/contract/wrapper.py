@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.checks import kind
@@ -26,6 +27,15 @@ class Wrapped(NamedTuple):
 
     inner: Any
     own: Any
+
+
+def model_in(sent: Any, like: Tree) -> Tree | None:
+    """What is ``sent``, or its field ``params``: the one in the structure and shapes of ``like``; None if neither is.
+
+    The whole comes first, for a model may have a field of that name itself.
+    """
+    form = lambda t: (jax.tree.structure(t), [jnp.shape(leaf) for leaf in jax.tree.leaves(t)])  # noqa: E731
+    return next((part for part in (sent, getattr(sent, "params", None)) if form(part) == form(like)), None)
 
 
 @hyperparameters

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD
-from fedrax.contract.wrapper import Wrapped, Wrapper
+from fedrax.contract.wrapper import Wrapped, Wrapper, model_in
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -53,10 +52,8 @@ class Ditto(Wrapper):
         """``inner``'s part; in the last phase the steps of v_i too."""
         if not last:
             return client(message, state, data), own
-        whole = jax.tree.structure(message) == jax.tree.structure(own)  # a model may have a field params itself
-        x = message if whole else getattr(message, "params", message)
-        shapes = lambda t: [jnp.shape(leaf) for leaf in jax.tree.leaves(t)]  # noqa: E731
-        if jax.tree.structure(x) != jax.tree.structure(own) or shapes(x) != shapes(own):
+        x = model_in(message, own)
+        if x is None:
             raise FedraxError("Ditto needs parameters, or a field params of them, sent down in the last phase")
 
         def pull(gradient: Tree, v: Tree) -> Tree:
