@@ -12,7 +12,7 @@ from jax.extend.core import primitives
 from fedrax import FedAvg, FedraxError, LocalSGD, classification, simulate
 from fedrax.compiled.products import Format, with_operands
 from fedrax.contract.task import Batch
-from fedrax.models import LSTM, LeNet, TwoNN
+from fedrax.models import LSTM, LeNet, Model, TwoNN
 from tests.simulation.problems import make_federation
 from tests.thinning import thinned
 
@@ -128,3 +128,15 @@ def test_a_short_format_has_no_place_in_float64():
     task = classification(TwoNN().build((4,), 3))
     with pytest.raises(FedraxError, match="rounds float32"):
         simulate(FedAvg(), task, make_federation(), dtype="float64", precision="bfloat16")
+
+
+def test_parameters_of_a_shorter_type_are_said_to_be_held_in_the_runs():
+    model = Model(
+        lambda key: {"w": jnp.zeros((4, 3), jnp.bfloat16), "b": jnp.zeros(3)},
+        lambda p, x, key=None: x @ p["w"] + p["b"],
+    )
+    said = simulate(FedAvg(), classification(model), make_federation(), rounds=1, cohort_size=3)
+    assert said.plan.endswith(", parameters of bfloat16 held as float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(said.params)} == {np.dtype(np.float32)}
+    silent = classification(TwoNN().build((4,), 3))
+    assert "held" not in simulate(FedAvg(), silent, make_federation(), rounds=1, cohort_size=3).plan

@@ -130,7 +130,8 @@ class Settings:
     chunk: Count | None = None
     """Clients side by side in one vmap (plan vmap); chosen from the memory at hand by default."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Precision of parameters and arithmetic."""
+    """Precision of parameters and arithmetic. A model's parameters of a shorter type are held in it, too, as the run's
+    first line says."""
     precision: Format = "highest"
     """Operands of the matrix products and convolutions of local gradients: float32, or a shorter format that an
     accelerator multiplies faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU operands are

@@ -106,7 +106,7 @@ def prepare(
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
     _check(algorithm, settings, federation)
-    drawn, start, statistics = _start(task, params, settings)
+    drawn, start, statistics, widened = _start(task, params, settings)
     samples = Batch(*federation.train)
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
     initial, broken = _at_first(algorithm, start, statistics)
@@ -131,7 +131,7 @@ def prepare(
     cuts = cuts_in(traced.program)
     joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
-    words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0)
+    words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0) + widened
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
     return Setup(
         algorithm=algorithm,
@@ -246,11 +246,16 @@ def _joining(planner: Planner, cuts: Sequence[Cut], initial: Kept) -> int:
     return 0 if alone else planner.join(speed_of(cuts, planner.devices))
 
 
-def _start(task: Task, given: Tree | None, settings: Settings) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree]:
-    """(what waits for starting parameters and statistics, the shapes of the ones, of the others)."""
+def _start(
+    task: Task, given: Tree | None, settings: Settings
+) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
+    """(what waits for starting parameters and statistics, their shapes, words on types that are not kept)."""
     start = start_of(task, jax.random.fold_in(jax.random.key(settings.seed), 0), given)
     parted = partial(_parted, dtype=settings.dtype)
-    return lambda: parted(start.values()), *jax.eval_shape(parted, start.shapes)
+    params, statistics = jax.eval_shape(parted, start.shapes)
+    halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})
+    widened = f", parameters of {' and '.join(halves)} held as {settings.dtype}" if halves else ""
+    return lambda: parted(start.values()), params, statistics, widened
 
 
 def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
