@@ -125,6 +125,10 @@ def bad(**options: Any) -> dict[str, Any]:
             "local.schedule.milestones must be a list of whole numbers, got (3, '4')",
         ),
         (
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(milestones=(-1, 4)))),
+            "local.schedule.milestones must hold items that must be at least 0, got (-1, 4)",
+        ),
+        (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=[3, 4])))),
             "local.schedule.milestones must be hashable, for it shapes the program: give a tuple",
         ),

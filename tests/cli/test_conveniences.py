@@ -181,3 +181,11 @@ def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..
     assert values[0] > values[1] and cells[0].startswith("**") and not cells[1].startswith("**")
     drawn = (tmp_path / "c/curves.svg").read_text()
     assert "training accuracy of own models" in drawn and "training accuracy, fine-tuned" in drawn
+
+
+@pytest.mark.parametrize("flag", ["--algorithm.local.momentum none", "--algorithm.local.momentum=none"])
+def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, flag: str) -> None:
+    tiny.write_text(TINY.replace("lr = 0.1", "lr = 0.1, momentum = 0.9"))
+    assert "momentum = 0.9" in tiny.read_text()
+    assert fedrax("run", tiny, *flag.split(), "--out", "a", "--quiet").status == 0
+    assert experiment.read(tmp_path / "a/experiment.toml").algorithm.local.momentum is None

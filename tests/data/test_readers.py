@@ -188,7 +188,12 @@ def test_npz_regression_without_clients(tmp_path):
         ({"x_test": np.zeros((2, 3), np.float32)}, "test sample"),
         ({"x_train": np.full((4, 2), np.nan, np.float32)}, "not finite"),
         ({"x_train": np.array([["a", "b"]] * 4)}, "real numbers"),
-        ({"client_test": None}, "must both be"),
+        (
+            {"y_train": np.arange(4, dtype=np.float32), "y_test": np.array([1, np.nan], np.float32)},
+            "y_test holds numbers that are not finite",
+        ),
+        ({"client_test": None}, "holds client_train and no client_test"),
+        ({"client_test": np.zeros((2, 1), np.int16)}, "must both be"),
         ({"client_train": np.zeros(3, np.int16)}, "not n samples"),
         ({"client_train": np.zeros(4)}, "must both be"),
     ],

@@ -140,6 +140,21 @@ def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
     return made
 
 
+def _as_python_says(made: Experiment, args: list[str]) -> list[str]:
+    """``args`` with ``None`` for a file's ``none``, where a flag's field may have no value."""
+
+    def optional(flag: str) -> bool:
+        value, (*parents, last) = made, flag[2:].replace("-", "_").split(".")
+        for parent in parents:
+            value = getattr(value, parent, None)
+        field = fields_of(type(value)).get(last) if dataclasses.is_dataclass(value) else None
+        return field is not None and field.optional
+
+    tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=none$", arg) else [arg])]
+    pairs = zip(["", *tokens], tokens, strict=False)
+    return ["None" if t == "none" and flag.startswith("--") and optional(flag) else t for flag, t in pairs]
+
+
 @dataclass(frozen=True)
 class Parsed:
     """What the flags of a command came to."""
@@ -177,6 +192,7 @@ def parse_experiment(
     reader = config.Reader(source, folder, tyro.MISSING, trust)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
     made = _as_flagged(reader.fields(Experiment, table, "", Experiment()), rest)
+    rest = _as_python_says(made, rest)
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
     fields.append(
@@ -198,9 +214,11 @@ def parse_experiment(
     changed = {part: getattr(parsed, part) for part in parts if hasattr(parsed, part)}
     result = dataclasses.replace(made, name=parsed.name, **changed)
     # read once more, as the file of the run will be: flags take the forms that values of a file have
-    result = config.Reader(source, Path()).fields(Experiment, experiment.to_table(result), "", Experiment())
+    # what the file alone says has been read already
+    result = config.Reader("command line", Path()).fields(Experiment, experiment.to_table(result), "", Experiment())
     try:
         result.check()
     except FedraxError as error:
-        raise FedraxError(f"{source}: {error}" if path else str(error)) from error
+        flagged = " with the flags given" if len(args) > 1 else ""
+        raise FedraxError(f"{source}{flagged}: {error}" if path else str(error)) from error
     return Parsed(result, parsed.options, left_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.contract.hyperparameters import Count, Fraction, NonNegative, hyperparameters
+from fedrax.contract.hyperparameters import Count, Fraction, NonNegative, Whole, hyperparameters
 
 
 @hyperparameters
@@ -21,7 +21,7 @@ class StepDecay:
     """Multiply by ``factor`` when each of the ``milestones`` (round numbers) is reached."""
 
     factor: Fraction = 0.1
-    milestones: tuple[int, ...] = ()
+    milestones: tuple[Whole, ...] = ()
 
     def __call__(self, round: Array) -> Array:
         passed = sum((round >= milestone for milestone in self.milestones), jnp.zeros((), jnp.int32))

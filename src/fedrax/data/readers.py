@@ -253,9 +253,10 @@ def _from_npz(
 ) -> Dataset:
     train = as_samples(arrays["x_train"], arrays["y_train"], padding)
     test = as_samples(arrays["x_test"], arrays["y_test"], padding)
-    for samples in (train, test):
-        if samples.x.dtype.kind == "f" and not np.isfinite(samples.x).all():
-            raise FedraxError(f"{path} holds numbers that are not finite.")
+    for part, samples in (("train", train), ("test", test)):
+        for key, array in zip("xy", samples, strict=True):
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise FedraxError(f"{path}: {key}_{part} holds numbers that are not finite.")
     if not len(train.y):
         raise FedraxError(f"{path} holds no training samples.")
     classes = None
@@ -268,6 +269,9 @@ def _from_npz(
         found, inverse = np.unique(np.concatenate(ids), return_inverse=True)
         names = tuple(str(name) for name in found) if found.dtype.kind == "U" else ()
         codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
+    elif len(ids) == 1:
+        there, missing = sorted((f"{client}_train", f"{client}_test"), key=arrays.__contains__, reverse=True)
+        raise FedraxError(f"{path} holds {there} and no {missing}: give both, or neither and a partition.")
     elif ids:
         raise FedraxError(f"{path}: {client}_train and {client}_test must both be integers or strings, one a row.")
     features = train.x.ndim == 2 and train.x.dtype.kind == "f"
