@@ -1,10 +1,9 @@
-"""Rewritten convolutions, pooling and sums against JAX's own: values and gradients on random shapes."""
+"""Rewritten convolutions against JAX's own: values and gradients on random shapes."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,32 +17,9 @@ from jax import Array, lax
 from fedrax.compiled import convolutions, kernel_gradients
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.tracing import equations_in
+from tests.compiled.rewritten import EACH_TYPE, assert_same, double_precision, draw, gradients
 
-TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-13}
-"""Largest difference, as a share of the largest value: sums of up to a thousand numbers in another order."""
-EACH_TYPE = pytest.mark.parametrize("dtype", [np.float32, np.float64])
-
-
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """At hand."""
-    with jax.enable_x64(True):
-        yield
-
-
-def draw(rng: np.random.Generator, shape: Any, dtype: Any = np.float32) -> np.ndarray:
-    return rng.normal(size=tuple(shape)).astype(dtype)
-
-
-def assert_same(function: Callable, *args: Any) -> None:
-    """``function`` and its rewritten form have the same outputs to rounding, of the same types."""
-    expected, rewritten = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(rewritten), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[a.dtype] * np.abs(a).max(initial=1))
-
-
-# --- Convolutions -------------------------------------------------------------------------------------
+__all__ = ["double_precision"]
 
 
 def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[str, str, str]]:
@@ -70,16 +46,6 @@ def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[
         batch_group_count=by_batch,
     )
     return function, images, kernel, tuple(orders)
-
-
-def gradients(function: Callable, seed: int) -> Callable:
-    """(arguments) -> value, and the arguments' gradients of its product with random numbers."""
-
-    def both(*args: Array) -> tuple:
-        y, pull = jax.vjp(function, *args)
-        return y, pull(jnp.asarray(draw(np.random.default_rng(seed), y.shape, y.dtype)))
-
-    return both
 
 
 @pytest.mark.few(2)
@@ -133,6 +99,9 @@ def test_strides(size: int, step: int, dtype: Any):
         ((8, 3, 6, 5), dict(padding=((0, 0), (1, 1)), window_strides=(1, 2))),
         ((4, 1, 6, 5), dict(padding=((1, 0), (0, 0)), rhs_dilation=(2, 1), window_strides=(3, 1))),
         ((3, 2, 1, 12), dict(feature_group_count=6, padding="VALID")),
+        ((8, 1, 1, 12), dict(feature_group_count=6, padding="VALID")),
+        ((8, 3, 1, 18), dict(feature_group_count=6, padding=((0, 0), (1, 1)), window_strides=(1, 2))),
+        ((8, 3, 2, 9), dict(feature_group_count=3, padding=((0, 0), (2, 1)))),
     ],
     ids=[
         "a product",
@@ -146,6 +115,9 @@ def test_strides(size: int, step: int, dtype: Any):
         "whole height",
         "apart along the height",
         "two results a channel",
+        "whole height of each channel",
+        "whole height of each channel, three results",
+        "whole height in groups",
     ],
 )
 @EACH_TYPE
@@ -244,6 +216,41 @@ def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
         assert all(a <= b for a, b in zip(out.aval.shape[1:-1], given.aval.shape[1:-1], strict=True))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("groups", "out"), [(1, 4), (6, 6), (6, 24), (3, 6)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(window_strides=(3, 2), padding=((4, 2), (1, 1)), rhs_dilation=(2, 1))]
+)
+@EACH_TYPE
+def test_images_of_one_row(groups: int, out: int, options: dict, dtype: Any):
+    rng = np.random.default_rng(0)
+    one = gradients(partial(conv, feature_group_count=groups, **options), 1)
+    assert_same(one, draw(rng, (3, 1, 7, 6), dtype), draw(rng, (3, 4, 6 // groups, out), dtype))
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "options"),
+    [
+        ((12, 11), (3, 2), dict(padding="VALID")),  # the gradient of the kernel, of fewer channels out
+        ((4, 4), (5, 5), dict()),
+        ((2, 3), (3, 3), dict()),
+        ((4, 5), (5, 5), dict(window_strides=(2, 2))),
+        ((3, 3), (5, 2), dict(rhs_dilation=(1, 2), padding=((2, 3), (1, 1)))),
+        ((3, 2), (4, 4), dict(lhs_dilation=(2, 2), padding=((3, 2), (2, 2)))),
+    ],
+)
+def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: tuple, options: dict):
+    """XLA would exchange the two, and take what comes of it number by number."""
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (4, *size, 20)), draw(rng, (*kernel, 20, 9))
+    both = gradients(partial(conv, **options), 1)
+    assert_same(both, x, w)
+    found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
+    assert len(found) >= 2
+    for equation in found:
+        images, entries = (variable.aval.shape for variable in equation.invars)  # type: ignore[attr-defined]
+        assert np.prod(entries[:-2]) <= np.prod(images[1:-1])
+
+
 @pytest.mark.parametrize("pads", [((9, 0), (0, 7)), ((0, 9), (2, 2)), ((3, 4), (6, 0)), ((1, 0), (0, 0))])
 def test_padding_of_any_size_on_either_side(pads: Any):
     x, w = (draw(np.random.default_rng(1), shape) for shape in ((2, 6, 5, 20), (3, 3, 20, 20)))
@@ -273,51 +280,6 @@ def test_numbers_of_16_bits_are_computed_in_float32_and_rounded(dtype: Any):
     kinds = {e.outvars[0].aval.dtype for e in equations if e.primitive.name == "conv_general_dilated"}  # type: ignore[attr-defined]
     assert kinds == {np.dtype(np.float32)}
     assert not any(equation.primitive.name == "select_and_scatter_add" for equation in equations)
-
-
-# --- Pooling and sums ---------------------------------------------------------------------------------
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_max_pooling(seed: int):
-    """With equal numbers in a window, whose first one gets the gradient."""
-    choose, rng = random.Random(seed), np.random.default_rng(seed)
-    functions, inputs = [], []
-    for _ in range(8):
-        axes = range(choose.choice([2, 3, 4]))
-        sizes = tuple(choose.randint(1, 3) for _ in axes)
-        pads = tuple((choose.randint(0, size - 1), choose.randint(0, size - 1)) for size in sizes)
-        strides = tuple(choose.randint(1, 3) for _ in axes)
-        pool = partial(
-            lax.reduce_window,
-            init_value=-np.inf,
-            computation=lax.max,
-            window_dimensions=sizes,
-            window_strides=strides,
-            padding=pads,
-        )
-        functions.append(gradients(pool, len(functions)))
-        inputs.append(rng.integers(0, 5, size=[choose.randint(4, 8) for _ in axes]).astype(np.float64))
-    everything = lambda inputs: [f(x) for f, x in zip(functions, inputs, strict=True)]  # noqa: E731
-    assert "select_and_scatter_add" not in str(jax.make_jaxpr(fast_on_cpu(everything))(inputs))
-    assert_same(everything, inputs)
-
-
-def test_average_pooling_and_sums_over_scattered_axes():
-    x = draw(np.random.default_rng(0), (2, 6, 6, 8))
-    for how in (
-        ((2, 3), (2, 1), "SAME"),
-        ((4, 3), (4, 3), "VALID"),
-        ((3, 4), (1, 1), "SAME"),
-        ((6, 6), (6, 6), "VALID"),
-    ):
-        pool = gradients(partial(nn.avg_pool, window_shape=how[0], strides=how[1], padding=how[2]), 0)
-        assert_same(pool, x)
-        sums = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(pool))(x)) if "window_sum" in e.primitive.name]
-        large = [e for e in sums if math.prod(e.params["window_dimensions"]) > 8]
-        assert all(max(e.params["window_strides"]) > 1 for e in large)  # at every place, as gradients are: axis by axis
-    assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
 
 
 # --- Transformations ----------------------------------------------------------------------------------

@@ -74,10 +74,8 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         if by_batch > 1:
             groups = by_batch
             x = _groups_of_batch_to_channels(x, groups)
-        if not _is_depthwise(kernel, groups):
-            kernel, groups = _merged(kernel, groups)
         x, window = without_needless(x, window)
-        y = _in_groups(x, kernel, window, groups, params["precision"])
+        y = _merged_groups(x, kernel, window, groups, params["precision"])
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
@@ -138,12 +136,24 @@ def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
     return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)
 
 
+def _merged_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
+    """As :func:`_in_groups`, of neighbouring groups as one where they are many or of few channels."""
+    if groups > 1 and not _is_depthwise(kernel, groups):
+        kernel, groups = _merged(kernel, groups)
+    return _in_groups(x, kernel, window, groups, precision)
+
+
 def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
     """[N, space, G C], [k, C, G D] -> [N, space, G D]."""
     if groups == 1:
         return _dense(x, kernel, window, precision)
-    if _is_depthwise(kernel, groups):
-        return _depthwise(x, kernel, window, out_space(x.shape[1:-1], kernel.shape[:-2], window))
+    out = out_space(x.shape[1:-1], kernel.shape[:-2], window)
+    axis, depthwise = _single(x, kernel, out), _is_depthwise(kernel, groups)
+    # sums of many channels each are faster than products of few in each
+    if axis is not None and not (depthwise and x.shape[1 + axis] > 1 and kernel.shape[-1] > _FEW):
+        return _along_others(x, kernel, window, out, groups, precision, axis)
+    if depthwise:
+        return _depthwise(x, kernel, window, out)
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
 
@@ -163,9 +173,9 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         return y.reshape(len(x), *out, -1)
     if x.dtype != jnp.float32:
         return _by_columns(x, kernel, window, out, precision)
-    for axis in range(len(entries)):
-        if len(entries) > 1 and 1 in (x.shape[1 + axis], out[axis]) and entries[axis] > 1:
-            return _along_others(x, kernel, window, out, precision, axis)
+    axis = _single(x, kernel, out)
+    if axis is not None:
+        return _along_others(x, kernel, window, out, 1, precision, axis)
     if window.gaps != unit and window.strides == window.dilation == unit:
         return _between_pixels(x, kernel, window, out, precision)
     if len(entries) > 2:  # Eigen's convolutions of volumes are slow: their depth goes to samples and channels
@@ -177,26 +187,39 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         step, none = window.strides[-1], (0,) * (len(entries) - 1)
         kernel = _beside([kernel] * count, [(*none, i * step) for i in range(count)])
         window = window._replace(strides=(*window.strides[:-1], count * step))
-    x, window = no_smaller(x, window, out)
+    x, window = no_smaller(x, window, entries, out)
     numbers = lax.ConvDimensionNumbers(*canonical(len(entries)))
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
     ).reshape(len(x), *out, -1)
 
 
-def _along_others(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any, axis: int) -> Array:
+def _single(x: Array, kernel: Array, out: tuple[int, ...]) -> int | None:
+    """An axis of several on which images or results have one pixel and the kernel more than one entry."""
+    entries = kernel.shape[:-2]
+    several = range(len(entries)) if len(entries) > 1 else ()
+    return next((i for i in several if 1 in (x.shape[1 + i], out[i]) and entries[i] > 1), None)
+
+
+def _along_others(
+    x: Array, kernel: Array, window: Window, out: tuple[int, ...], groups: int, precision: Any, axis: int
+) -> Array:
     """Of images with one pixel along an axis, or of results with one: this axis of the kernel as channels."""
     rest, entries, apart = window.without_axis(axis), kernel.shape[axis], window.dilation[axis]
-    if out[axis] == 1:
+    if x.shape[1 + axis] > 1:
         x, kernel = as_channels(x, window, axis, entries, apart), jnp.moveaxis(kernel, axis, -3)
+        x = jnp.swapaxes(x.reshape(*x.shape[:-1], entries, groups, -1), -3, -2).reshape(x.shape)
         kernel = kernel.reshape(*kernel.shape[:-3], -1, kernel.shape[-1])
-        return jnp.expand_dims(_dense(x, kernel, rest, precision), 1 + axis)
+        return jnp.expand_dims(_merged_groups(x, kernel, rest, groups, precision), 1 + axis)
     places = [window.pads[axis][0] - i * window.strides[axis] for i in range(out[axis])]  # where each meets the pixel
     entry = lambda at: lax.index_in_dim(kernel, at // apart, axis, keepdims=False)  # noqa: E731
     none = jnp.zeros_like(entry(0))
     met = [entry(at) if at % apart == 0 and 0 <= at // apart < entries else none for at in places]
-    y = _dense(jnp.squeeze(x, 1 + axis), jnp.concatenate(met, -1), rest, precision)
-    return jnp.moveaxis(y.reshape(*y.shape[:-1], out[axis], -1), -2, 1 + axis)
+    each = [one.reshape(*one.shape[:-1], groups, -1) for one in met]
+    kernel = jnp.concatenate(each, -1).reshape(*none.shape[:-1], -1)
+    y = _merged_groups(jnp.squeeze(x, 1 + axis), kernel, rest, groups, precision)
+    y = jnp.swapaxes(y.reshape(*y.shape[:-1], groups, out[axis], -1), -3, -2)
+    return jnp.moveaxis(y.reshape(*y.shape[:-2], -1), -2, 1 + axis)
 
 
 def _neighbours(kernel: Array, window: Window, out: tuple[int, ...]) -> int:

@@ -174,7 +174,7 @@ def _turned(images: Array, upstream: Array, window: Window, places: Space, preci
     """A convolution of images [C, space, N] with upstream [space, N, D]."""
     window = window._replace(pads=_just_enough(images.shape[1:-1], upstream.shape[1:-1], window, places))
     images, window = without_needless(_last_to_first(images), window)
-    images, window = no_smaller(images, window, places)
+    images, window = no_smaller(images, window, upstream.shape[1:-1], places)
     numbers = lax.ConvDimensionNumbers(*canonical(len(places)))
     over = (window.strides, window.pads, window.gaps, window.dilation)
     y = lax.conv_general_dilated(images, jnp.moveaxis(upstream, 0, -2), *over, numbers, precision=precision)

@@ -6,6 +6,7 @@ for these axes of a kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -125,11 +126,16 @@ def seen_whole(x: Array, kernel_space: tuple[int, ...], window: Window, out: tup
         yield tap(x, start, kernel_space, window.dilation)
 
 
-def no_smaller(x: Array, window: Window, out: tuple[int, ...]) -> tuple[Array, Window]:
-    """Images with some of their padding, where they would be smaller than the result: XLA's faster way is not for it.
+def no_smaller(x: Array, window: Window, entries: Space, out: tuple[int, ...]) -> tuple[Array, Window]:
+    """Images with their padding, or some of it, where XLA's faster way is not for them without.
 
-    As what without padding becomes of images, so that their gradient is larger.
+    It is not where the images have fewer pixels than the kernel has ``entries``, for XLA takes the one for the other
+    then; nor where the images are smaller than the result, as what without padding becomes of images, so that their
+    gradient is larger.
     """
+    # the barriers: XLA would make it padding of the convolution again
+    if math.prod(entries) > math.prod(x.shape[1:-1]):
+        return lax.optimization_barrier(padded(x, window.pads, window.gaps, 0)), window.without_padding()
     if not set(window.strides) == set(window.gaps) == {1}:
         return x, window
     edges, left = [], []
@@ -140,5 +146,4 @@ def no_smaller(x: Array, window: Window, out: tuple[int, ...]) -> tuple[Array, W
         left.append((low - before, high - more + before))
     if not any(map(any, edges)):
         return x, window
-    # the barrier: XLA would make it padding of the convolution again
     return lax.optimization_barrier(jnp.pad(x, [(0, 0), *edges, (0, 0)])), window._replace(pads=tuple(left))

@@ -1,0 +1,61 @@
+"""Rewritten pooling and sums against JAX's own: values and gradients on random shapes."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from fedrax.compiled.on_cpu import fast_on_cpu
+from fedrax.compiled.tracing import equations_in
+from tests.compiled.rewritten import assert_same, double_precision, draw, gradients
+
+__all__ = ["double_precision"]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_max_pooling(seed: int):
+    """With equal numbers in a window, whose first one gets the gradient."""
+    choose, rng = random.Random(seed), np.random.default_rng(seed)
+    functions, inputs = [], []
+    for _ in range(8):
+        axes = range(choose.choice([2, 3, 4]))
+        sizes = tuple(choose.randint(1, 3) for _ in axes)
+        pads = tuple((choose.randint(0, size - 1), choose.randint(0, size - 1)) for size in sizes)
+        strides = tuple(choose.randint(1, 3) for _ in axes)
+        pool = partial(
+            lax.reduce_window,
+            init_value=-np.inf,
+            computation=lax.max,
+            window_dimensions=sizes,
+            window_strides=strides,
+            padding=pads,
+        )
+        functions.append(gradients(pool, len(functions)))
+        inputs.append(rng.integers(0, 5, size=[choose.randint(4, 8) for _ in axes]).astype(np.float64))
+    everything = lambda inputs: [f(x) for f, x in zip(functions, inputs, strict=True)]  # noqa: E731
+    assert "select_and_scatter_add" not in str(jax.make_jaxpr(fast_on_cpu(everything))(inputs))
+    assert_same(everything, inputs)
+
+
+def test_average_pooling_and_sums_over_scattered_axes():
+    x = draw(np.random.default_rng(0), (2, 6, 6, 8))
+    for how in (
+        ((2, 3), (2, 1), "SAME"),
+        ((4, 3), (4, 3), "VALID"),
+        ((3, 4), (1, 1), "SAME"),
+        ((6, 6), (6, 6), "VALID"),
+    ):
+        pool = gradients(partial(nn.avg_pool, window_shape=how[0], strides=how[1], padding=how[2]), 0)
+        assert_same(pool, x)
+        sums = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(pool))(x)) if "window_sum" in e.primitive.name]
+        large = [e for e in sums if math.prod(e.params["window_dimensions"]) > 8]
+        assert all(max(e.params["window_strides"]) > 1 for e in large)  # at every place, as gradients are: axis by axis
+    assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
