@@ -136,6 +136,8 @@ def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
         ((5, 6), (3, 5), dict(padding=((2, 1), (-1, 3)))),
         ((5, 6), (9, 2), dict()),
         ((30, 5), (3, 3), dict(window_strides=(2, 3))),
+        ((30, 5), (5, 2), dict(window_strides=(2, 3), padding=((-1, 3), (2, 0)))),
+        ((30, 5), (7, 1), dict(window_strides=(3, 2), padding=((9, 0), (0, 1)))),
         ((5, 6), (11, 37), dict(window_strides=(11, 37))),
         ((5, 6), (1, 37), dict(window_strides=(1, 37))),
         ((5, 6), (2, 2), dict(lhs_dilation=(2, 2), padding=((1, 1), (0, 1)))),

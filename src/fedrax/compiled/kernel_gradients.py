@@ -70,12 +70,43 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
         y = y.reshape(*places[1:], places[0], -1, upstream.shape[-1])
         return jnp.moveaxis(y, -3, 0)
     unit = (1,) * len(places)
-    if window.gaps != unit or (window.dilation == unit and images.shape[-1] > upstream.shape[-1]):
+    fewer = images.shape[-1] > upstream.shape[-1]  # channels out than in
+    if fewer and window.dilation != unit and window.gaps == window.strides == unit:
+        return _in_phases(images, upstream, window, places, precision)
+    if window.gaps != unit or (fewer and window.dilation == unit):
         # the same sums as images that go over the upstream, from the kernel's end on
         window = _seen_from_upstream(window, images.shape[1:-1], upstream.shape[1:-1], places)
         y = _from_few_to_many(upstream, images, window, places, precision)
         return lax.rev(jnp.swapaxes(y, -2, -1), range(len(places)))
     return _from_few_to_many(images, upstream, window, places, precision)
+
+
+def _in_phases(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """Of a kernel that went in steps: entries that lie a step apart saw pixels that do, as one without steps would."""
+    steps, unit = window.dilation, (1,) * len(places)
+    most = [-(-k // step) for k, step in zip(places, steps, strict=True)]
+    found = []
+    for phase in product(*map(range, steps)):
+        entries = tuple(-(-(k - at) // step) for k, at, step in zip(places, phase, steps, strict=True))
+        if not all(n > 0 for n in entries):
+            found.append(jnp.zeros((*most, images.shape[-1], upstream.shape[-1]), images.dtype))
+            continue
+        pads, first = [], []
+        for at, step, (low, _), n, m, k in zip(
+            phase, steps, window.pads, images.shape[1:-1], upstream.shape[1:-1], entries, strict=True
+        ):
+            begin = (at - low) % step  # the first pixel of this phase, and how many before it are padding
+            before = (begin + low - at) // step
+            pads.append((before, m + k - 1 - before - len(range(begin, n, step))))
+            first.append(begin)
+        own = lax.slice(images, (0, *first, 0), images.shape, (1, *steps, 1))
+        y = kernel_gradient(own, upstream, Window(unit, tuple(pads), unit, unit), entries, precision)
+        found.append(jnp.pad(y, [*((0, n - k) for n, k in zip(most, entries, strict=True)), (0, 0), (0, 0)]))
+    y = jnp.stack(found).reshape(*steps, *most, *found[0].shape[-2:])
+    axes = len(places)
+    y = y.transpose(*(axis for i in range(axes) for axis in (axes + i, i)), 2 * axes, 2 * axes + 1)
+    y = y.reshape(*(n * step for n, step in zip(most, steps, strict=True)), *y.shape[-2:])
+    return lax.slice(y, (0,) * y.ndim, (*places, *y.shape[-2:]))
 
 
 def _seen_from_upstream(window: Window, space: Space, given: Space, places: Space) -> Window:
