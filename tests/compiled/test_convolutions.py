@@ -232,6 +232,39 @@ def test_images_of_one_row(groups: int, out: int, options: dict, dtype: Any):
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [
+        ((2, 2), (3, 3), dict()),
+        ((4, 3), (3, 3), dict()),
+        ((4, 5), (4, 2), dict(window_strides=(2, 1), padding=((2, 3), (1, 0)))),
+        ((3, 4), (3, 3), dict(rhs_dilation=(2, 3), padding=((2, 2), (4, 3)))),
+        ((5, 4), (3, 3), dict(window_strides=(3, 2), rhs_dilation=(2, 1), padding=((5, 4), (3, 2)))),
+        ((2, 7), (4, 2), dict(padding=((3, 3), (0, 1)))),
+    ],
+)
+@pytest.mark.parametrize("channels", [(128, 130), (130, 128)])
+def test_small_images_of_many_channels_meet_no_padding(channels: tuple, size: tuple, kernel: tuple, options: dict):
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (3, *size, channels[0])), draw(rng, (*kernel, *channels))
+    forward = partial(conv, **options)
+    assert_same(gradients(forward, 1), x, w)
+    of_kernel = jax.grad(lambda w: (forward(x, w) ** 2).sum())
+    for function, args in ((forward, (x, w)), (of_kernel, (w,))):
+        found = equations_in(jax.make_jaxpr(fast_on_cpu(function))(*args))
+        assert all("conv_general" not in e.primitive.name for e in found)
+
+
+def test_padding_of_the_users_own_is_no_kernels():
+    """As networks from PyTorch have it: XLA would make it the convolution's, whose images were too small then."""
+    x, w = (draw(np.random.default_rng(0), shape) for shape in ((4, 2, 2, 20), (3, 3, 20, 9)))
+    padded = lambda x, w: conv(jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), w, padding="VALID")  # noqa: E731
+    assert_same(gradients(padded, 1), x, w)
+    loop = jax.jit(lambda x, w: lax.fori_loop(0, 9, lambda i, s: s + fast_on_cpu(padded)(x + s, w).sum(), 0.0))
+    assert "window={size=3x3}" in (text := loop.lower(x, w).compile().as_text())
+    assert "rhs_reversal" not in text and "pad=" not in text
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "options"),
+    [
         ((12, 11), (3, 2), dict(padding="VALID")),  # the gradient of the kernel, of fewer channels out
         ((4, 4), (5, 5), dict()),
         ((2, 3), (3, 3), dict()),

@@ -28,7 +28,9 @@ from fedrax.compiled.windows import (
     as_channels,
     canonical,
     in_planes,
+    is_mostly_padding,
     is_short,
+    meetings,
     no_smaller,
     out_space,
     padded,
@@ -69,13 +71,17 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         y = _kernel_gradient(images, upstream, window, places, by_batch, params["precision"])
         y = jnp.moveaxis(y, -2, 0)
     else:
-        kernel = kernel.transpose(*entries, into, out)
-        x = x.transpose(batch, *pixels, channel)
-        if by_batch > 1:
-            groups = by_batch
-            x = _groups_of_batch_to_channels(x, groups)
-        x, window = without_needless(x, window)
-        y = _merged_groups(x, kernel, window, groups, params["precision"])
+        x, window = without_needless(x.transpose(batch, *pixels, channel), window)
+        fewest = min(kernel.shape[axis] for axis in (into, out)) if groups == by_batch == 1 else 0
+        if x.dtype == jnp.float32 and is_mostly_padding(x.shape[1:-1], given, window, places, fewest):
+            kernel = kernel.transpose(*entries, *sorted((into, out)))
+            y = _entry_by_entry(x, kernel, out < into, window, places, params["precision"])
+        else:
+            kernel = kernel.transpose(*entries, into, out)
+            if by_batch > 1:
+                groups = by_batch
+                x = _groups_of_batch_to_channels(x, groups)
+            y = _merged_groups(x, kernel, window, groups, params["precision"])
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
@@ -192,6 +198,23 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
     ).reshape(len(x), *out, -1)
+
+
+def _entry_by_entry(
+    x: Array, kernel: Array, turned: bool, window: Window, out: tuple[int, ...], precision: Any
+) -> Array:
+    """A product of each entry of the kernel and the pixels that it meets: none with padding.
+
+    turned: of a kernel [k, D, C], as it lies for the gradient of images; many channels take long to turn round.
+    """
+    entries, results = kernel.shape[:-2], kernel.shape[-2 if turned else -1]
+    total = jnp.zeros((len(x), *out, results), x.dtype)
+    for met in meetings(x.shape[1:-1], entries, window, out):
+        seen = tap(x, met.pixel, met.size, window.strides)
+        y = lax.dot_general(seen, kernel[met.index], (((seen.ndim - 1,), (int(turned),)), ((), ())), precision)
+        ends = [(at, n - at - size) for at, n, size in zip(met.first, out, met.size, strict=True)]
+        total = total + jnp.pad(y, [(0, 0), *ends, (0, 0)])
+    return total
 
 
 def _single(x: Array, kernel: Array, out: tuple[int, ...]) -> int | None:

@@ -28,6 +28,8 @@ from fedrax.compiled.windows import (
     as_channels,
     canonical,
     in_planes,
+    is_mostly_padding,
+    meetings,
     no_smaller,
     padded,
     seen_whole,
@@ -69,6 +71,12 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
         y = kernel_gradient(planes, upstream.reshape(-1, *upstream.shape[2:]), rest, places[1:], precision)
         y = y.reshape(*places[1:], places[0], -1, upstream.shape[-1])
         return jnp.moveaxis(y, -3, 0)
+    over, fewest = (
+        Window(window.dilation, window.pads, window.gaps, window.strides),
+        min(images.shape[-1], upstream.shape[-1]),
+    )
+    if is_mostly_padding(images.shape[1:-1], places, over, upstream.shape[1:-1], fewest):
+        return _entry_by_entry(images, upstream, over, places, precision)
     unit = (1,) * len(places)
     fewer = images.shape[-1] > upstream.shape[-1]  # channels out than in
     if fewer and window.dilation != unit and window.gaps == window.strides == unit:
@@ -154,6 +162,16 @@ def _place_by_place(images: Array, upstream: Array, window: Window, places: Spac
     seen = seen_whole(images, upstream.shape[1:-1], window, places)
     products = [_product(pixels, upstream, precision) for pixels in seen]
     return jnp.stack(products).reshape(*places, *products[0].shape)
+
+
+def _entry_by_entry(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """A product for each entry of the kernel, whose ``window`` it is, of the pixels that it met and their upstream."""
+    axes, channels = len(places), (images.shape[-1], upstream.shape[-1])
+    found = dict.fromkeys(product(*map(range, places)), jnp.zeros(channels, images.dtype))
+    for met in meetings(images.shape[1:-1], places, window, upstream.shape[1:-1]):
+        pixels = tap(images, met.pixel, met.size, window.strides)
+        found[met.index] = _product(pixels, tap(upstream, met.first, met.size, (1,) * axes), precision)
+    return jnp.stack(list(found.values())).reshape(*places, *channels)
 
 
 def _by_columns(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:

@@ -22,6 +22,12 @@ MOST_TAPS = 128
 """Entries of a window up to which it is worth laying them out one after another."""
 
 
+_PIXELS = 0.78
+"""Of what a kernel meets, below which products without the padding are faster than a convolution with it."""
+_MANY, _FEW_ENTRIES = 128, 9
+"""Channels from which on they are, and entries of the kernel up to which."""
+
+
 class Window(NamedTuple):
     """How a kernel goes over images, a value for each axis of space."""
 
@@ -126,6 +132,43 @@ def seen_whole(x: Array, kernel_space: tuple[int, ...], window: Window, out: tup
         yield tap(x, start, kernel_space, window.dilation)
 
 
+class Met(NamedTuple):
+    """Of one entry of a kernel the places of the result at which it meets a pixel, and these pixels."""
+
+    index: Space
+    first: Space
+    """Of the places."""
+    pixel: Space
+    """Met at the first."""
+    size: Space
+
+
+def meetings(space: Space, entries: Space, window: Window, out: Space) -> list[Met]:
+    """Those entries of a kernel over images without gaps that meet any pixel at all."""
+
+    def along(n: int, size: int, low: int, step: int, apart: int, places: int) -> list[tuple[int, int, int, int]]:
+        found = []
+        for at in range(size):
+            begin = max(0, -((at * apart - low) // step))  # the first place whose pixel is not before the images
+            end = min(places, (n - 1 - at * apart + low) // step + 1)
+            if end > begin:
+                found.append((at, begin, begin * step + at * apart - low, end - begin))
+        return found
+
+    lows = [low for low, _ in window.pads]
+    axes = [along(*each) for each in zip(space, entries, lows, window.strides, window.dilation, out, strict=True)]
+    return [Met(*zip(*one, strict=True)) for one in product(*axes)]  # type: ignore[arg-type]
+
+
+def is_mostly_padding(space: Space, entries: Space, window: Window, out: Space, fewest: int) -> bool:
+    """Whether so much of what a kernel meets is padding, as of small images, that a product for each of its entries is
+    better. ``fewest``: channels in or out."""
+    if set(window.gaps) != {1} or not 1 < math.prod(entries) <= _FEW_ENTRIES or len(entries) > 2 or fewest < _MANY:
+        return False
+    pixels = sum(math.prod(met.size) for met in meetings(space, entries, window, out))
+    return pixels <= _PIXELS * math.prod(entries) * math.prod(out)
+
+
 def no_smaller(x: Array, window: Window, entries: Space, out: tuple[int, ...]) -> tuple[Array, Window]:
     """Images with their padding, or some of it, where XLA's faster way is not for them without.
 
@@ -136,6 +179,8 @@ def no_smaller(x: Array, window: Window, entries: Space, out: tuple[int, ...]) -
     # the barriers: XLA would make it padding of the convolution again
     if math.prod(entries) > math.prod(x.shape[1:-1]):
         return lax.optimization_barrier(padded(x, window.pads, window.gaps, 0)), window.without_padding()
+    if math.prod(entries) > math.prod(max(1, n - 2 * (k - 1)) for n, k in zip(x.shape[1:], entries, strict=False)):
+        x = lax.optimization_barrier(x)  # a user's own padding, too
     if not set(window.strides) == set(window.gaps) == {1}:
         return x, window
     edges, left = [], []
