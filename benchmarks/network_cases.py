@@ -62,4 +62,9 @@ CASES = {
     "mobilenet": Case("MobileNetV2 for small images, group norm", IMAGE, 10, batch=16),
     "deep_transformer": Case("vision transformer of 12 layers", IMAGE, 10, batch=16),
     "next_word": Case("LSTM of 670 over 20 words of 10,004", (20,), 10004, (20,), batch=16, tokens=10004),
+    "text_cnn": Case("over words convolutions of 3, 4 and 5 without padding, their largest", (60,), 4, tokens=5000),
+    "eegnet": Case("filters of time, then of all electrodes at once, batch norm", (22, 256, 1), 4),
+    "vgg11": Case("3x3 convolutions of up to 512 channels, down to 2x2 pixels", IMAGE, 10),
+    "alexnet": Case("11x11 with stride 4, 5x5, three 3x3 convolutions of 3x3 pixels", (64, 64, 3), 10),
+    "resnext": Case("bottlenecks in sixteen groups, group norm", IMAGE, 10),
 }

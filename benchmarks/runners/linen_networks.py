@@ -282,6 +282,58 @@ def next_word(x: Array) -> Array:
     return nn.Dense(10004)(nn.Dense(96)(h))
 
 
+def text_cnn(x: Array) -> Array:
+    words = nn.Embed(5000, 128)(x)
+    found = [nn.relu(nn.Conv(100, (size,), padding="VALID")(words)).max(1) for size in (3, 4, 5)]
+    return nn.Dense(4)(jnp.concatenate(found, -1))
+
+
+class eegnet(nn.Module):
+    """With running statistics."""
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = False) -> Array:
+        norm, conv = partial(nn.BatchNorm, use_running_average=not train), partial(nn.Conv, use_bias=False)
+        x = norm()(conv(8, (1, 64))(x))
+        x = nn.elu(norm()(conv(16, (22, 1), padding="VALID", feature_group_count=8)(x)))
+        x = conv(16, (1, 16), feature_group_count=16)(nn.avg_pool(x, (1, 4), (1, 4)))
+        x = nn.avg_pool(nn.elu(norm()(conv(16, (1, 1))(x))), (1, 8), (1, 8))
+        return nn.Dense(4)(x.reshape(len(x), -1))
+
+
+def vgg11(x: Array) -> Array:
+    for channels, convolutions in ((64, 1), (128, 1), (256, 2), (512, 2), (512, 2)):
+        for _ in range(convolutions):
+            x = nn.relu(nn.Conv(channels, Three)(x))
+        x = pool(x)
+    return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+def alexnet(x: Array) -> Array:
+    smaller = partial(nn.max_pool, window_shape=Three, strides=Two)
+    x = smaller(nn.relu(nn.Conv(64, (11, 11), (4, 4), padding=2)(x)))
+    x = smaller(nn.relu(nn.Conv(192, (5, 5))(x)))
+    for channels in (384, 256, 256):
+        x = nn.relu(nn.Conv(channels, Three)(x))
+    x = smaller(x).reshape(len(x), -1)
+    for _ in range(2):
+        x = nn.relu(nn.Dense(1024)(x))
+    return nn.Dense(10)(x)
+
+
+def resnext(x: Array) -> Array:
+    conv = partial(nn.Conv, use_bias=False)
+    x = nn.relu(group_norm(conv(64, Three)(x)))
+    for stage, channels in enumerate((64, 128, 256)):
+        for block in range(2):
+            strides = (2, 2) if stage and not block else (1, 1)
+            y = nn.relu(group_norm(conv(channels, (1, 1))(x)))
+            y = nn.relu(group_norm(conv(channels, Three, strides, padding=1, feature_group_count=16)(y)))
+            y = group_norm(conv(2 * channels, (1, 1))(y))
+            x = nn.relu(y + (x if x.shape == y.shape else group_norm(conv(2 * channels, (1, 1), strides)(x))))
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
 class Network(nn.Module):
     """A function of inputs alone as a module."""
 

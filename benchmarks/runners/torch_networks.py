@@ -324,6 +324,59 @@ def next_word() -> nn.Module:
     return nn.Sequential(nn.Embedding(10004, 96), Do(lambda x, lstm: lstm(x)[0], lstm), *dense)
 
 
+def text_cnn() -> nn.Module:
+    convolutions = [nn.Conv1d(128, 100, size) for size in (3, 4, 5)]
+    largest = Do(lambda x, *layers: torch.cat([F.relu(layer(x)).amax(2) for layer in layers], 1), *convolutions)
+    return nn.Sequential(nn.Embedding(5000, 128), Do(lambda x: x.transpose(1, 2)), largest, nn.Linear(300, 4))
+
+
+def eegnet() -> nn.Module:
+    conv = partial(nn.Conv2d, bias=False)
+    return nn.Sequential(
+        *(conv(1, 8, (1, 64), padding="same"), nn.BatchNorm2d(8)),
+        *(conv(8, 16, (22, 1), groups=8), nn.BatchNorm2d(16), nn.ELU(), nn.AvgPool2d((1, 4))),
+        conv(16, 16, (1, 16), groups=16, padding="same"),
+        *(conv(16, 16, 1), nn.BatchNorm2d(16), nn.ELU(), nn.AvgPool2d((1, 8))),
+        *(nn.Flatten(), nn.Linear(128, 4)),
+    )
+
+
+def vgg11() -> nn.Module:
+    into, layers = 3, []
+    for out, convolutions in ((64, 1), (128, 1), (256, 2), (512, 2), (512, 2)):
+        for _ in range(convolutions):
+            layers += [Conv3(into, out), nn.ReLU()]
+            into = out
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
+
+
+def alexnet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(Conv3(192, 384), nn.ReLU(), Conv3(384, 256), nn.ReLU(), Conv3(256, 256), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Flatten(), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+    )
+
+
+def resnext() -> nn.Module:
+    into, layers = 64, [Conv3(3, 64, bias=False), nn.GroupNorm(4, 64), nn.ReLU()]
+    for stage, channels in enumerate((64, 128, 256)):
+        for block in range(2):
+            stride, out = 2 if stage and not block else 1, 2 * channels
+            inner = nn.Sequential(
+                *(nn.Conv2d(into, channels, 1, bias=False), nn.GroupNorm(4, channels), nn.ReLU()),
+                Conv3(channels, channels, stride=stride, groups=16, bias=False),
+                *(nn.GroupNorm(4, channels), nn.ReLU(), nn.Conv2d(channels, out, 1, bias=False), nn.GroupNorm(4, out)),
+            )
+            smaller = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(4, out))
+            beside = nn.Identity() if into == out else smaller
+            layers.append(Do(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
+            into = out
+    return nn.Sequential(*layers, mean_of_space(), nn.Linear(512, 10))
+
+
 def network(name: str) -> nn.Module:
     """By its name."""
     return globals()[name]()

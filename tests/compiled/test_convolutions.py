@@ -180,7 +180,7 @@ def test_many_groups_share_products(dtype: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("groups", "into", "out", "products"), [(8, 4, 4, 4), (8, 2, 3, 2), (6, 3, 8, 3), (4, 6, 5, 4)]
+    ("groups", "into", "out", "products"), [(8, 4, 4, 2), (8, 2, 3, 1), (6, 3, 8, 2), (4, 6, 5, 2), (3, 17, 18, 3)]
 )
 def test_groups_of_few_channels_share_products(groups: int, into: int, out: int, products: int):
     """So that each has more than four channels in and out; as ResNeXt's thirty-two groups of four."""

@@ -102,10 +102,12 @@ def _kernel_gradient(
 def _together(groups: int, fewest: int) -> int:
     """How many neighbouring groups, of ``fewest`` channels in or out, are computed as one.
 
-    So that products are not too many, nor of very few channels, which take twice as long as those of twice as many.
+    So that products are not too many to compile, nor of very few channels, which take twice as long as those of twice
+    as many.
     """
-    enough = lambda n: groups // n <= _MOST_GROUPS and n * fewest > _VERY_FEW  # noqa: E731
-    return next((n for n in range(1, groups) if groups % n == 0 and enough(n)), groups)
+    possible = [n for n in range(1, groups + 1) if groups % n == 0 and (groups // n <= _MOST_GROUPS or n == groups)]
+    enough = [n for n in possible if n * fewest > _VERY_FEW] or [groups]
+    return max((n for n in enough if n * fewest <= _FEW), default=enough[0])
 
 
 def _merged(kernel: Array, groups: int) -> tuple[Array, int]:
