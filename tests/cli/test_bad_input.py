@@ -194,12 +194,6 @@ CASES = {
     "name missing": Case(
         "run x.toml", "'name' is missing", toml("steps = 2 }", "steps = 2, prox = { weight = 1.0 } }")
     ),
-    "a flag's bound beside a file": Case(
-        "run x.toml --algorithm.local.lr -1", "command line: algorithm.local.lr must be greater than 0", toml()
-    ),
-    "a flag against a file": Case(
-        "run x.toml --algorithm.local.epochs 1 --algorithm.local.steps 2", "x.toml with the flags given: give", toml()
-    ),
     "compare file": Case("run x.toml", "fedrax compare", toml(new='[[compare]]\nname = "fedavg"\n')),
     "own file missing": Case("run --algorithm own.py:Thing", "there is no file"),
     "own name missing": Case("run --algorithm own.py:Thong", "did you mean", file("own.py", OWN)),

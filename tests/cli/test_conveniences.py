@@ -189,3 +189,15 @@ def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, 
     assert "momentum = 0.9" in tiny.read_text()
     assert fedrax("run", tiny, *flag.split(), "--out", "a", "--quiet").status == 0
     assert experiment.read(tmp_path / "a/experiment.toml").algorithm.local.momentum is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--algorithm.local.lr -1", "command line: algorithm.local.lr must be greater than 0"),
+        ("--algorithm.local.epochs 1 --algorithm.local.steps 2", "tiny.toml with the flags given: give local steps"),
+    ],
+)
+def test_a_file_is_not_blamed_for_a_flag(fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str) -> None:
+    outcome = fedrax("run", tiny, *flags.split())
+    assert outcome.status == 2 and said in outcome.err

@@ -286,6 +286,14 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
         assert np.prod(entries[:-2]) <= np.prod(images[1:-1])
 
 
+@pytest.mark.parametrize(("size", "step", "pads"), [(1, 3, (3, 3)), (2, 5, (5, 6)), (2, 4, (0, 6)), (3, 4, (7, 1))])
+def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
+    """Some phases of a kernel's gradient, of fewer channels out than in, meet no pixel."""
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (2, size, 8, 30)), draw(rng, (3, 3, 30, 5))
+    assert_same(gradients(partial(conv, window_strides=(step, 1), padding=(pads, (1, 1))), 1), x, w)
+
+
 @pytest.mark.parametrize("pads", [((9, 0), (0, 7)), ((0, 9), (2, 2)), ((3, 4), (6, 0)), ((1, 0), (0, 0))])
 def test_padding_of_any_size_on_either_side(pads: Any):
     x, w = (draw(np.random.default_rng(1), shape) for shape in ((2, 6, 5, 20), (3, 3, 20, 20)))

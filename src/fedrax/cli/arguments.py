@@ -140,19 +140,18 @@ def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
     return made
 
 
-def _as_python_says(made: Experiment, args: list[str]) -> list[str]:
-    """``args`` with ``None`` for a file's ``none``, where a flag's field may have no value."""
+def _as_python_says(made: Experiment, tokens: list[str]) -> list[str]:
+    """``tokens`` with ``None`` for a file's ``none``, where a flag's field may have no value."""
 
-    def optional(flag: str) -> bool:
-        value, (*parents, last) = made, flag[2:].replace("-", "_").split(".")
+    def may_be_none(flag: str) -> bool:
+        value, (*parents, last) = made, flag.removeprefix("--").replace("-", "_").split(".")
         for parent in parents:
             value = getattr(value, parent, None)
         field = fields_of(type(value)).get(last) if dataclasses.is_dataclass(value) else None
         return field is not None and field.optional
 
-    tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=none$", arg) else [arg])]
     pairs = zip(["", *tokens], tokens, strict=False)
-    return ["None" if t == "none" and flag.startswith("--") and optional(flag) else t for flag, t in pairs]
+    return ["None" if token == "none" and may_be_none(flag) else token for flag, token in pairs]
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,8 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
         y = kernel_gradient(planes, upstream.reshape(-1, *upstream.shape[2:]), rest, places[1:], precision)
         y = y.reshape(*places[1:], places[0], -1, upstream.shape[-1])
         return jnp.moveaxis(y, -3, 0)
-    over, fewest = (
-        Window(window.dilation, window.pads, window.gaps, window.strides),
-        min(images.shape[-1], upstream.shape[-1]),
-    )
+    over = Window(window.dilation, window.pads, window.gaps, window.strides)
+    fewest = min(images.shape[-1], upstream.shape[-1])
     if is_mostly_padding(images.shape[1:-1], places, over, upstream.shape[1:-1], fewest):
         return _entry_by_entry(images, upstream, over, places, precision)
     unit = (1,) * len(places)
@@ -93,23 +91,21 @@ def _in_phases(images: Array, upstream: Array, window: Window, places: Space, pr
     """Of a kernel that went in steps: entries that lie a step apart saw pixels that do, as one without steps would."""
     steps, unit = window.dilation, (1,) * len(places)
     most = [-(-k // step) for k, step in zip(places, steps, strict=True)]
-    found = []
-    for phase in product(*map(range, steps)):
+
+    def of_phase(phase: Sequence[int]) -> Array:
         entries = tuple(-(-(k - at) // step) for k, at, step in zip(places, phase, steps, strict=True))
-        if not all(n > 0 for n in entries):
-            found.append(jnp.zeros((*most, images.shape[-1], upstream.shape[-1]), images.dtype))
-            continue
-        pads, first = [], []
-        for at, step, (low, _), n, m, k in zip(
-            phase, steps, window.pads, images.shape[1:-1], upstream.shape[1:-1], entries, strict=True
-        ):
-            begin = (at - low) % step  # the first pixel of this phase, and how many before it are padding
-            before = (begin + low - at) // step
-            pads.append((before, m + k - 1 - before - len(range(begin, n, step))))
-            first.append(begin)
+        lows = [low for low, _ in window.pads]
+        first = [(at - low) % step for at, low, step in zip(phase, lows, steps, strict=True)]  # pixel of this phase
+        if min(entries) <= 0 or any(at >= n for at, n in zip(first, images.shape[1:-1], strict=True)):
+            return jnp.zeros((*most, images.shape[-1], upstream.shape[-1]), images.dtype)  # which met padding alone
         own = lax.slice(images, (0, *first, 0), images.shape, (1, *steps, 1))
-        y = kernel_gradient(own, upstream, Window(unit, tuple(pads), unit, unit), entries, precision)
-        found.append(jnp.pad(y, [*((0, n - k) for n, k in zip(most, entries, strict=True)), (0, 0), (0, 0)]))
+        before = [(at + low - p) // step for at, low, p, step in zip(first, lows, phase, steps, strict=True)]
+        needed = [m + k - 1 for m, k in zip(upstream.shape[1:-1], entries, strict=True)]
+        pads = tuple((low, n - low - size) for low, n, size in zip(before, needed, own.shape[1:-1], strict=True))
+        y = kernel_gradient(own, upstream, Window(unit, pads, unit, unit), entries, precision)
+        return jnp.pad(y, [*((0, n - k) for n, k in zip(most, entries, strict=True)), (0, 0), (0, 0)])
+
+    found = [of_phase(phase) for phase in product(*map(range, steps))]
     y = jnp.stack(found).reshape(*steps, *most, *found[0].shape[-2:])
     axes = len(places)
     y = y.transpose(*(axis for i in range(axes) for axis in (axes + i, i)), 2 * axes, 2 * axes + 1)

@@ -270,8 +270,10 @@ def _from_npz(
         names = tuple(str(name) for name in found) if found.dtype.kind == "U" else ()
         codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
     elif len(ids) == 1:
-        there, missing = sorted((f"{client}_train", f"{client}_test"), key=arrays.__contains__, reverse=True)
-        raise FedraxError(f"{path} holds {there} and no {missing}: give both, or neither and a partition.")
+        there, missing = ("train", "test") if f"{client}_train" in arrays else ("test", "train")
+        raise FedraxError(
+            f"{path} holds {client}_{there} and no {client}_{missing}: give both, or neither and a partition."
+        )
     elif ids:
         raise FedraxError(f"{path}: {client}_train and {client}_test must both be integers or strings, one a row.")
     features = train.x.ndim == 2 and train.x.dtype.kind == "f"
