@@ -17,6 +17,7 @@ from fedrax.compiled.random_bits import many_at_once
 from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
+from fedrax.compiled.sines import cosine, sine
 from fedrax.compiled.sums_of_rows import larger_last
 from fedrax.compiled.tracing import in_fast_forms
 
@@ -37,5 +38,7 @@ _RULES: dict[str, Rule] = {
     "reduce_sum": sum_in_steps,
     "random_bits": many_at_once,
     "dot_general": larger_last,
+    "sin": sine,
+    "cos": cosine,
 }
 _RULES["scan"] = partial(products_taken_out, _RULES)
