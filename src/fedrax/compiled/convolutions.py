@@ -66,9 +66,10 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     by_batch = params["batch_group_count"]
     given = tuple(kernel.shape[axis] for axis in entries)
     few = math.prod(places) <= MOST_TAPS or is_patches(window, tuple(x.shape[axis] for axis in pixels), given, places)
-    if groups == 1 and batch > channel and few:  # as in the gradient of a kernel
+    if batch > channel and few:  # as in the gradient of a kernel
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
-        y = _kernel_gradient(images, upstream, window, places, by_batch, params["precision"])
+        form = _kernel_gradient if groups == 1 else _kernel_gradients
+        y = form(images, upstream, window, places, by_batch * groups, params["precision"])
         y = jnp.moveaxis(y, -2, 0)
     else:
         x, window = without_needless(x.transpose(batch, *pixels, channel), window)
@@ -97,6 +98,17 @@ def _kernel_gradient(
     parts = zip(jnp.split(images, groups // several, -1), jnp.split(upstream, groups // several, -1), strict=True)
     found = [kernel_gradient(*part, window, places, precision) for part in parts]
     return jnp.concatenate([_own_blocks(one, several) for one in found], -1)
+
+
+def _kernel_gradients(
+    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any
+) -> Array:
+    """[k, C, groups D]: of each group of samples a gradient of its own, one after another."""
+    images = images.reshape(groups, -1, *images.shape[1:])
+    upstream = jnp.moveaxis(upstream.reshape(*upstream.shape[:-1], groups, -1), -2, 0)
+    each = lax.map(lambda group: kernel_gradient(*group, window, places, precision), (images, upstream))
+    found = jnp.moveaxis(each, 0, -2)
+    return found.reshape(*found.shape[:-2], -1)
 
 
 def _together(groups: int, fewest: int) -> int:

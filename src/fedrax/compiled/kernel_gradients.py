@@ -41,6 +41,9 @@ _MOST_SAMPLES = 128
 """Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
 _FEW = 24
 """Channels: products with up to so many in their result are slow."""
+_VERY_FEW, _NARROW = 4, 16
+"""Samples and channels out: with so few of both, or of one axis so few samples, products of samples as channels are
+slow."""
 _CACHED = 2 << 20
 """Bytes that are best touched by the samples which are worked on together."""
 _FEW_COPIES = 3
@@ -66,11 +69,7 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
             y = kernel_gradient(images, upstream, window.without_axis(axis), others, precision)
             return jnp.moveaxis(y.reshape(*others, places[axis], -1, y.shape[-1]), -3, axis)
     if len(places) > 2:
-        given = (places[0], window.strides[0], upstream.shape[1], window.dilation[0])
-        planes, rest = in_planes(images, window, *given)
-        y = kernel_gradient(planes, upstream.reshape(-1, *upstream.shape[2:]), rest, places[1:], precision)
-        y = y.reshape(*places[1:], places[0], -1, upstream.shape[-1])
-        return jnp.moveaxis(y, -3, 0)
+        return _by_planes(images, upstream, window, places, precision)
     over = Window(window.dilation, window.pads, window.gaps, window.strides)
     fewest = min(images.shape[-1], upstream.shape[-1])
     if is_mostly_padding(images.shape[1:-1], places, over, upstream.shape[1:-1], fewest):
@@ -85,6 +84,14 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
         y = _from_few_to_many(upstream, images, window, places, precision)
         return lax.rev(jnp.swapaxes(y, -2, -1), range(len(places)))
     return _from_few_to_many(images, upstream, window, places, precision)
+
+
+def _by_planes(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+    """Of an axis less: the first one's pixels as samples, its entries as channels."""
+    given = (places[0], window.strides[0], upstream.shape[1], window.dilation[0])
+    planes, rest = in_planes(images, window, *given)
+    y = kernel_gradient(planes, upstream.reshape(-1, *upstream.shape[2:]), rest, places[1:], precision)
+    return jnp.moveaxis(y.reshape(*places[1:], places[0], -1, upstream.shape[-1]), -3, 0)
 
 
 def _in_phases(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
@@ -135,6 +142,8 @@ def _from_few_to_many(images: Array, upstream: Array, window: Window, places: Sp
             form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
     elif math.prod(window.strides) == 1 and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
         form, touched = _crossed, 2 * (1 + max(places)) * (images.nbytes + upstream.nbytes)
+    if form is _turned and len(images) <= _VERY_FEW and (len(places) == 1 or upstream.shape[-1] <= _NARROW):
+        form = _by_planes if len(places) > 1 else _by_columns
     return _in_chunks(partial(form, window=window, places=places, precision=precision), images, upstream, touched)
 
 
