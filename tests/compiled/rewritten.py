@@ -13,7 +13,8 @@ from jax import Array
 
 from fedrax.compiled.on_cpu import fast_on_cpu
 
-TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-13}
+TOLERANCE = {np.dtype(t): 1e-5 for t in (np.float32, np.complex64)}
+TOLERANCE |= {np.dtype(t): 1e-13 for t in (np.float64, np.complex128)}
 """Largest difference, as a share of the largest value: sums of up to a thousand numbers in another order."""
 EACH_TYPE = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 

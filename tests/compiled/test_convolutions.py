@@ -179,6 +179,17 @@ def test_many_groups_share_products(dtype: Any, monkeypatch: pytest.MonkeyPatch)
     assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
 
 
+@pytest.mark.parametrize("options", [{}, {"feature_group_count": 3, "window_strides": (2, 1)}])
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_numbers(options: dict, dtype: Any):
+    rng = np.random.default_rng(0)
+    x, w = (
+        draw(rng, of) + 1j * draw(rng, of)
+        for of in ((2, 7, 6, 6), (3, 2, 6 // options.get("feature_group_count", 1), 9))
+    )
+    assert_same(gradients(partial(conv, **options), 1), x.astype(dtype), w.astype(dtype))
+
+
 @pytest.mark.parametrize(
     ("groups", "into", "out", "products"), [(8, 4, 4, 2), (8, 2, 3, 1), (6, 3, 8, 2), (4, 6, 5, 2), (3, 17, 18, 3)]
 )
@@ -280,7 +291,7 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
     both = gradients(partial(conv, **options), 1)
     assert_same(both, x, w)
     found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
-    assert len(found) >= 2
+    assert len(found) >= 1
     for equation in found:
         images, entries = (variable.aval.shape for variable in equation.invars)  # type: ignore[attr-defined]
         assert np.prod(entries[:-2]) <= np.prod(images[1:-1])

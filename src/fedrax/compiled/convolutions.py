@@ -22,6 +22,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.compiled.kernel_gradients import depthwise_kernel_gradient, is_patches, kernel_gradient
+from fedrax.compiled.spread import reaches_far, spread
 from fedrax.compiled.windows import (
     MOST_TAPS,
     Window,
@@ -54,6 +55,8 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         wide = equation.replace(params=params | {"preferred_element_type": None})
         y = convolution([a.astype(jnp.float32) for a in inputs], wide)
         return None if y is None else y.astype(equation.outvars[0].aval.dtype)  # type: ignore[attr-defined]
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and x.dtype == kernel.dtype and out_type in (None, x.dtype):
+        return _of_parts(x, kernel, equation)
     if x.dtype not in (jnp.float32, jnp.float64) or x.dtype != kernel.dtype or out_type not in (None, x.dtype):
         return None
     window = Window(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"])
@@ -86,6 +89,18 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
+
+
+def _of_parts(x: Array, kernel: Array, equation: core.JaxprEqn) -> Array:
+    """Of complex numbers, from convolutions of their real and imaginary parts."""
+    of_real = equation.replace(params=equation.params | {"preferred_element_type": None})
+
+    def real(x: Array, kernel: Array) -> Array:
+        y = convolution([x, kernel], of_real)
+        return lax.conv_general_dilated_p.bind(x, kernel, **of_real.params) if y is None else y
+
+    (a, b), (c, d) = ((one.real, one.imag) for one in (x, kernel))
+    return lax.complex(real(a, c) - real(b, d), real(a, d) + real(b, c))
 
 
 def _kernel_gradient(
@@ -196,6 +211,8 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
     axis = _single(x, kernel, out)
     if axis is not None:
         return _along_others(x, kernel, window, out, 1, precision, axis)
+    if reaches_far(x, kernel, window, out):
+        return spread(x, kernel, window, out, precision).reshape(len(x), *out, -1)
     if window.gaps != unit and window.strides == window.dilation == unit:
         return _between_pixels(x, kernel, window, out, precision)
     if len(entries) > 2:  # Eigen's convolutions of volumes are slow: their depth goes to samples and channels
