@@ -102,6 +102,18 @@ def nnx_network(rate=0.0):
     return nnx, Network
 
 
+def test_linen_modules_that_index_a_numpy_sample():
+    nn = pytest.importorskip("flax.linen")
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2)(x[:, jnp.argsort(nn.Dense(4)(x).sum(0))])
+
+    model = from_linen(Network(), np.asarray(X))
+    assert model.apply(model.init(KEY), X).shape == (5, 2)
+
+
 def test_nnx():
     nnx, network = nnx_network()
     module = network(nnx.Rngs(0))
@@ -114,6 +126,28 @@ def test_nnx():
     _, noisy = nnx_network(0.5)
     check_dropout(from_nnx(noisy))
     check_learns(model)
+
+
+def test_a_function_that_makes_nnx_modules_is_only_traced_unless_it_looks_at_numbers():
+    """Each of its parameters would be drawn, and what draws it compiled, by itself."""
+    _, network = nnx_network(0.5)
+    seen = []
+
+    def create(rngs):
+        seen.append(rngs.params.key.get_value())
+        return network(rngs)
+
+    def looks(rngs):
+        made = create(rngs)
+        assert float(jnp.abs(made.hidden.kernel.get_value()).sum()) > 0
+        return made
+
+    model, eager = from_nnx(create), from_nnx(looks)
+    assert [isinstance(key, jax.core.Tracer) for key in seen] == [True, True, False]
+    params = model.init(KEY)
+    assert_same_trees(eager.init(KEY), params)
+    assert_same_trees(eager.apply(params, X, KEY), model.apply(params, X, KEY))
+    check_dropout(model)
 
 
 @pytest.mark.parametrize("needed", [False, True])

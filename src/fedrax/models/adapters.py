@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -41,11 +42,11 @@ def from_linen(
     _import("flax.linen", "flax")
     errors = importlib.import_module("flax.errors")
 
-    call = type(module).__call__
+    call, sample = type(module).__call__, jnp.asarray(sample_input)
 
     @jax.jit  # for its shapes, and for the start: traced once
     def variables_of(key: Array) -> dict[str, Any]:
-        return module.init({"params": key}, sample_input, **_modes(call, train=False))
+        return module.init({"params": key}, sample, **_modes(call, train=False))
 
     try:
         with jax.default_matmul_precision("highest"):  # as a run sets it, so that the trace is found again
@@ -53,7 +54,7 @@ def from_linen(
     except (errors.FlaxError, TypeError, ValueError) as error:
         example = f"{sample_input.dtype} {list(sample_input.shape)}"
         raise FedraxError(f"{type(module).__name__} cannot be begun with a batch {example}: {_said(error)}") from error
-    collections = _that_stay(module, shapes, sample_input, _modes(call, train=True))
+    collections = _that_stay(module, shapes, sample, _modes(call, train=True))
 
     def init(key: Array) -> Params:
         variables = variables_of(key)
@@ -75,13 +76,13 @@ def from_linen(
     try:
         if collections:
             known = {name: shapes[name] for name in shapes if name in ("params", *collections)}
-            jax.eval_shape(lambda v: module.apply(v, sample_input, **_modes(call, train=False)), known)
+            jax.eval_shape(lambda v: module.apply(v, sample, **_modes(call, train=False)), known)
     except errors.ModifyScopeVariableError:
         raise FedraxError(
             f"{type(module).__name__} moves its statistics in evaluation too: give its __call__ an argument train, and "
             "its layers use_running_average=not train."
         ) from None
-    return _model(module, init, run, call, features, blocks, has_statistics=bool(collections))
+    return _model(type(module), init, run, features, blocks, has_statistics=bool(collections))
 
 
 def _that_stay(module: Any, shapes: Any, x: Any, modes: dict[str, Any]) -> list[str]:
@@ -136,10 +137,13 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
     def moving(path: Any, value: Any) -> bool:
         return isinstance(value, nnx.Variable) and not isinstance(value, nnx.Param | nnx.RngState | nnx.Intermediate)
 
-    example = create(nnx.Rngs(0))
-    graph, template, still, other = nnx.split(example, nnx.Param, moving, ...)
+    def parts(key: Any) -> tuple[Any, ...]:
+        made = create(nnx.Rngs(key))
+        streams = {v.key.tag for _, v in nnx.iter_graph(made) if isinstance(v, nnx.RngStream)}
+        return type(made), streams - {"default", "dropout"}, *nnx.split(made, nnx.Param, moving, ...)
+
+    kind, streams, graph, template, still, other = _with_shapes(parts)
     has_statistics = bool(jax.tree.leaves(still))
-    streams = {v.key.tag for _, v in nnx.iter_graph(example) if isinstance(v, nnx.RngStream)} - {"default", "dropout"}
 
     def streams_of(key: Array) -> dict[str, Array]:
         """A key for each name of a stream."""
@@ -171,7 +175,27 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
         outputs = method(network, x, **options)
         return outputs, nnx.to_pure_dict(nnx.state(network, moving))
 
-    return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
+    return _model(kind, init, run, features, blocks, has_statistics)
+
+
+def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """``parts(0)``, but for the last one of shapes in the place of arrays, where that can be.
+
+    Outside of a program each parameter would be drawn, and what draws it compiled, by itself.
+    """
+    found: list[Any] = []
+
+    @jax.jit
+    def last(key: Array) -> Any:
+        found[:] = parts(key)
+        return found.pop()
+
+    try:
+        end = last(jax.random.key(0))
+    except Exception:  # of a module that looks at its numbers; what is wrong with one comes again
+        return parts(0)
+    of_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x  # noqa: E731
+    return *jax.tree.map(of_shape, found), end
 
 
 def from_equinox(
@@ -228,7 +252,7 @@ def from_equinox(
             outputs, state = over_batch(x, keys)
         return outputs, dict(zip(names, state.tree_flatten()[0], strict=True))
 
-    return _model(example, init, run, type(example).__call__, features, blocks, has_statistics)
+    return _model(type(example), init, run, features, blocks, has_statistics)
 
 
 @contextmanager
@@ -269,10 +293,9 @@ def _check_axis(equinox: ModuleType, module: Any, axis_name: str) -> None:
 
 
 def _model(
-    module: Any,
+    kind: type,
     init: Callable[[Array], Params],
     run: Callable[..., tuple[Any, Any]],
-    call: Callable,
     features: Part | None,
     blocks: Sequence[Part],
     has_statistics: bool,
@@ -282,19 +305,19 @@ def _model(
     """
 
     def function(part: Part) -> Callable:
-        method = getattr(type(module), part, None) if isinstance(part, str) else part
+        method = getattr(kind, part, None) if isinstance(part, str) else part
         if method is None:
-            known = [name for name in vars(type(module)) if not name.startswith("_")]
-            raise unknown(f"method of {type(module).__name__}", part, known)
+            known = [name for name in vars(kind) if not name.startswith("_")]
+            raise unknown(f"method of {kind.__name__}", part, known)
         return lambda variables, x, key=None: run(method, variables, x, key, key is not None)[0]
 
     return Model(
         init,
-        function(call),
+        function(kind.__call__),
         None if features is None else function(features),
-        type(module).__name__,
+        kind.__name__,
         tuple(function(block) for block in blocks) or None,
-        (lambda variables, x, key: run(call, variables, x, key, True)) if has_statistics else None,
+        (lambda variables, x, key: run(kind.__call__, variables, x, key, True)) if has_statistics else None,
     )
 
 
