@@ -255,10 +255,9 @@ OF_THE_NUMBER: dict[str, Callable] = {
     "another one": lambda w, x: 2 * of_each(x @ w) if len(x) > 20 else of_each(x @ w),
     "a number of turns": lambda w, x: lax.fori_loop(0, len(x), lambda i, s: s + 0.1, of_each(x @ w)),
     "a derivative's": lambda w, x: of_each(shared_out(x @ w)),
-    "axes that vanish": lambda w, x: of_each(x @ w).reshape(-1, 1).squeeze()[: len(x)] * 1.0,
     "even numbers alone": lambda w, x: of_each(x.reshape(2, len(x) // 2, *WIDE).reshape(x.shape) @ w),
 }
-PIECES = {"a threshold": 3, "axes that vanish": 1, "even numbers alone": 3}
+PIECES = {"a threshold": 3, "even numbers alone": 3}
 """Of how many samples where 4 of 24 do not show it."""
 
 

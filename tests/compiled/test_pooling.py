@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import Array, lax
 
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.tracing import equations_in
-from tests.compiled.rewritten import assert_same, double_precision, draw, gradients
+from tests.compiled.rewritten import EACH_TYPE, assert_same, double_precision, draw, gradients
 
 __all__ = ["double_precision"]
 
@@ -59,3 +61,22 @@ def test_average_pooling_and_sums_over_scattered_axes():
         large = [e for e in sums if math.prod(e.params["window_dimensions"]) > 8]
         assert all(max(e.params["window_strides"]) > 1 for e in large)  # at every place, as gradients are: axis by axis
     assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
+
+
+@EACH_TYPE
+def test_sums_and_maxima_know_no_axes_of_length_one(dtype: Any):
+    """With them XLA takes six times as long for a softmax's gradient, which has its sums in it."""
+    x = draw(np.random.default_rng(0), (1, 3, 1, 8), dtype)
+
+    def everything(x: Array) -> list:
+        over = [(0,), (2, 3), (1, 3), (0, 2), (0, 1, 2, 3), (3,)]
+        found = [one(x, axes) for axes in over for one in (jnp.sum, jnp.max)]
+        return [*found, jax.nn.softmax(x), jnp.sum(x, 3, keepdims=True), jnp.max(x[:0], 3), jnp.sum(x[:0], 0)]
+
+    assert_same(everything, x)
+    for seed in range(2):
+        assert_same(gradients(lambda x: jax.nn.softmax(x).sum((0, 1)), seed), x)
+    made = equations_in(jax.make_jaxpr(fast_on_cpu(everything))(x))
+    read = [e.invars[0].aval.shape for e in made if e.primitive.name in ("reduce_sum", "reduce_max")]
+    assert len(read) > 8
+    assert not any(1 in shape for shape in read)

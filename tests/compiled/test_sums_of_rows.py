@@ -1,11 +1,14 @@
 """Sums over several axes as one product: the same numbers, in another order."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
 
+from fedrax.compiled.layers import in_loops
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.tracing import equations_in
 
@@ -71,3 +74,36 @@ def test_the_gradient_of_a_dense_layer_over_places(shape: tuple[int, ...]):
     assert ONE not in products(jax.grad(loss), w)
     twice = jax.grad(lambda w: jnp.square(jax.grad(loss)(w)).sum())
     np.testing.assert_allclose(fast_on_cpu(twice)(w), twice(w), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_products_of_a_matrix_and_each_vector_have_rows_first(dtype):
+    """As in Equinox, whose layers are matrix @ vector under ``vmap``: nothing is turned round in a gradient either."""
+    weights = normal(1, 7, 5, dtype=dtype), normal(2, 5, 7, dtype=dtype), normal(3, 7, dtype=dtype)
+    x = normal(4, 3, 6, 5, dtype=dtype)
+
+    def loss(weights, x):
+        wide, narrow, bias = weights
+        layer = lambda v: v + narrow @ jnp.tanh(wide @ v + bias)  # noqa: E731
+        step = lambda x, _: (jax.vmap(jax.vmap(layer))(x), None)  # noqa: E731
+        return jnp.square(lax.scan(step, x, None, length=2)[0]).sum()
+
+    gradient = jax.grad(in_loops(loss), (0, 1))
+    with jax.enable_x64(True):
+        for a, b in zip(
+            *(jax.tree.leaves(jax.jit(f)(weights, x)) for f in (jax.grad(loss, (0, 1)), gradient)), strict=True
+        ):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(b, a, rtol=1e-4 if dtype == np.float32 else 1e-12)
+        made = list(equations_in(jax.make_jaxpr(gradient)(weights, x)))
+    multiplied = [[v.aval for v in (*e.invars, *e.outvars)] for e in made if e.primitive.name == "dot_general"]
+    rows: Any = [left for left, _, out in multiplied if out.ndim == 3]  # type: ignore[attr-defined]
+    assert len(rows) >= 4
+    assert all(left.ndim == 3 for left in rows)  # the vectors, and never the matrix, come first
+
+
+def test_other_products_stay_as_they_are():
+    """Of a batch by a matrix, and of a matrix by columns."""
+    for dims, right in ((((1,), (1,)), (3, 5)), (((1,), (0,)), (5, 3, 2))):
+        product = lambda a, b, dims=dims: lax.dot_general(a, b, (dims, ((), ())))  # noqa: E731
+        assert products(in_loops(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]

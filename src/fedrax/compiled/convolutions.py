@@ -66,6 +66,8 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     batch, channel, *pixels = numbers.lhs_spec
     out, into, *entries = numbers.rhs_spec
     places = out_space([x.shape[axis] for axis in pixels], [kernel.shape[axis] for axis in entries], window)
+    if 0 in places:
+        return None
     by_batch = params["batch_group_count"]
     given = tuple(kernel.shape[axis] for axis in entries)
     few = math.prod(places) <= MOST_TAPS or is_patches(window, tuple(x.shape[axis] for axis in pixels), given, places)
@@ -121,7 +123,7 @@ def _kernel_gradients(
     """[k, C, groups D]: of each group of samples a gradient of its own, one after another."""
     images = images.reshape(groups, -1, *images.shape[1:])
     upstream = jnp.moveaxis(upstream.reshape(*upstream.shape[:-1], groups, -1), -2, 0)
-    each = lax.map(lambda group: kernel_gradient(*group, window, places, precision), (images, upstream))
+    each = lax.map(lambda of: kernel_gradient(of[0], of[1], window, places, precision), (images, upstream))
     found = jnp.moveaxis(each, 0, -2)
     return found.reshape(*found.shape[:-2], -1)
 

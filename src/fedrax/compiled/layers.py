@@ -8,7 +8,6 @@ loops over them. It is meant to go inside a gradient: the backward pass is then 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,8 @@ from jax.extend import core
 
 from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
-from fedrax.compiled.rewriting import CALLS, called_in_place, needed, outputs_of
+from fedrax.compiled.rewriting import CALLS, Rules, called_in_place, needed, outputs_of
+from fedrax.compiled.sums_of_rows import has_rows_last, rows_first
 from fedrax.compiled.tracing import equations_in, functions_in, in_fast_forms, num_bytes
 
 NAME = "_layers"
@@ -41,7 +41,7 @@ _TAKING = frozenset(f"{_INDEXING} random_seed random_split random_unwrap random_
 
 
 def in_loops(function: Callable) -> Callable:
-    """``function`` with layers that follow one another and are alike in loops, on a CPU.
+    """``function`` with layers that follow one another and are alike in loops, on a CPU, and rows first in products.
 
     Values differ by rounding only. A network of few layers, or one whose loops would pass over more than the caches
     hold, is left as it is.
@@ -51,10 +51,13 @@ def in_loops(function: Callable) -> Callable:
 
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        short = sum(1 for _ in equations_in(closed)) < _WORTH
-        as_it_is = short or closed.jaxpr.effects  # such as printing, in an order
-        evaluated = core.jaxpr_as_fun(closed) if as_it_is else partial(_evaluated, called_in_place(closed))
-        return jax.tree.unflatten(jax.tree.structure(shape), evaluated(*jax.tree.leaves(args)))
+        equations, leaves = list(equations_in(closed)), jax.tree.leaves(args)
+        rules = {"dot_general": rows_first} if any(map(has_rows_last, equations)) else {}
+        if closed.jaxpr.effects or not (rules or len(equations) >= _WORTH):  # such as printing, in an order
+            out = core.jaxpr_as_fun(closed)(*leaves)
+        else:
+            out = _evaluated(called_in_place(closed), rules, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
 
@@ -106,7 +109,7 @@ class _Shared(NamedTuple):
 _Source = _Inner | _Handed | _Cut | _Shared
 
 
-def _evaluated(closed: core.ClosedJaxpr, *args: Any) -> list:
+def _evaluated(closed: core.ClosedJaxpr, rules: Rules, *args: Any) -> list:
     jaxpr = closed.jaxpr
     equations = _prepared_first(needed(closed, jaxpr.outvars))
     loops = {loop.run.start: loop for loop in _loops(equations, jaxpr.invars, jaxpr.outvars)}
@@ -115,10 +118,10 @@ def _evaluated(closed: core.ClosedJaxpr, *args: Any) -> list:
     at = 0
     while at < len(equations):
         if at in loops:
-            values.update(loops[at].evaluated(read))
+            values.update(loops[at].evaluated(read, rules))
             at += loops[at].run.period * loops[at].run.turns
             continue
-        outputs = outputs_of(equations[at], [read(v) for v in equations[at].invars], {})
+        outputs = outputs_of(equations[at], [read(v) for v in equations[at].invars], rules)
         values.update(zip(equations[at].outvars, outputs, strict=True))
         at += 1
     return [read(v) for v in jaxpr.outvars]
@@ -146,7 +149,7 @@ class _Loop(NamedTuple):
     wanted: dict[Any, tuple[int, _Inner]]
     """Variables that are read after the loop: in which turn each is made, and where."""
 
-    def evaluated(self, read: Callable[[Any], Any]) -> dict[Any, Array]:
+    def evaluated(self, read: Callable[[Any], Any], rules: Rules) -> dict[Any, Array]:
         """The values of what is wanted."""
         turns = self.run.turns
         every = [source for sources in self.sources for source in sources]
@@ -158,7 +161,7 @@ class _Loop(NamedTuple):
         before_last = list(dict.fromkeys(place for t, place in self.wanted.values() if t < turns - 1))
 
         def turn(carry: list, mine: list) -> tuple[list, list]:
-            made = self._turn(dict(zip([*handed, *cut], [*carry[: len(handed)], *mine], strict=True)), read)
+            made = self._turn(dict(zip([*handed, *cut], [*carry[: len(handed)], *mine], strict=True)), read, rules)
             return [made[place] for place in [*made_by, *only_last]], [made[place] for place in before_last]
 
         first = [jnp.asarray(read(source.first)) for source in handed.values()]
@@ -174,7 +177,7 @@ class _Loop(NamedTuple):
         of = lambda t, place: at_end[place] if t == turns - 1 else on_the_way[place][t]  # noqa: E731
         return {variable: of(*where) for variable, where in self.wanted.items()}
 
-    def _turn(self, given: dict, read: Callable[[Any], Any]) -> dict[_Inner, Any]:
+    def _turn(self, given: dict, read: Callable[[Any], Any], rules: Rules) -> dict[_Inner, Any]:
         """All that one turn makes."""
         made: dict[_Inner, Any] = {}
 
@@ -184,7 +187,7 @@ class _Loop(NamedTuple):
             return read(source.atom) if isinstance(source, _Shared) else given[_key(source)]
 
         for number, (equation, sources) in enumerate(zip(self.template, self.sources, strict=True)):
-            outputs = outputs_of(equation, list(map(value, sources)), {})
+            outputs = outputs_of(equation, list(map(value, sources)), rules)
             made.update((_Inner(number, i), output) for i, output in enumerate(outputs))
         return made
 

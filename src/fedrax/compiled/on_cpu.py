@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fedrax.compiled.convolutions import convolution
-from fedrax.compiled.pooling import max_pool_gradient, sum_in_steps, sum_of_windows
+from fedrax.compiled.pooling import largest, max_pool_gradient, sum_in_steps, sum_of_windows
 from fedrax.compiled.random_bits import many_at_once
 from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
@@ -36,6 +36,7 @@ _RULES: dict[str, Rule] = {
     "select_and_scatter_add": max_pool_gradient,
     "reduce_window_sum": sum_of_windows,
     "reduce_sum": sum_in_steps,
+    "reduce_max": largest,
     "random_bits": many_at_once,
     "dot_general": larger_last,
     "sin": sine,

@@ -30,6 +30,8 @@ _CACHED = 7 << 20
 _OF_WEIGHTS = 5
 """Each piece reads the weights, in a loop at every turn, and adds to their gradient: it gives at least so many times
 their bytes."""
+_LEAST = 2
+"""Samples of a piece: an axis of length one keeps XLA from some of its faster ways."""
 _FEW = 400
 """Equations of losses at most whose gradient is worth compiling once more, for the samples that a device shares."""
 _FLOPS, _EXCHANGED, _READ, _START = 50e9, 3e9, 15e9, 1e-4
@@ -79,8 +81,9 @@ def pieces_of(
         return None
     weights = max(seen.weights, tree.num_bytes(params))
     most = max(_CACHED, _OF_WEIGHTS * weights) // max(1, seen.bytes)
-    fewest = -(-rows // max(1, most))
-    size = next((rows // n for n in range(fewest, 2 * fewest) if rows % n == 0), -(-rows // fewest))
+    fewest = -(-rows // max(_LEAST, most))
+    even = (rows // n for n in range(fewest, 2 * fewest) if rows % n == 0 and rows // n >= _LEAST)
+    size = next(even, -(-rows // fewest))
     least = size if size < rows else -(-rows // devices)
     if size < rows:
         found = Pieces(size, seen.dtype, drawn)

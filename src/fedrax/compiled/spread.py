@@ -28,7 +28,7 @@ _FEWEST = 16
 
 def reaches_far(x: Array, kernel: Array, window: Window, out: Space) -> bool:
     """Whether images [N, space, C] under a kernel [k, C, D] are best spread."""
-    if set(window.strides) != {1} or len(out) > 2 or math.prod(kernel.shape[:-2]) == 1 or 0 in out:
+    if set(window.strides) != {1} or len(out) > 2 or math.prod(kernel.shape[:-2]) == 1:
         return False
     useful = math.prod(min(1, n * gap / m) for n, gap, m in zip(x.shape[1:-1], window.gaps, out, strict=True))
     many = set(window.gaps) == {1} and all(n >= few for n, few in zip(kernel.shape[-2:], _FEW, strict=True))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.layers import in_loops
 from fedrax.compiled.pieces import AXIS, TRACED, as_traced, pieces_of, summed
 from fedrax.compiled.products import Format
 from fedrax.compiled.random_order import shuffled_index, uniform_index
@@ -267,7 +268,9 @@ class ClientData(Ruled):
             losses = self.losses(recorded)(params, samples, key)
             return scaled_sum(losses, weights, scale, count), recorded[0] if recorded else self.carried.statistics
 
-        (loss, statistics), gradient = quick(jax.value_and_grad(objective, has_aux=True), self.precision)(params)
+        (loss, statistics), gradient = quick(jax.value_and_grad(in_loops(objective), has_aux=True), self.precision)(
+            params
+        )
         return loss, gradient, statistics
 
     def _of_batch(self, losses: Callable | None = None) -> Callable:
