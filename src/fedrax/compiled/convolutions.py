@@ -191,6 +191,10 @@ def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: 
         return _along_others(x, kernel, window, out, groups, precision, axis)
     if depthwise:
         return _depthwise(x, kernel, window, out)
+    if len(x) == 1:  # samples with kernels of their own
+        each = [jnp.moveaxis(a.reshape(*a.shape[:-1], groups, -1), -2, 0) for a in (x, kernel)]
+        y = jnp.moveaxis(lax.map(lambda of: _dense(of[0], of[1], window, precision), tuple(each)), 0, -2)
+        return y.reshape(*y.shape[:-2], -1)
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
 
