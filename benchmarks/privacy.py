@@ -35,7 +35,12 @@ RAW = RESULTS / "privacy.jsonl"
 BATCH = 64
 SAMPLES = 60
 """Of a client of W1."""
-MODELS = {"W1": ("2NN 784-200-200-10", (784,), 100), "W3": ("LeNet on 32x32x3", (32, 32, 3), 8)}
+MODELS = {
+    "W1": ("2NN 784-200-200-10", (784,), 100),
+    "W3": ("LeNet on 32x32x3", (32, 32, 3), 8),
+    "W5": ("3x3 convolutions, group norm", (32, 32, 3), 4),
+    "W6": ("ResNet-20, group norm", (32, 32, 3), 2),
+}
 """Text, a sample's shape in fedrax, and the steps of a round."""
 ROUNDS = 8
 OURS = {"fedrax": "plain", "fedrax, SampleDP": "private"}

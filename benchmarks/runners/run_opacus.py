@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.runners.torch_models import MODELS
 from benchmarks.timing import RESULT_PREFIX
 
-SHAPES = {"W1": (784,), "W3": (3, 32, 32)}
+SHAPES = {"W1": (784,)} | dict.fromkeys(("W3", "W5", "W6"), (3, 32, 32))
 
 
 def main() -> None:

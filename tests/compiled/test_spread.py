@@ -35,6 +35,7 @@ def test_they_are_those_of_jax(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Any padding, places between pixels and dilation, where these are spread that may be; twelve in a program."""
     monkeypatch.setattr(spread, "_LESS", math.inf)
     monkeypatch.setattr(spread, "_FEWEST", 1)
+    monkeypatch.setattr(spread, "_LONGEST", 2)
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     functions, inputs = [], []
     while len(functions) < 12:

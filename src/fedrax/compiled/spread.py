@@ -22,6 +22,8 @@ _USEFUL, _LESS = 0.78, 0.52
 or to or from few channels, up to how much."""
 _FEW = 32, 16
 """Channels in, whose products are written out, and out."""
+_LONGEST = 16
+"""Entries of a kernel of one axis that are written out one after another."""
 _FEWEST = 16
 """Pixels of all images, fewer of which are not worth a product."""
 
@@ -38,12 +40,14 @@ def reaches_far(x: Array, kernel: Array, window: Window, out: Space) -> bool:
 def spread(x: Array, kernel: Array, window: Window, out: Space, precision: Any) -> Array:
     """[N, space, C], [k, C, D] -> [N, space of the result, D], one row of the kernel after another."""
     if len(out) == 1:
-        x, kernel, out = x[:, None], kernel[None], (1, *out)
-        window = Window((1, *window.strides), ((0, 0), *window.pads), (1, *window.gaps), (1, *window.dilation))
+        at = int(len(kernel) > _LONGEST)  # where the axis without pixels goes: a long kernel has a turn for each entry
+        x, kernel = jnp.expand_dims(x, 1 + at), jnp.expand_dims(kernel, at)
+        more = lambda values, one: (*values[:at], one, *values[at:])  # noqa: E731
+        out, window = more(out, 1), Window(*(more(*pair) for pair in zip(window, (1, (0, 0), 1, 1), strict=True)))
     (height, width), (high, wide), results = x.shape[1:-1], kernel.shape[:2], kernel.shape[-1]
     (down, across), (apart, aside) = window.gaps, window.dilation
-    # A pixel p meets entry t at p gap - t dilation + low. Counted from the last entry's on, and written as a multiple
-    # of the gap and what is left:
+    # Pixel p reaches place p gap - t dilation + low by entry t. Places are counted from the first one that any reaches,
+    # and go to arrays by what is left of their number when it is divided by the gap.
     rows, columns = (
         (n - 1) * apart // gap + size
         for n, apart, gap, size in ((high, apart, down, height), (wide, aside, across, width))
