@@ -291,7 +291,7 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
     both = gradients(partial(conv, **options), 1)
     assert_same(both, x, w)
     found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
-    assert len(found) >= 1
+    assert len(found) >= (1 if options.get("padding") == "VALID" else 2)  # its images' gradient is spread
     for equation in found:
         images, entries = (variable.aval.shape for variable in equation.invars)  # type: ignore[attr-defined]
         assert np.prod(entries[:-2]) <= np.prod(images[1:-1])

@@ -233,7 +233,16 @@ def reversed_back(x: Array) -> Array:
 reversed_back.defvjp(lambda x: (x + 0, None), lambda _, g: (-g,))
 
 
-@pytest.mark.parametrize(("one", "other"), [(straight, halved), (clipped, reversed_back)])
+def jax_s_own(share: float) -> Callable:
+    """JAX's function with a derivative of one's own, as straight-through estimators are written."""
+    function = jax.custom_jvp(jnp.sign)
+    function.defjvps(lambda tangent, _, x: share * tangent)
+    return function
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(straight, halved), (clipped, reversed_back), (jax_s_own(1.0), jax_s_own(0.5))]
+)
 def test_layers_whose_derivatives_differ_are_not_alike(one: Callable, other: Callable) -> None:
     def network(kinds: list[Callable]) -> Network:
         def made(params: Any, x: Array) -> Array:

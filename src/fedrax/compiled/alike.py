@@ -45,14 +45,9 @@ def is_real(atom: Any) -> bool:
 
 def is_of_jax(equation: core.JaxprEqn) -> bool:
     """Whether JAX itself wrote a function and its derivative: they treat number by number, or along some axes."""
-    return bool(_in_jax(equation))
-
-
-def _in_jax(equation: core.JaxprEqn) -> tuple[str, ...]:
-    """Where a function and its derivative are written, if both are in JAX."""
     told = [getattr(getattr(value, "jaxpr", value), "debug_info", None) for value in equation.params.values()]
-    sources = tuple(str(getattr(one, "func_src_info", None)) for one in told if one is not None)
-    return sources if len(sources) > 1 and all(_OF_JAX in source for source in sources) else ()
+    sources = [str(getattr(one, "func_src_info", None)) for one in told if one is not None]
+    return len(sources) > 1 and all(_OF_JAX in source for source in sources)
 
 
 def derivative_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
@@ -73,8 +68,6 @@ def derivative_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
 def _derivative(equation: core.JaxprEqn) -> Hashable:
     """The text of an equation's derivative: that of its function may be the same as another's."""
-    if written := _in_jax(equation):
-        return written
 
     def pulled_back(*inputs: Any) -> Any:
         outputs, back = jax.vjp(lambda *real: _of_real(equation, inputs, real), *_real(equation.invars, inputs))

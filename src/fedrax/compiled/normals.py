@@ -86,8 +86,8 @@ def _quantile(q: Array) -> Array:
     """z >= 0 with P[|Z| > z] = q."""
     u = 1 - q
     w = -_log(q * (1 + u))
-    near = _polynomial(_NEAR, w - np.float32(_NEAR_FROM))
-    far = _polynomial(_FAR, jnp.sqrt(w) - np.float32(_FAR_FROM))
+    near = polynomial(_NEAR, w - np.float32(_NEAR_FROM))
+    far = polynomial(_FAR, jnp.sqrt(w) - np.float32(_FAR_FROM))
     return u * jnp.where(w < np.float32(_CUT), near, far)
 
 
@@ -98,10 +98,10 @@ def _log(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits - np.int32(_ROOT_HALF)) >> np.int32(23)
     rest = lax.bitcast_convert_type(bits - (exponent << np.int32(23)), jnp.float32) - 1
-    return exponent.astype(jnp.float32) * np.float32(math.log(2)) + rest * _polynomial(_LOG, rest)
+    return exponent.astype(jnp.float32) * np.float32(math.log(2)) + rest * polynomial(_LOG, rest)
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
+def polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     """By Horner's rule; the constant comes first."""
     value = jnp.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):

@@ -119,7 +119,7 @@ def sum_in_steps(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         return None
     if 1 in x.shape:
         return _without_ones(_in_steps, x, axes)
-    return _in_steps(x, axes) if _has_steps(x, axes) else None
+    return _in_steps(x, axes) if _apart(x, axes) else None
 
 
 def _without_ones(reduced: Callable[[Array, tuple[int, ...]], Array], x: Array, axes: Sequence[int]) -> Array:
@@ -130,13 +130,12 @@ def _without_ones(reduced: Callable[[Array, tuple[int, ...]], Array], x: Array, 
     return reduced(squeezed, tuple(i for i, axis in enumerate(long) if axis in axes)).reshape(left)
 
 
-def _has_steps(x: Array, axes: Sequence[int]) -> bool:
-    last = {axis for axis in axes if all(other in axes for other in range(axis, x.ndim))}
-    return bool(last) and len(last) < len(axes)
+def _apart(x: Array, axes: Sequence[int]) -> tuple[int, ...]:
+    """Those of ``axes`` that lie apart from the last ones, where last ones are among them."""
+    first = tuple(axis for axis in axes if any(other not in axes for other in range(axis, x.ndim)))
+    return first if len(first) < len(axes) else ()
 
 
 def _in_steps(x: Array, axes: Sequence[int]) -> Array:
-    if not _has_steps(x, axes):
-        return x.sum(axes)
-    first = tuple(axis for axis in axes if any(other not in axes for other in range(axis, x.ndim)))
-    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes)
+    first = _apart(x, axes)
+    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes) if first else x.sum(axes)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
+from fedrax.compiled.normals import polynomial
 from fedrax.compiled.windows import is_short
 
 _LEAST = 1 << 12
@@ -46,14 +47,7 @@ def _near(x: Array, ahead: int) -> Array:
     for part in _QUARTER:
         r = r - turns * part
     quarter, z = turns.astype(jnp.int32) + ahead, r * r
-    of_sine = r + r * z * _polynomial(_SINE, z)
-    of_cosine = 1 - z / 2 + z * z * _polynomial(_COSINE, z)
+    of_sine = r + r * z * polynomial(_SINE, z)
+    of_cosine = 1 - z / 2 + z * z * polynomial(_COSINE, z)
     found = jnp.where(quarter & 1 == 0, of_sine, of_cosine)
     return jnp.where(quarter & 2 == 0, found, -found)
-
-
-def _polynomial(of: tuple[float, ...], z: Array) -> Array:
-    total = jnp.full_like(z, of[-1])
-    for number in of[-2::-1]:
-        total = total * z + number
-    return total
