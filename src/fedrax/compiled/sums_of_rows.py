@@ -7,6 +7,7 @@ over and g, mostly the larger one, first, XLA makes a transposed copy of g befor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -36,15 +37,34 @@ def rows_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 
 def larger_last(inputs: list, equation: core.JaxprEqn) -> Array | None:
-    """The rule for ``dot_general``: of sums over all leading axes, where there are several, a product of two matrices
-    with one axis to sum over, the wider matrix last."""
-    (summed, batch), (left, right) = equation.params["dimension_numbers"], inputs
-    axes, wanted = len(summed[0]), [equation.params[name] for name in ("precision", "preferred_element_type")]
-    in_order = all(tuple(of) == tuple(range(axes)) for of in summed)
-    if axes < 2 or not in_order or batch[0] or {left.dtype.name, right.dtype.name} - {"float32", "float64"}:
+    """The rule for ``dot_general``: several leading axes to sum over are one, and the order that is best is kept."""
+    (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
+    wanted = [equation.params[name] for name in ("precision", "preferred_element_type")]
+    if {left.dtype.name, right.dtype.name} - {"float32", "float64"}:
         return None
-    left, right = (a.reshape(math.prod(a.shape[:axes]), math.prod(a.shape[axes:])) for a in (left, right))
-    if turned := left.shape[1] > right.shape[1]:
-        left, right = right, left
-    total = lax.dot_general(left, right, (((0,), (0,)), ((), ())), *wanted)
-    return (total.T if turned else total).reshape(equation.outvars[0].aval.shape)  # type: ignore[attr-defined]
+    axes = len(of[0])
+    if flat := axes > 1 and not batch[0] and all(tuple(summed) == tuple(range(axes)) for summed in of):
+        left, right = (a.reshape(math.prod(a.shape[:axes]), math.prod(a.shape[axes:])) for a in (left, right))
+        of = ((0,), (0,))
+    first, rows, sums = _layout(left.shape, of[0], batch[0])
+    also_first, columns, _ = _layout(right.shape, of[1], batch[1])
+    keeps = (first or also_first) and 1 < min(rows, columns) < sums
+    exchanged = keeps and first and (rows > columns or not also_first)
+    if not keeps and not flat:
+        return None
+    if exchanged:
+        left, right, of, batch = right, left, of[::-1], batch[::-1]
+    total = lax.dot_general(left, right, (of, batch), *wanted)
+    if keeps:
+        total = lax.optimization_barrier(total)
+    if exchanged:
+        begin, ndim = len(batch[0]), left.ndim - len(batch[0]) - len(of[0])
+        total = jnp.moveaxis(total, range(begin, begin + ndim), range(total.ndim - ndim, total.ndim))
+    return total.reshape(equation.outvars[0].aval.shape)  # type: ignore[attr-defined]
+
+
+def _layout(shape: tuple[int, ...], summed: Sequence[int], batch: Sequence[int]) -> tuple[bool, int, int]:
+    """Of an operand: whether sums are over the first of the axes that are not the batch's; the sizes of both kinds."""
+    free = [axis for axis in range(len(shape)) if axis not in (*summed, *batch)]
+    size = lambda axes: math.prod(shape[axis] for axis in axes)  # noqa: E731
+    return max(summed, default=-1) < min(free, default=len(shape)), size(free), size(summed)
