@@ -18,6 +18,7 @@ from jax.extend import core
 
 from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
+from fedrax.compiled.blocks import in_blocks, is_large
 from fedrax.compiled.rewriting import CALLS, Rules, called_in_place, needed, outputs_of
 from fedrax.compiled.sums_of_rows import has_rows_last, rows_first
 from fedrax.compiled.tracing import equations_in, functions_in, in_fast_forms, num_bytes
@@ -53,10 +54,12 @@ def in_loops(function: Callable) -> Callable:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         equations, leaves = list(equations_in(closed)), jax.tree.leaves(args)
         rules = {"dot_general": rows_first} if any(map(has_rows_last, equations)) else {}
-        if closed.jaxpr.effects or not (rules or len(equations) >= _WORTH):  # such as printing, in an order
+        large = any(map(is_large, equations))
+        if closed.jaxpr.effects or not (rules or large or len(equations) >= _WORTH):  # such as printing, in an order
             out = core.jaxpr_as_fun(closed)(*leaves)
         else:
-            out = _evaluated(called_in_place(closed), rules, *leaves)
+            flat = called_in_place(closed)
+            out = _evaluated(in_blocks(flat) if large else flat, rules, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped

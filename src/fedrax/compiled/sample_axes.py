@@ -80,9 +80,16 @@ def _unless(bad: bool, state: State) -> State:
 
 
 def _number_by_number(states: Sequence[State], equation: core.JaxprEqn, walk: Walk) -> list[State]:
-    # a scalar beside arrays, as a bound or a choice, is the same for all of them
-    met = [state for state, atom in zip(states, equation.invars, strict=True) if _shape(atom)]
+    # a scalar beside arrays, as a bound or a choice, is the same for all of them; so is an axis of length one
+    given = zip(states, map(_shape, equation.invars), strict=True)
+    met = [_spread(state, shape) for state, shape in given if shape]
     return [joined(met) if met else Same()] * len(equation.outvars)
+
+
+def _spread(state: State, shape: tuple[int, ...]) -> State:
+    if isinstance(state, Along):
+        return state
+    return Same(state.uniform.union(axis for axis, n in enumerate(shape) if n == 1))
 
 
 def _each(states: Sequence[State], equation: core.JaxprEqn, walk: Walk) -> list[State]:

@@ -47,7 +47,7 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
     samples = jax.tree.leaves(batch)[0].shape[0]
     states: list[State] = [Same() for _ in jax.tree.leaves(shared)]
     states += [Along(0) for _ in jax.tree.leaves(batch)] + [Same() for _ in jax.tree.leaves(key)]
-    walk = _Walk(samples)
+    walk = Walker(samples)
     try:
         (out,) = walk.through(closed, states)
     except Mixed:
@@ -58,7 +58,7 @@ def each_by_itself(function: Callable, shared: Tree, batch: Tree, key: Tree) -> 
     return LookedAt(walk.bytes // samples, walk.weights, found.dtype, flops_in(closed) // samples, length_of(closed))
 
 
-class _Walk:
+class Walker:
     """Through the equations of a function of ``samples`` samples."""
 
     def __init__(self, samples: int, derived: bool = False):
@@ -73,9 +73,13 @@ class _Walk:
         jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
         known: dict[Any, State] = {v: Same() for v in jaxpr.constvars}
         known.update(zip(jaxpr.invars, inputs, strict=True))
-        of = lambda atom: Same() if isinstance(atom, core.Literal) else known[atom]  # noqa: E731
-        for equation in jaxpr.eqns:
-            states = [of(atom) for atom in equation.invars]
+        self.over(jaxpr.eqns, known)
+        return [_known(atom, known) for atom in jaxpr.outvars]
+
+    def over(self, equations: Sequence[core.JaxprEqn], known: dict[Any, State]) -> None:
+        """Adds the states of what the equations make to those of what they read."""
+        for equation in equations:
+            states = [_known(atom, known) for atom in equation.invars]
             name = equation.primitive.name
             if name in RULES:
                 outputs = RULES[name](states, equation, self)
@@ -88,11 +92,10 @@ class _Walk:
                 self.bytes += self.repeats * sum(map(num_bytes, equation.outvars))
                 self.weights += self.repeats * sum(map(num_bytes, shared))
             known.update(zip(equation.outvars, outputs, strict=True))
-        return [of(atom) for atom in jaxpr.outvars]
 
     def through_derivative(self, closed: core.ClosedJaxpr, inputs: Sequence[State]) -> list[State]:
         """The same of a derivative, of which nothing is counted."""
-        return _Walk(self.samples, derived=True).through(closed, inputs)
+        return Walker(self.samples, derived=True).through(closed, inputs)
 
     def in_loop(self, body: core.ClosedJaxpr, fixed: list[State], carry: list[State], rest: list[State], times: int):
         """(states of the carry, of the other outputs) that hold in every turn."""
@@ -104,3 +107,7 @@ class _Walk:
                 self.repeats = before[-1]
                 return carry, outputs[len(carry) :]
             carry, (self.bytes, self.weights, self.repeats) = met, before
+
+
+def _known(atom: Any, states: dict[Any, State]) -> State:
+    return Same() if isinstance(atom, core.Literal) else states[atom]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -38,6 +39,7 @@ def rows_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 def larger_last(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``dot_general``: several leading axes to sum over are one, and the order that is best is kept."""
+    of: Any
     (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
     wanted = [equation.params[name] for name in ("precision", "preferred_element_type")]
     if {left.dtype.name, right.dtype.name} - {"float32", "float64"}:

@@ -10,6 +10,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from fedrax import tree
+from fedrax.compiled.blocks import has_blocks
 from fedrax.compiled.layers import loops_in
 from fedrax.compiled.pieces import AXIS, cuts_in
 from fedrax.errors import FedraxError
@@ -50,6 +51,7 @@ def describe(
     """
     piece = max((cut.rows for cut in cuts_in(program)), default=0)
     turns = " or ".join(map(str, sorted(set(loops_in(program)))))  # a round may take several gradients
+    blocks = has_blocks(program)
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
     where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
@@ -60,10 +62,11 @@ def describe(
         "debug": "step by step without compilation",
     }[plan]
     if plan == "debug":  # what was written, batches whole
-        piece, turns = 0, ""
+        piece, turns, blocks = 0, "", False
     extra = ", clients left over on all of them together" * joining
     extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
     extra += f", {turns} layers of one shape in a loop" if turns else ""
+    extra += ", attention in blocks of rows" * blocks
     extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
 
