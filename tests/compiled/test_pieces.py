@@ -182,6 +182,8 @@ ALONE: dict[str, tuple[Callable, Any]] = {
     "dropout, not training": module(Dropped(), train=False),
     "table and labels": (table_and_labels, TABLE),
     "pixels as rows": (merged, SQUARE),
+    "numbers of places": (lambda w, x, key: of_each(x + w), weights((1, *WIDE))),
+    "numbers of channels": (lambda w, x, key: of_each(jnp.where(x > w, x * w, w / 2)), weights((1, 1, 1, WIDE[-1]))),
     "branches and loops": (in_branches, SQUARE),
     "a loop over pixels": (pixels_in_turn, SQUARE),
     "one-hot labels": (labels_as_vectors, SQUARE),

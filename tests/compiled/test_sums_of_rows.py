@@ -1,5 +1,6 @@
 """Sums over several axes as one product: the same numbers, in another order."""
 
+import math
 from typing import Any
 
 import jax
@@ -107,3 +108,64 @@ def test_other_products_stay_as_they_are():
     for dims, right in ((((1,), (1,)), (3, 5)), (((1,), (0,)), (5, 3, 2))):
         product = lambda a, b, dims=dims: lax.dot_general(a, b, (dims, ((), ())))  # noqa: E731
         assert products(in_loops(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("spec", "exchanged"),
+    [
+        ("km,kn->mn", True),
+        ("kn,km->nm", False),
+        ("km,nk->mn", True),
+        ("kn,mk->nm", True),
+        ("bkm,bkn->bmn", True),
+        ("bkhm,bkhn->bhmn", True),
+        ("bkhm,bhnk->bhmn", True),
+        ("kmb,bkn->bmn", True),
+        ("klm,kln->mn", True),
+        ("bklm,bkln->bmn", True),
+        ("kmj,kn->mjn", True),
+        ("kn,kmj->nmj", False),
+    ],
+)
+def test_the_narrower_factor_of_a_sum_of_rows_is_first(spec: str, exchanged: bool, dtype: Any):
+    sizes = {"k": 20, "l": 2, "m": 7, "n": 3, "b": 2, "h": 2, "j": 2}
+    with jax.enable_x64(dtype is np.float64):
+        operands, output = spec.split("->")
+        left, right = (
+            jnp.asarray(normal(i, *(sizes[a] for a in o), dtype=dtype)) for i, o in enumerate(operands.split(","))
+        )
+        dims = _dimensions(*operands.split(","), output)
+        function = lambda a, b: lax.dot_general(a, b, dims, precision="highest")  # noqa: E731
+        fast = fast_on_cpu(function)
+        found = jax.jit(fast)(left, right)
+        np.testing.assert_allclose(found, function(left, right), rtol=1e-5 if dtype is np.float32 else 1e-12, atol=1e-5)
+        assert found.shape == function(left, right).shape
+        made = list(equations_in(jax.make_jaxpr(fast)(left, right)))
+        (product,) = [e for e in made if e.primitive.name == "dot_general"]
+        assert any(e.primitive.name == "optimization_barrier" for e in made)  # else XLA exchanges them again
+        narrow = sizes["n"] == math.prod(
+            n
+            for i, n in enumerate(product.invars[0].aval.shape)  # type: ignore[attr-defined]
+            if i not in (*product.params["dimension_numbers"][0][0], *product.params["dimension_numbers"][1][0])
+        )
+        assert narrow != (spec == "kn,mk->nm")  # of which the second one is summed over its last axis
+        assert exchanged == (product.invars[0].aval.shape[-1] != left.shape[-1])  # type: ignore[attr-defined]
+
+
+def _dimensions(left: str, right: str, output: str) -> Any:
+    batch = [a for a in output if a in left and a in right]
+    summed = [a for a in left if a in right and a not in output]
+    places = lambda names, axes: tuple(axes.index(a) for a in names)  # noqa: E731
+    return (places(summed, left), places(summed, right)), (places(batch, left), places(batch, right))
+
+
+@pytest.mark.parametrize("spec", ["mk,kn->mn", "mk,nk->mn", "bmk,bkn->bmn"])
+def test_products_of_rows_are_left_alone(spec: str):
+    sizes = {"k": 20, "m": 7, "n": 3, "b": 2}
+    operands = spec.split("->")[0].split(",")
+    args = [jnp.asarray(normal(i, *(sizes[a] for a in axes))) for i, axes in enumerate(operands)]
+    function = lambda *args: jnp.einsum(spec, *args)  # noqa: E731
+    made = equations_in(jax.make_jaxpr(fast_on_cpu(function))(*args))
+    assert not any(e.primitive.name == "optimization_barrier" for e in made)

@@ -1,7 +1,8 @@
-"""Gradients of weights that see several axes, such as samples and places, as XLA's CPU backend multiplies them fast.
+"""Products whose factors are summed over their leading axes, as XLA's CPU backend multiplies them fast.
 
-The gradient of a dense layer's weight is sum_n g_n x_n' over all of them. As JAX writes it, with several axes to sum
-over and g, mostly the larger one, first, XLA makes a transposed copy of g before it multiplies.
+Such are the gradients of weights, sum_n g_n x_n' over samples and places, and of attention. XLA makes a transposed copy
+of the first factor, and of the second one where that is summed over its last axis: with the narrower one first and both
+summed over leading axes, little is copied.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def rows_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 
 def larger_last(inputs: list, equation: core.JaxprEqn) -> Array | None:
-    """The rule for ``dot_general``: several leading axes to sum over are one, and the order that is best is kept."""
+    """The rule for ``dot_general``: several leading axes to sum over are one, and the narrower factor comes first.
+
+    XLA would turn a product whose result is transposed next: there is a barrier.
+    """
     of: Any
     (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
     wanted = [equation.params[name] for name in ("precision", "preferred_element_type")]
@@ -50,8 +54,8 @@ def larger_last(inputs: list, equation: core.JaxprEqn) -> Array | None:
         of = ((0,), (0,))
     first, rows, sums = _layout(left.shape, of[0], batch[0])
     also_first, columns, _ = _layout(right.shape, of[1], batch[1])
-    keeps = (first or also_first) and 1 < min(rows, columns) < sums
-    exchanged = keeps and first and (rows > columns or not also_first)
+    keeps = first and 1 < min(rows, columns) < sums  # else the copy is no larger than the result
+    exchanged = keeps and (rows > columns or not also_first)
     if not keeps and not flat:
         return None
     if exchanged:
