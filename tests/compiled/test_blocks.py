@@ -91,6 +91,15 @@ WAYS: dict[str, tuple] = {
     "causal": (attention(lambda a: jnp.where(jnp.tril(jnp.ones((T, T), bool)), a, -1e9)),),
     "mask of samples": (attention(lambda a, m: jnp.where(m, a, -1e9)), jnp.asarray(KEEP[:, :1, :1])),
     "mask of pairs": (attention(lambda a, m: jnp.where(m, a, -jnp.inf)), jnp.asarray(KEEP[:, :1]).at[..., 0].set(True)),
+    "two masks": (
+        attention(lambda a, m: jnp.where(jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), a.shape) & m, a, -1e9)),
+        jnp.asarray(KEEP[:1, :1]),
+    ),
+    "a mask made of two": (
+        attention(
+            lambda a: jnp.where(jnp.broadcast_to(jnp.arange(T) < 9, a.shape) ^ jnp.zeros(a.shape, bool), a, -1e9)
+        ),
+    ),
     "bias of heads": (attention(lambda a, b: a + b), normal(7, H, T, T)),
     "bias of distances": (attention(lambda a: a - jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)) * 0.1),),
     "bias of rows": (attention(lambda a, b: a * b[:, None]), normal(8, T)),

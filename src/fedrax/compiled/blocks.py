@@ -186,10 +186,11 @@ class _Block(NamedTuple):
             # axes of one and the same number have length one until it is known how much of them is read
             shape = [1 if axis in found.uniform else n for axis, n in enumerate(shape)]
         if name in NUMBER_BY_NUMBER:
-            alike = [_shape(atom) == _shape(equation.outvars[0]) for atom in equation.invars]
-            values = [
-                _fitted(value, shape) if is_alike else value for value, is_alike in zip(values, alike, strict=True)
-            ]
+            if isinstance(found, Same):  # as short as what it is made of
+                given = [jnp.shape(value) for value in values if jnp.ndim(value)]
+                shape = [max(of, default=n) for *of, n in zip(*given, shape, strict=True)]
+            alike = (_shape(atom) == _shape(equation.outvars[0]) for atom in equation.invars)
+            values = [_fitted(v, shape) if is_alike else v for v, is_alike in zip(values, alike, strict=True)]
         else:
             whole = zip(values, states, map(_shape, equation.invars), strict=True)
             values = [value if isinstance(state, Along) else _fitted(value, of) for value, state, of in whole]
@@ -259,7 +260,7 @@ def _segment(closed: core.ClosedJaxpr, place: int) -> _Segment | None:
                 number = _number(rows, num_bytes(first.outvars[0]))
                 function = _Lying(rows, states, end.axis).in_blocks(equations, inputs, output, number)
                 return _Segment(equations, inputs, output, jax.make_jaxpr(function)(*(v.aval for v in inputs)))
-            except Mixed:
+            except (Mixed, TypeError, ValueError):  # JAX's own of shapes that an operation does not take
                 continue
     return None
 
