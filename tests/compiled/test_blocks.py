@@ -136,7 +136,6 @@ def test_any_order_of_axes(spec: str):
     first, second = spec.split()
     q, k, v = [*first.split("->")[0].split(","), second.split("->")[0].split(",")[1]]
     function = lambda a, b, c: jnp.einsum(second, jax.nn.softmax(jnp.einsum(first, a, b)), c)  # noqa: E731
-    # softmax is over the keys only where they come last
     args = of(0, q), of(1, k), of(2, v)
     agrees(function, *args)
     assert is_cut(function, *args) == (first != "dq,dk->kq")  # of which softmax is over the rows

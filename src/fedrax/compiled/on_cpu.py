@@ -18,7 +18,7 @@ from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
 from fedrax.compiled.sines import cosine, sine
-from fedrax.compiled.sums_of_rows import larger_last
+from fedrax.compiled.sums_of_rows import narrower_first
 from fedrax.compiled.tracing import in_fast_forms
 
 
@@ -38,7 +38,7 @@ _RULES: dict[str, Rule] = {
     "reduce_sum": sum_in_steps,
     "reduce_max": largest,
     "random_bits": many_at_once,
-    "dot_general": larger_last,
+    "dot_general": narrower_first,
     "sin": sine,
     "cos": cosine,
 }

@@ -87,6 +87,7 @@ def _number_by_number(states: Sequence[State], equation: core.JaxprEqn, walk: Wa
 
 
 def _spread(state: State, shape: tuple[int, ...]) -> State:
+    """Of an array whose axes of length one are broadcast."""
     if isinstance(state, Along):
         return state
     return Same(state.uniform.union(axis for axis, n in enumerate(shape) if n == 1))

@@ -38,7 +38,7 @@ def rows_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
     return jnp.moveaxis(lax.dot_general(right, left, ((of_right, of_left), batch), *wanted), -1, 0)
 
 
-def larger_last(inputs: list, equation: core.JaxprEqn) -> Array | None:
+def narrower_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``dot_general``: several leading axes to sum over are one, and the narrower factor comes first.
 
     XLA would turn a product whose result is transposed next: there is a barrier.
