@@ -67,4 +67,6 @@ CASES = {
     "vgg11": Case("3x3 convolutions of up to 512 channels, down to 2x2 pixels", IMAGE, 10),
     "alexnet": Case("11x11 with stride 4, 5x5, three 3x3 convolutions of 3x3 pixels", (64, 64, 3), 10),
     "resnext": Case("bottlenecks in sixteen groups, group norm", IMAGE, 10),
+    "documents": Case("transformer of two layers over 1,024 places", (1024,), 4, batch=4, tokens=2000),
+    "long_context": Case("the same, causal, next of 100 tokens", (1024,), 100, (1024,), batch=4, tokens=100),
 }

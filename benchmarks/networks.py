@@ -1,6 +1,6 @@
 """``python -m benchmarks.networks``: networks as Flax's users write them, beside the same in a plain PyTorch loop.
 
-Thirty-one networks that fedrax has no layers of its own for. Shapes, batches and work are equal; starting weights are
+Thirty-three networks that fedrax has no layers of its own for. Shapes, batches and work are equal; starting weights are
 each library's own, for only time is compared (equal weights and losses: `benchmarks.peers`). Appends the runs to
 ``results/networks.jsonl`` and writes ``networks.md``.
 """

@@ -187,12 +187,7 @@ def both_ways(x: Array) -> Array:
 
 
 def language_model(x: Array) -> Array:
-    mask, h = nn.make_causal_mask(x), nn.Embed(1000, 128)(x)
-    for _ in range(2):
-        y = nn.LayerNorm()(h)
-        h = h + nn.MultiHeadDotProductAttention(num_heads=4)(y, y, mask=mask)
-        h = h + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(h))))
-    return nn.Dense(1000)(nn.LayerNorm()(h))
+    return nn.Dense(1000)(attending(nn.Embed(1000, 128)(x), nn.make_causal_mask(x)))
 
 
 def mixer(x: Array) -> Array:
@@ -332,6 +327,22 @@ def resnext(x: Array) -> Array:
             y = group_norm(conv(2 * channels, (1, 1))(y))
             x = nn.relu(y + (x if x.shape == y.shape else group_norm(conv(2 * channels, (1, 1), strides)(x))))
     return nn.Dense(10)(x.mean((1, 2)))
+
+
+def attending(h: Array, mask: Array | None = None) -> Array:
+    for _ in range(2):
+        y = nn.LayerNorm()(h)
+        h = h + nn.MultiHeadDotProductAttention(num_heads=4)(y, y, mask=mask)
+        h = h + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(h))))
+    return nn.LayerNorm()(h)
+
+
+def documents(x: Array) -> Array:
+    return nn.Dense(4)(attending(nn.Embed(2000, 128)(x)).mean(1))
+
+
+def long_context(x: Array) -> Array:
+    return nn.Dense(100)(attending(nn.Embed(100, 128)(x), nn.make_causal_mask(x)))
 
 
 class Network(nn.Module):

@@ -235,12 +235,15 @@ def both_ways() -> nn.Module:
     return nn.Sequential(nn.Embedding(2000, 64), Do(lambda x, lstm: lstm(x)[0].max(1)[0], lstm), nn.Linear(128, 2))
 
 
-def language_model() -> nn.Module:
+def causal(places: int, tokens: int) -> nn.Module:
     gelu = partial(F.gelu, approximate="tanh")
     layer = lambda: nn.TransformerEncoderLayer(128, 4, 512, 0.0, gelu, batch_first=True, norm_first=True)  # noqa: E731
-    mask = nn.Transformer.generate_square_subsequent_mask(64)
+    mask = nn.Transformer.generate_square_subsequent_mask(places)
     attend = [Do(lambda x, layer: layer(x, src_mask=mask, is_causal=True), layer()) for _ in range(2)]
-    return nn.Sequential(nn.Embedding(1000, 128), *attend, nn.LayerNorm(128), nn.Linear(128, 1000))
+    return nn.Sequential(nn.Embedding(tokens, 128), *attend, nn.LayerNorm(128), nn.Linear(128, tokens))
+
+
+language_model, long_context = partial(causal, 64, 1000), partial(causal, 1024, 100)
 
 
 def mixer() -> nn.Module:
@@ -267,11 +270,14 @@ def cifar_dropout() -> nn.Module:
     return nn.Sequential(*layers, *dense)
 
 
-def encoder() -> nn.Module:
+def encoder(dropout: float = 0.1) -> nn.Module:
     gelu = partial(F.gelu, approximate="tanh")
-    attend = [nn.TransformerEncoderLayer(128, 4, 512, 0.1, gelu, batch_first=True, norm_first=True) for _ in range(2)]
+    layer = lambda: nn.TransformerEncoderLayer(128, 4, 512, dropout, gelu, batch_first=True, norm_first=True)  # noqa: E731
     pooled = Do(lambda x: x.mean(1))
-    return nn.Sequential(nn.Embedding(2000, 128), *attend, nn.LayerNorm(128), pooled, nn.Linear(128, 4))
+    return nn.Sequential(nn.Embedding(2000, 128), layer(), layer(), nn.LayerNorm(128), pooled, nn.Linear(128, 4))
+
+
+documents = partial(encoder, 0.0)
 
 
 def resnet56() -> nn.Module:
