@@ -19,6 +19,7 @@ from jax.extend import core
 from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
 from fedrax.compiled.blocks import in_blocks, is_large
+from fedrax.compiled.once import computed_once, computes_twice
 from fedrax.compiled.rewriting import CALLS, Rules, called_in_place, needed, outputs_of
 from fedrax.compiled.sums_of_rows import has_rows_last, rows_first
 from fedrax.compiled.tracing import equations_in, functions_in, in_fast_forms, num_bytes
@@ -42,7 +43,10 @@ _TAKING = frozenset(f"{_INDEXING} random_seed random_split random_unwrap random_
 
 
 def in_loops(function: Callable) -> Callable:
-    """``function`` with layers that follow one another and are alike in loops, on a CPU, and rows first in products.
+    """``function`` with alike layers that follow one another in loops, on a CPU, and nothing computed twice.
+
+    A forward pass that stands in a loss for its outputs and for its features has one backward pass then. Products have
+    rows first.
 
     Values differ by rounding only. A network of few layers, or one whose loops would pass over more than the caches
     hold, is left as it is.
@@ -55,10 +59,13 @@ def in_loops(function: Callable) -> Callable:
         equations, leaves = list(equations_in(closed)), jax.tree.leaves(args)
         rules = {"dot_general": rows_first} if any(map(has_rows_last, equations)) else {}
         large = any(map(is_large, equations))
-        if closed.jaxpr.effects or not (rules or large or len(equations) >= _WORTH):  # such as printing, in an order
+        twice = computes_twice(closed)
+        # effects such as printing have an order
+        if closed.jaxpr.effects or not (rules or large or twice or len(equations) >= _WORTH):
             out = core.jaxpr_as_fun(closed)(*leaves)
         else:
             flat = called_in_place(closed)
+            flat = computed_once(flat) if twice else flat
             out = _evaluated(in_blocks(flat) if large else flat, rules, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
