@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from fedrax import FedraxError
-from fedrax.compiled.normals import _log, _quantile, _uniform, normals
+from fedrax.compiled.arithmetic import length_of
+from fedrax.compiled.normals import _leaf, _log, _quantile, _uniform, normals
 from fedrax.compiled.random_bits import threefry
 
 
@@ -78,6 +79,20 @@ def test_the_same_numbers_however_they_are_computed():
             np.testing.assert_allclose(a, b[i], rtol=1e-6)
     other = normals(jax.random.key(3, impl="rbg"), like)
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, like)
+
+
+def test_many_leaves_are_drawn_by_one_loop_and_are_the_same_numbers():
+    """Their ends and the loop's turns fall together nowhere."""
+    shapes = [(3, 5), (4096,), (4097,), (), (0,), (100, 99), (1,), (2, 3, 4), (8192,)]
+    key = jax.random.key(7)
+    draw = lambda key, shapes: normals(key, [jnp.zeros(shape) for shape in shapes])  # noqa: E731
+    found = jax.jit(draw, static_argnums=1)(key, tuple(shapes))
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    for i, (z, shape) in enumerate(zip(found, shapes, strict=True)):
+        assert z.shape == shape
+        np.testing.assert_allclose(z, jax.jit(_leaf, static_argnums=(0, 2))(shape, words, i), rtol=1e-6)
+    lengths = [length_of(jax.make_jaxpr(draw, static_argnums=1)(key, tuple(shapes * times))) for times in (1, 4)]
+    assert lengths[1] - lengths[0] <= 3 * len(shapes) * 3  # a slice, and a shape
 
 
 def test_an_array_of_more_numbers_than_counters_is_refused():

@@ -10,7 +10,9 @@ All of it are a hundred operations on one number, without a loop, a table or a b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.compiled.random_bits import threefry
+from fedrax.compiled.tracing import in_fast_forms
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -54,6 +57,10 @@ _LOG = (0.9999998, -0.5000067, 0.33336183, -0.24959344, 0.19873047, -0.17333463,
 """log(1 + m) / m for m in [sqrt(1/2) - 1, sqrt(2) - 1], to 4e-8."""
 _ROOT_HALF = 0x3F3504F3
 """sqrt(1/2) in float32's bits."""
+_MANY = 8
+"""Leaves of which each costs more to compile than a loop over all of them to run."""
+_CHUNK = 1 << 12
+"""Numbers a turn draws."""
 
 
 def normals(key: Array, like: Tree) -> Tree:
@@ -62,18 +69,38 @@ def normals(key: Array, like: Tree) -> Tree:
     Draw nothing else with ``key``. Raises FedraxError for a leaf of 2^32 numbers or more.
     """
     leaves, structure = jax.tree.flatten(like)
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    if (largest := max(map(math.prod, shapes), default=0)) >= 2**32:
+        raise FedraxError(f"noise on {largest} numbers in one array would repeat itself: divide it")
     words = jax.random.bits(key, (2,), jnp.uint32)  # of any kind of key
-    return structure.unflatten([_leaf(jnp.shape(leaf), words, np.uint32(i)) for i, leaf in enumerate(leaves)])
+    if len(leaves) < _MANY or not in_fast_forms():
+        return structure.unflatten([_leaf(shape, words, np.uint32(i)) for i, shape in enumerate(shapes)])
+    return structure.unflatten(_in_turns(shapes, words))
+
+
+def _leaf(shape: tuple[int, ...], words: Array, number: Any) -> Array:
+    return _drawn(math.prod(shape), words, number, jnp.uint32(0)).reshape(shape)
+
+
+def _in_turns(shapes: Sequence[tuple[int, ...]], words: Array) -> list[Array]:
+    """The leaves by a loop, so that what draws them is compiled once and not for each."""
+    sizes = [math.prod(shape) for shape in shapes]
+    turns = [-(-size // _CHUNK) for size in sizes]
+    number = np.repeat(np.arange(len(shapes), dtype=np.uint32), turns)
+    first = np.concatenate([np.arange(n, dtype=np.uint32) * np.uint32(_CHUNK) for n in turns])
+    flat = lax.map(lambda of: _drawn(_CHUNK, words, *of), (jnp.asarray(number), jnp.asarray(first))).reshape(-1)
+    starts = (np.cumsum(turns) - turns) * _CHUNK
+    return [
+        flat[start : start + size].reshape(shape)
+        for start, size, shape in zip(starts.tolist(), sizes, shapes, strict=True)
+    ]
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _leaf(shape: tuple[int, ...], words: Array, number: Array) -> Array:
-    """Inlined; jit remembers the trace for leaves of one shape."""
-    size = math.prod(shape)
-    if size >= 2**32:
-        raise FedraxError(f"noise on {size} numbers in one array would repeat itself: divide it")
-    first, second = threefry(words, number, lax.iota(jnp.uint32, size))
-    return _signed(_quantile(_uniform(first, second >> 1)), second).reshape(shape)
+def _drawn(count: int, words: Array, number: Any, start: Array) -> Array:
+    """[count] numbers of a leaf from the place ``start`` on. Inlined; jit remembers the trace."""
+    first, second = threefry(words, number, start + lax.iota(jnp.uint32, count))
+    return _signed(_quantile(_uniform(first, second >> 1)), second)
 
 
 def _uniform(high: Array, low: Array) -> Array:

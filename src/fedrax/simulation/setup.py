@@ -180,9 +180,13 @@ def _check_delays(algorithm: Algorithm, longest: int) -> None:
     if longest <= algorithm.longest_delay:
         return
     if not algorithm.longest_delay:
+        inner = getattr(algorithm, "inner", None)
+        while inner is not None and not inner.longest_delay:
+            inner = getattr(inner, "inner", None)
+        instead = "FedBuff" if inner is None else f"{_name(inner)} without it"
         raise FedraxError(
             f"{_name(algorithm)} waits for all uploads of a round, and here some arrive {longest} rounds later: take"
-            " FedBuff, or another participation"
+            f" {instead}, or another participation"
         )
     raise FedraxError(
         f"an upload arrives {longest} rounds late, and {_name(algorithm)} keeps room for {algorithm.longest_delay}:"

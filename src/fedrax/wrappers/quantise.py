@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.compiled.joint_draws import drawn_together
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.algorithm import Algorithm, ClientOutput, summed_dtype
 from fedrax.contract.client_data import ClientData
@@ -51,17 +51,16 @@ class Quantised(Wrapper):
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
         keys = jax.random.split(data.stream("quantise"), max(len(leaves), 1))
-        quantities = [self._quantised(leaf, key) for leaf, key in zip(leaves, keys, strict=False)]
+        chances = _chances(keys, [jnp.shape(leaf) for leaf in leaves])
+        quantities = [self._quantised(leaf, chance) for leaf, chance in zip(leaves, chances, strict=True)]
         return output._replace(upload=structure.unflatten(quantities)), own
 
-    def _quantised(self, u: Array, key: Array) -> Array | Quantities:
+    def _quantised(self, u: Array, chance: Array) -> Array | Quantities:
         if not jnp.issubdtype(u.dtype, jnp.floating) or not u.size:
             return u
         u = u.astype(summed_dtype(u.dtype))
         levels = 2 ** (self.bits - 1) - 1
         scale = jnp.max(jnp.abs(u)) / levels
-        # float32 whatever the run's precision, so that both precisions round alike
-        chance = fast_on_cpu(partial(jax.random.uniform, shape=u.shape, dtype=jnp.float32))(key)
         rounded = jnp.floor(u / jnp.where(scale > 0, scale, 1) + chance)
         return Quantities(jnp.clip(rounded, -levels, levels).astype(_TYPES[self.bits]), scale)
 
@@ -99,6 +98,15 @@ class QuantisedDown(Wrapper):
     ) -> tuple[ClientOutput, Tree]:
         """From the numbers that the levels stand for."""
         return client(_values(message), state, data), own
+
+
+def _chances(keys: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Numbers uniform on [0, 1), float32 whatever the run's precision, so that both precisions round alike."""
+
+    def drawn(keys: Array) -> list[Array]:
+        return [jax.random.uniform(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=False)]
+
+    return fast_on_cpu(drawn_together(drawn))(keys)
 
 
 def _values(parts: Tree) -> Tree:
