@@ -54,6 +54,17 @@ def two_headed(network: Network, *keys: Array) -> tuple[Callable, Any]:
     return loss, params
 
 
+class Attending(Network):
+    """With attention over enough places to be cut into blocks."""
+
+    def setup(self) -> None:
+        self.attend, self.last = nn.MultiHeadDotProductAttention(2), nn.Dense(3)
+
+    def features(self, x: Array) -> Array:
+        places = jnp.repeat(x.reshape(1, -1, 4), 16, axis=1)
+        return self.attend(places, places).mean(1)
+
+
 def number_of(name: str, function: Callable, *args: Any) -> int:
     return sum(e.primitive.name == name for e in equations_in(jax.make_jaxpr(function)(*args)))
 
@@ -68,6 +79,14 @@ def test_one_forward_and_one_backward_pass(rate: float) -> None:
     loss, params = two_headed(Network(rate), key, key)
     assert number_of("conv_general_dilated", jax.grad(loss), params) == 2 * 5  # the first has no gradient of images
     assert number_of("conv_general_dilated", jax.grad(in_loops(loss)), params) == 5
+    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+
+
+def test_blocks_of_attention_are_made_once() -> None:
+    key = jax.random.key(3)
+    (loss, params), single = two_headed(Attending(), key, key), lambda p: jnp.sum(Attending().apply(p, X) ** 2)  # type: ignore[operator]
+    loops = [number_of("scan", in_loops(f), params) for f in (single, loss)]
+    assert loops[0] == loops[1] > 0
     close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
 
 

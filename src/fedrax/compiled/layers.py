@@ -65,8 +65,8 @@ def in_loops(function: Callable) -> Callable:
             out = core.jaxpr_as_fun(closed)(*leaves)
         else:
             flat = called_in_place(closed)
-            flat = computed_once(flat) if twice else flat
-            out = _evaluated(in_blocks(flat) if large else flat, rules, *leaves)
+            flat = in_blocks(flat) if large else flat  # first: blocks are not found where another reads their parts
+            out = _evaluated(computed_once(flat) if twice else flat, rules, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
