@@ -9,8 +9,10 @@ from pathlib import Path
 from fedrax.compiled.cores import use_all_cores
 from papers.dlg.lenet import lenet
 from papers.dlg.methods import methods
+from papers.ending import in_a_sentence
 
 
+@in_a_sentence("papers.dlg")
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.dlg", description=__doc__)

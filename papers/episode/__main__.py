@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedrax import FedraxError, files, sweep
+from fedrax import files, sweep
 from fedrax.experiments import comparison, experiment
 from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
+from papers.ending import in_a_sentence
 from papers.losac import running as losac
 from papers.losac.running import few_seeds, processor, spread
 
@@ -43,6 +44,7 @@ Paths = dict[str, np.ndarray]
 """By method: x [seeds, evaluations]."""
 
 
+@in_a_sentence("papers.episode")
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.episode", description=__doc__)
@@ -56,12 +58,8 @@ def main() -> int:
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where table and picture go")
-    try:
-        arguments = parser.parse_args()
-        commands[arguments.what](arguments)
-    except FedraxError as error:
-        print(f"papers.episode: {error}", file=sys.stderr)
-        return 1
+    arguments = parser.parse_args()
+    commands[arguments.what](arguments)
     return 0
 
 

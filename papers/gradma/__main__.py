@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from fedrax import FedraxError, files
+from papers.ending import in_a_sentence
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
 from papers.losac.running import spread
 
@@ -35,6 +36,7 @@ Printed = dict[tuple[Cell, str], tuple[float, float]]
 """The paper's mean and deviation, by column and method."""
 
 
+@in_a_sentence("papers.gradma")
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.gradma", description=__doc__)
@@ -52,11 +54,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and its runs go")
     parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the table of what there is")
-    try:
-        table1(parser.parse_args())
-    except FedraxError as error:
-        print(f"papers.gradma: {error}", file=sys.stderr)
-        return 1
+    table1(parser.parse_args())
     return 0
 
 

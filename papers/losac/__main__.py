@@ -17,6 +17,7 @@ import tomlkit
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method
+from papers.ending import in_a_sentence
 from papers.losac import figure6, figure6_attacks, figure7, sensitivity
 from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, summary, write_table
 
@@ -29,6 +30,7 @@ STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3)
 TUNED_AT = 100
 
 
+@in_a_sentence("papers.losac")
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.losac", description=__doc__)

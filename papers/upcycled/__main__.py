@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrax import FedraxError, files
+from fedrax import files
+from papers.ending import in_a_sentence
 from papers.losac.running import markdown, processor, spread
 from papers.upcycled import figures, private
 from papers.upcycled.grid import DATA, EVERY, METHODS, Point, has_all, measured, place_of
@@ -27,6 +28,7 @@ STRAGGLERS = {"table1": 90, "table3": 30}
 Found = list[tuple[Point, dict[str, np.ndarray]]]
 
 
+@in_a_sentence("papers.upcycled")
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.upcycled", description=__doc__)
@@ -43,11 +45,7 @@ def main() -> int:
     private_ones = arguments.what in private.FIGURES
     arguments.data = arguments.data or list(private.SETS if private_ones else DATA)
     arguments.methods = arguments.methods or list(private.METHODS if private_ones else METHODS)
-    try:
-        figures.figure(arguments) if private_ones else table(arguments)
-    except FedraxError as error:
-        print(f"papers.upcycled: {error}", file=sys.stderr)
-        return 1
+    figures.figure(arguments) if private_ones else table(arguments)
     return 0
 
 
