@@ -135,6 +135,22 @@ def test_functions_that_hold_other_arrays_are_not_merged() -> None:
     close(jax.grad(in_loops(loss))(x), jax.grad(loss)(x))
 
 
+def test_outputs_that_only_one_of_two_reads() -> None:
+    def loss(w: Array) -> Array:
+        a = w @ w
+        first, _ = jax.lax.sort((a, a * 2), num_keys=1)
+        _, second = jax.lax.sort((a, a * 2), num_keys=1)
+        loop = lambda c, _: (c @ w / 2, c.sum())  # noqa: E731
+        last, _ = jax.lax.scan(loop, w, None, length=3)
+        _, sums = jax.lax.scan(loop, w, None, length=3)
+        return jnp.sum(first * 2) + jnp.sum(second**2) + jnp.sum(w @ w) + jnp.sum(last) + jnp.sum(sums**2)
+
+    w = jax.random.normal(jax.random.key(0), (3, 3))
+    made = jax.make_jaxpr(in_loops(loss))(w)
+    assert [sum(e.primitive.name == name for e in made.jaxpr.eqns) for name in ("sort", "scan")] == [1, 1]
+    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
+
+
 def test_what_prints_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     def loss(w: Array) -> Array:
         total = jnp.zeros(())
