@@ -113,7 +113,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         f" {runs.table['algorithm']['local']['batch_size']}. Written by "
         f"`{command}` (runs on {' and '.join(runs.machines())}; {datetime.date.today().isoformat()})."
     )
-    columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point"
+    columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point|run on"
     rows = [
         row_of(runs, cell, method, arguments.seeds, *printed[cell, method])
         for method, cell in itertools.product(METHODS, cells)
@@ -137,7 +137,7 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
     """A method's row for a column of the paper's table."""
     row, known = [method, column(cell), f"{mean:.2f} ± {deviation:.2f}"], runs.known(cell, method, seeds[0])
     if not known:
-        return [*row, "not run", "", "", "", "", ""]
+        return [*row, "not run", "", "", "", "", "", ""]
     best = best_point(runs, cell, method, seeds[0])
     seeds = [seed for seed in seeds if runs.stored(cell, method, best, seed)]
     tops = [runs.top(cell, method, best, seed) or 0.0 for seed in seeds]
@@ -145,7 +145,9 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
     ours = spread(tops, ".2f")
     tried = f"{len(known)} of {math.prod(len(AXES[axis][1]) for axis in METHODS[method])}"
     gap = f"{sum(tops) / len(tops) - mean:+.2f}"
-    return [*row, ours, gap, f"{usual:.2f}", str(len(tops)), tried, in_words(method, best)]
+    dates = [runs.date(cell, method, best, seed) for seed in seeds]
+    on = " to ".join(sorted({min(dates), max(dates)}))
+    return [*row, ours, gap, f"{usual:.2f}", str(len(tops)), tried, in_words(method, best), on]
 
 
 def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[list[str]]:

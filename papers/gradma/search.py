@@ -165,6 +165,11 @@ class Runs:
         record = self.stored(cell, method, point, seed)
         return 0.0 if record is None else record["second_half"]
 
+    def date(self, cell: Cell, method: str, point: Point, seed: int) -> str:
+        """When a stored run was made; empty where there is none."""
+        record = self.stored(cell, method, point, seed)
+        return "" if record is None else record["date"]
+
     def known(self, cell: Cell, method: str, seed: int) -> dict[Point, float]:
         """Every point of the grid that has been run, with its top accuracy."""
         every = itertools.product(*(AXES[axis][1] for axis in METHODS[method]))

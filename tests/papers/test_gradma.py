@@ -1,6 +1,7 @@
 """The command for GradMA's Table 1 on stand-in files of MNIST's format: it runs, is broken off, and goes on."""
 
 import dataclasses
+import datetime
 import json
 import struct
 import sys
@@ -108,7 +109,8 @@ def test_table1_prints_paper_ours_and_what_was_run(
     text = (tmp_path / "table1-mnist.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| FedAvg |"))
     assert row.startswith("| FedAvg | (5, 0.01) | 49.65 ± 3.88 | ")
-    assert row.endswith("| 1 | 1 of 9 | local step 0.01, server step 1 |")
+    today = datetime.date.today().isoformat()
+    assert row.endswith(f"| 1 | 1 of 9 | local step 0.01, server step 1 | {today} |")
     assert "| MOON | (5, 0.01) | 50.39 ± 5.16 | not run |" in text
     assert "seed 0" in capsys.readouterr().out
     assert gradma.main() == 0
