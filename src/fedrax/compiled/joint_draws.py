@@ -23,6 +23,8 @@ from fedrax.compiled.rewriting import evaluated, laid_out, needed, outputs_of, r
 
 _CHUNK = 1 << 13
 """Numbers a turn of the loop draws; arrays are filled up to a multiple of it."""
+SMALL = 1 << 18
+"""Numbers of an array that may be drawn with others where memory counts: in the end all of them are there at once."""
 _STEPS = NUMBER_BY_NUMBER | frozenset(["bitcast_convert_type"])
 """What may be made of random bits, to numbers of the same shape."""
 _KEYS = "random_fold_in random_seed random_split random_unwrap random_wrap"

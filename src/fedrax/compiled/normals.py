@@ -10,7 +10,7 @@ All of it are a hundred operations on one number, without a loop, a table or a b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fedrax.compiled.joint_draws import SMALL
 from fedrax.compiled.random_bits import threefry
 from fedrax.compiled.tracing import in_fast_forms
 from fedrax.errors import FedraxError
@@ -73,27 +74,29 @@ def normals(key: Array, like: Tree) -> Tree:
     if (largest := max(map(math.prod, shapes), default=0)) >= 2**32:
         raise FedraxError(f"noise on {largest} numbers in one array would repeat itself: divide it")
     words = jax.random.bits(key, (2,), jnp.uint32)  # of any kind of key
-    if len(leaves) < _MANY or not in_fast_forms():
-        return structure.unflatten([_leaf(shape, words, np.uint32(i)) for i, shape in enumerate(shapes)])
-    return structure.unflatten(_in_turns(shapes, words))
+    small = {i: shape for i, shape in enumerate(shapes) if math.prod(shape) <= SMALL}
+    together = _in_turns(small, words) if len(small) >= _MANY and in_fast_forms() else {}
+    return structure.unflatten(
+        [together[i] if i in together else _leaf(shape, words, np.uint32(i)) for i, shape in enumerate(shapes)]
+    )
 
 
 def _leaf(shape: tuple[int, ...], words: Array, number: Any) -> Array:
     return _drawn(math.prod(shape), words, number, jnp.uint32(0)).reshape(shape)
 
 
-def _in_turns(shapes: Sequence[tuple[int, ...]], words: Array) -> list[Array]:
-    """The leaves by a loop, so that what draws them is compiled once and not for each."""
-    sizes = [math.prod(shape) for shape in shapes]
+def _in_turns(shapes: Mapping[int, tuple[int, ...]], words: Array) -> dict[int, Array]:
+    """The leaves of these numbers and shapes by a loop, so that what draws them is compiled once and not for each."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
     turns = [-(-size // _CHUNK) for size in sizes]
-    number = np.repeat(np.arange(len(shapes), dtype=np.uint32), turns)
+    number = np.repeat(np.asarray(list(shapes), np.uint32), turns)
     first = np.concatenate([np.arange(n, dtype=np.uint32) * np.uint32(_CHUNK) for n in turns])
     flat = lax.map(lambda of: _drawn(_CHUNK, words, *of), (jnp.asarray(number), jnp.asarray(first))).reshape(-1)
     starts = (np.cumsum(turns) - turns) * _CHUNK
-    return [
-        flat[start : start + size].reshape(shape)
-        for start, size, shape in zip(starts.tolist(), sizes, shapes, strict=True)
-    ]
+    return {
+        i: flat[start : start + size].reshape(shape)
+        for (i, shape), start, size in zip(shapes.items(), starts.tolist(), sizes, strict=True)
+    }
 
 
 @partial(jax.jit, static_argnums=0, inline=True)

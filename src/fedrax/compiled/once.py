@@ -65,9 +65,8 @@ class _Seen:
 
 def computes_twice(closed: core.ClosedJaxpr) -> bool:
     """Whether a product, a convolution or a loop stands twice in a program and in what it calls, of the same inputs."""
-    known: dict[Any, Any] = {}
     fresh = itertools.count()
-    known.update((v, next(fresh)) for v in closed.jaxpr.invars)
+    known: dict[Any, Any] = {v: next(fresh) for v in closed.jaxpr.invars}
     return any(_repeats(closed, known, {}, fresh))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.compiled.joint_draws import drawn_together
+from fedrax.compiled.joint_draws import SMALL, drawn_together
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.algorithm import Algorithm, ClientOutput, summed_dtype
 from fedrax.contract.client_data import ClientData
@@ -51,13 +53,11 @@ class Quantised(Wrapper):
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
         keys = jax.random.split(data.stream("quantise"), max(len(leaves), 1))
-        chances = _chances(keys, [jnp.shape(leaf) for leaf in leaves])
-        quantities = [self._quantised(leaf, chance) for leaf, chance in zip(leaves, chances, strict=True)]
+        chances = _chances(keys, {i: leaf.shape for i, leaf in enumerate(leaves) if _is_real(leaf)})
+        quantities = [self._quantised(u, chances[i]) if i in chances else u for i, u in enumerate(leaves)]
         return output._replace(upload=structure.unflatten(quantities)), own
 
-    def _quantised(self, u: Array, chance: Array) -> Array | Quantities:
-        if not jnp.issubdtype(u.dtype, jnp.floating) or not u.size:
-            return u
+    def _quantised(self, u: Array, chance: Array) -> Quantities:
         u = u.astype(summed_dtype(u.dtype))
         levels = 2 ** (self.bits - 1) - 1
         scale = jnp.max(jnp.abs(u)) / levels
@@ -87,7 +87,7 @@ class QuantisedDown(Wrapper):
         return jax.tree.map(self._quantised, broadcast(state))
 
     def _quantised(self, u: Array) -> Array | Quantities:
-        if not jnp.issubdtype(u.dtype, jnp.floating) or not u.size:
+        if not _is_real(u):
             return u
         levels = 2 ** (self.bits - 1) - 1
         scale = jnp.max(jnp.abs(u)) / levels
@@ -100,13 +100,20 @@ class QuantisedDown(Wrapper):
         return client(_values(message), state, data), own
 
 
-def _chances(keys: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+def _is_real(u: Array) -> bool:
+    """Whether an array has numbers to be rounded."""
+    return bool(jnp.issubdtype(u.dtype, jnp.floating) and u.size)
+
+
+def _chances(keys: Array, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Array]:
     """Numbers uniform on [0, 1), float32 whatever the run's precision, so that both precisions round alike."""
 
-    def drawn(keys: Array) -> list[Array]:
-        return [jax.random.uniform(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=False)]
+    def drawn(which: Sequence[int], keys: Array) -> dict[int, Array]:
+        return {i: jax.random.uniform(keys[i], shapes[i], jnp.float32) for i in which}
 
-    return fast_on_cpu(drawn_together(drawn))(keys)
+    small = [i for i, shape in shapes.items() if math.prod(shape) <= SMALL]
+    large = [i for i in shapes if i not in small]
+    return fast_on_cpu(drawn_together(partial(drawn, small)))(keys) | fast_on_cpu(partial(drawn, large))(keys)
 
 
 def _values(parts: Tree) -> Tree:
