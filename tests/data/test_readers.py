@@ -170,6 +170,15 @@ def test_npz_with_clients(tmp_path):
     assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
 
 
+def test_npz_with_a_test_that_is_everyones(tmp_path):
+    arrays = npz_arrays() | {"client_train": np.array(["north", "east", "north", "east"])}
+    del arrays["client_test"]
+    np.savez(tmp_path / "mine.npz", **arrays)
+    federation = Federation.from_dataset(load("npz", path=tmp_path / "mine.npz"), Natural(), 0, shuffle=False)
+    assert federation.client_names == ("east", "north") and list(federation.train.y) == [1, 1, 0, 2]
+    assert federation.test_offsets is None and len(federation.test.y) == 2
+
+
 def test_npz_regression_without_clients(tmp_path):
     arrays = npz_arrays() | {"y_train": np.ones(4), "y_test": np.ones(2)}
     del arrays["client_train"], arrays["client_test"]
@@ -192,10 +201,11 @@ def test_npz_regression_without_clients(tmp_path):
             {"y_train": np.arange(4, dtype=np.float32), "y_test": np.array([1, np.nan], np.float32)},
             "y_test holds numbers that are not finite",
         ),
-        ({"client_test": None}, "holds client_train and no client_test"),
-        ({"client_test": np.zeros((2, 1), np.int16)}, "must both be"),
+        ({"client_train": None}, "holds client_test and no client_train"),
+        ({"client_test": np.zeros((2, 1), np.int16)}, "must be integers or strings"),
         ({"client_train": np.zeros(3, np.int16)}, "not n samples"),
-        ({"client_train": np.zeros(4)}, "must both be"),
+        ({"client_train": np.zeros(4)}, "must be integers or strings"),
+        ({"client_train": np.array([1, "a", 1], str), "client_test": None}, "not n samples|one integer for each"),
     ],
 )
 def test_broken_npz(tmp_path, change, words):

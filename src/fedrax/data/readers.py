@@ -175,8 +175,9 @@ def _load_har(path: Path, name: str, windows: bool) -> Dataset:
 def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
     """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
 
-    Integer labels are classes 0, 1, ...; floating ones make a regression. Clients are integers or strings.
-    ``pixels`` says that x are images in bytes, ``padding`` which label of y [n, ...] does not count.
+    Integer labels are classes 0, 1, ...; floating ones make a regression. Clients are integers or strings; without
+    ``client_test`` the test is everyone's. ``pixels`` says that x are images in bytes, ``padding`` which label of
+    y [n, ...] does not count.
     """
     path = Path(path)
     arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
@@ -263,19 +264,16 @@ def _from_npz(
     if train.y.dtype.kind == "i":
         classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
     ids = [arrays[key] for key in (f"{client}_train", f"{client}_test") if key in arrays]
+    if ids and f"{client}_train" not in arrays:
+        raise FedraxError(f"{path} holds {client}_test and no {client}_train: give both, that alone, or neither.")
+    if not all(i.ndim == 1 and i.dtype.kind in "iuU" for i in ids):
+        raise FedraxError(f"{path}: {client}_train and {client}_test must be integers or strings, one a row.")
     codes: list[np.ndarray | None] = [None, None]
     names: tuple[str, ...] = ()
-    if len(ids) == 2 and all(i.ndim == 1 and i.dtype.kind in "iuU" for i in ids):
+    if ids:
         found, inverse = np.unique(np.concatenate(ids), return_inverse=True)
         names = tuple(str(name) for name in found) if found.dtype.kind == "U" else ()
-        codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :]]
-    elif len(ids) == 1:
-        there, missing = ("train", "test") if f"{client}_train" in arrays else ("test", "train")
-        raise FedraxError(
-            f"{path} holds {client}_{there} and no {client}_{missing}: give both, or neither and a partition."
-        )
-    elif ids:
-        raise FedraxError(f"{path}: {client}_train and {client}_test must both be integers or strings, one a row.")
+        codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :] if len(ids) == 2 else None]
     features = train.x.ndim == 2 and train.x.dtype.kind == "f"
     return Dataset(
         name,
