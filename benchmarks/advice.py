@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.sessions import RESULTS, Session
 
 if TYPE_CHECKING:
-    from benchmarks.advice_study import Method, Pair
+    from benchmarks.advice_study import Pair
     from fedrax import Federation, Task
+    from fedrax.diagnosis.methods import Method
 
 RAW = RESULTS / "advice.jsonl"
 
@@ -37,14 +38,16 @@ def main() -> None:
 
 def measure() -> Session:
     """What the last session has not of all pairs and methods, or all of it anew where there is none."""
-    from benchmarks.advice_study import METHODS, PAIRS, definition
+    from benchmarks.advice_study import PAIRS, TRIALS, definition
+    from fedrax.diagnosis.methods import METHODS
 
     session = Session.latest(RAW) if RAW.exists() else Session.start(RAW)
     done = {run["definition"] for run in session.runs}
     for pair in PAIRS:
         if pair.needs_files and "FEDRAX_DATA" not in os.environ:
             continue
-        digests = {name: hashlib.sha256(definition(pair, name).encode()).hexdigest()[:12] for name in (None, *METHODS)}
+        names = (None, *METHODS, TRIALS)
+        digests = {name: hashlib.sha256(definition(pair, name).encode()).hexdigest()[:12] for name in names}
         missing = [name for name, digest in digests.items() if digest not in done]
         if not missing:
             continue
@@ -54,21 +57,36 @@ def measure() -> Session:
             if name is None:
                 session.add(facts | {"diagnosis": diagnosed(pair, task, federation)})
                 continue
-            session.add(facts | trained(pair, METHODS[name], task, federation))
-            run = session.runs[-1]
-            print(f"{pair.name}: {name} {run['best']}, {run['seconds']:.0f} s", flush=True)
+            if name == TRIALS:
+                session.add(facts | tried(pair, task, federation))
+            else:
+                session.add(facts | trained(pair, METHODS[name], task, federation))
+            print(f"{pair.name}: {name}, {session.runs[-1]['seconds']:.0f} s", flush=True)
     return session
 
 
 def diagnosed(pair: Pair, task: Task, federation: Federation) -> dict[str, Any]:
     """What ``fedrax diagnose`` measures with its defaults, with the first seed."""
-    from benchmarks.advice_study import RATE_OF_DIAGNOSIS, TUNING, local
+    from benchmarks.advice_study import LOCAL, TUNING
     from fedrax.diagnosis import diagnose
 
-    found = diagnose(
-        task, federation, local=local(RATE_OF_DIAGNOSIS), rounds=32, cohort_size=pair.cohort, seed=TUNING[0]
-    )
+    found = diagnose(task, federation, local=LOCAL, rounds=32, cohort_size=pair.cohort, seed=TUNING[0])
     return {name: value for name, value in found.to_dict().items() if name != "points"}
+
+
+def tried(pair: Pair, task: Task, federation: Federation) -> dict[str, Any]:
+    """What ``fedrax diagnose`` tries, of all methods that a shortlist may have: with seeds that serve nothing else."""
+    from benchmarks.advice_study import CANDIDATES, LOCAL, ROUNDS, SCORING
+    from fedrax import Settings
+    from fedrax.diagnosis import try_methods
+
+    began = time.perf_counter()
+    settings = Settings(rounds=ROUNDS, cohort_size=pair.cohort, seed=max(SCORING) + 1)
+    found = try_methods(task, federation, settings, LOCAL, methods=CANDIDATES)
+    scores = {
+        trial.method: {"point": trial.point, "score": trial.score, "spread": trial.spread} for trial in found.tried
+    }
+    return {"trials": scores, "seconds": time.perf_counter() - began}
 
 
 def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> dict[str, Any]:
@@ -79,14 +97,14 @@ def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> d
     """
     import jax
 
-    from benchmarks.advice_study import ROUNDS, SCORING, TUNING, VALIDATION
+    from benchmarks.advice_study import LOCAL, ROUNDS, SCORING, TUNING, VALIDATION
     from fedrax import Batch, sweep
     from fedrax.data import hold_out
 
     seeds = (*TUNING, *SCORING)
     began, points = time.perf_counter(), method.points()
     results = sweep(
-        [method.at(point) for point in points],
+        [method.at(point, LOCAL, federation.num_clients) for point in points],
         task,
         hold_out(federation, VALIDATION),
         seeds,

@@ -1,4 +1,4 @@
-"""What ``benchmarks.advice`` trains: pairs of data and partition, and ten methods with their grids.
+"""What ``benchmarks.advice`` trains: pairs of data and partition.
 
 A method's points differ in floats alone, so that all of them, with all seeds, are one compiled program.
 """
@@ -6,33 +6,11 @@ A method's points differ in floats alone, so that all of them, with all seeds, a
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-
-from fedrax import (
-    Episode,
-    FedAvg,
-    FedCM,
-    FedDyn,
-    Federation,
-    FedProx,
-    GradMA,
-    GradMAS,
-    LocalSGD,
-    LoSAC,
-    Scaffold,
-    Task,
-    Upcycled,
-    classification,
-)
-from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.server_optimizers import SGD
+from benchmarks.advice_data import CLIENTS, LEAST_TWEETS, NEED_FILES, SETS
+from fedrax import Federation, LocalSGD, Task, classification
 from fedrax.data import (
-    Dataset,
     DirichletClasses,
     DirichletClients,
     Iid,
@@ -41,18 +19,20 @@ from fedrax.data import (
     Partitioner,
     Shards,
     Similarity,
-    load,
 )
+from fedrax.diagnosis import trials
+from fedrax.diagnosis.methods import BLOCKS, METHODS
 from fedrax.models import MLP, Logistic
 
-ROUNDS, STEPS, BATCH, BLOCKS, CLIENTS = 40, 10, 10, 5, 20
+ROUNDS, STEPS, BATCH = 40, 10, 10
+CANDIDATES = ("FedAvg", "SCAFFOLD", "FedDyn", "FedCM", "GradMA-S", "GradMA")
+"""Methods that a shortlist to try may have."""
+TRIALS = "trials"
 TUNING, SCORING = (0, 1), (2, 3, 4)
 """Seeds with which methods are tuned and the rule is made; seeds with which all is scored."""
 VALIDATION = 0.2
-RATE_OF_DIAGNOSIS = 0.1
-"""``local.lr`` of the run along which a pair is diagnosed, fedrax's default."""
-RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""Values of ``local.lr``."""
+_MLP = MLP(hidden=(32,))
+_SOFTMAX = Logistic()
 
 
 @dataclass(frozen=True)
@@ -60,27 +40,25 @@ class Pair:
     """A data set, its partition, and the model that is trained."""
 
     data: str
+    """Of `advice_data.SETS`."""
     partition: Partitioner
-    model: Logistic | MLP
-    options: dict[str, Any] = field(default_factory=dict)
-    label: str = ""
-    """The data's name on the page, where its own does not say all."""
-    most: int | None = None
-    """Training rows to take, the first of a data set in random order."""
+    model: Logistic | MLP = _MLP
     cohort: int = 5
-    needs_files: bool = False
 
     @property
     def name(self) -> str:
         """As the page has it."""
         model = "softmax" if isinstance(self.model, Logistic) else "MLP"
-        return f"{self.label or self.data}, {described(self.partition)}, {model}, {self.cohort} a round"
+        return f"{self.data}, {described(self.partition)}, {model}, {self.cohort} a round"
+
+    @property
+    def needs_files(self) -> bool:
+        """In $FEDRAX_DATA."""
+        return self.data in NEED_FILES
 
     def build(self) -> tuple[Task, Federation]:
         """The task and the federation."""
-        dataset = load(self.data, **self.options)
-        if self.most is not None:
-            dataset = first_rows(dataset, self.most)
+        dataset = SETS[self.data]()
         federation = Federation.from_dataset(dataset, self.partition, seed=0)
         model = self.model.build(dataset.train.x.shape[1:], dataset.num_classes or 1)
         return classification(model, preprocess=federation.preprocess()), federation
@@ -95,119 +73,62 @@ def described(partition: Partitioner) -> str:
     return f"{title} ({told})" if told else title
 
 
-def first_rows(dataset: Dataset, rows: int) -> Dataset:
-    """Some of the training rows by chance, always the same."""
-    chosen = np.sort(np.random.default_rng(0).permutation(len(dataset.train.y))[:rows])
-    owners = None if dataset.train_clients is None else dataset.train_clients[chosen]
-    train = type(dataset.train)(dataset.train.x[chosen], dataset.train.y[chosen])
-    return dataclasses.replace(dataset, train=train, train_clients=owners)
-
-
-_MLP = MLP(hidden=(32,))
-
-
-def _digits(partition: Partitioner, model: Logistic | MLP = _MLP, **more: Any) -> Pair:
-    return Pair("digits", partition, model, {"test_fraction": 0.4}, **more)
-
-
-def _synthetic(alpha: float, beta: float, **more: Any) -> Pair:
-    options = {"alpha": alpha, "beta": beta, "test_fraction": 0.4, "devices": CLIENTS, "seed": 1}
-    return Pair("synthetic", Natural(), Logistic(), options, f"synthetic({alpha:g}, {beta:g})", most=4000, **more)
-
-
-def _mnist(partition: Partitioner, model: Logistic | MLP, **more: Any) -> Pair:
-    return Pair("mnist", partition, model, label="MNIST", most=4000, needs_files=True, **more)
-
-
 PAIRS = (
-    _digits(Iid(CLIENTS)),
-    _digits(Similarity(CLIENTS, 50)),
-    _digits(DirichletClasses(CLIENTS, 1.0)),
-    _digits(DirichletClasses(CLIENTS, 0.3)),
-    _digits(DirichletClasses(CLIENTS, 0.1)),
-    _digits(DirichletClasses(CLIENTS, 0.1), cohort=CLIENTS),
-    _digits(Shards(CLIENTS, 2), Logistic()),
-    _digits(Shards(CLIENTS, 1)),
-    _digits(Shards(CLIENTS, 1), Logistic(), cohort=CLIENTS),
-    _digits(Similarity(CLIENTS, 10), Logistic()),
-    _digits(LogNormal(CLIENTS, 1.0, min_size=10), Logistic()),
-    _digits(DirichletClients(CLIENTS, 0.5, min_size=5)),
-    _synthetic(0.0, 0.0),
-    _synthetic(0.5, 0.5),
-    _synthetic(1.0, 1.0),
-    _synthetic(1.0, 1.0, cohort=CLIENTS),
-    _mnist(Shards(CLIENTS, 2), Logistic()),
-    _mnist(DirichletClasses(CLIENTS, 0.1), Logistic()),
+    Pair("digits", Iid(CLIENTS)),
+    Pair("digits", Similarity(CLIENTS, 50)),
+    Pair("digits", DirichletClasses(CLIENTS, 1.0)),
+    Pair("digits", DirichletClasses(CLIENTS, 0.3)),
+    Pair("digits", DirichletClasses(CLIENTS, 0.1)),
+    Pair("digits", DirichletClasses(CLIENTS, 0.1), cohort=CLIENTS),
+    Pair("digits", Shards(CLIENTS, 2), _SOFTMAX),
+    Pair("digits", Shards(CLIENTS, 1)),
+    Pair("digits", Shards(CLIENTS, 1), _SOFTMAX, cohort=CLIENTS),
+    Pair("digits", Similarity(CLIENTS, 10), _SOFTMAX),
+    Pair("digits", LogNormal(CLIENTS, 1.0, min_size=10), _SOFTMAX),
+    Pair("digits", DirichletClients(CLIENTS, 0.5, min_size=5)),
+    Pair("synthetic(0, 0)", Natural(), _SOFTMAX),
+    Pair("synthetic(0.5, 0.5)", Natural(), _SOFTMAX),
+    Pair("synthetic(1, 1)", Natural(), _SOFTMAX),
+    Pair("synthetic(1, 1)", Natural(), _SOFTMAX, cohort=CLIENTS),
+    Pair("MNIST", Shards(CLIENTS, 2), _SOFTMAX),
+    Pair("MNIST", DirichletClasses(CLIENTS, 0.1), _SOFTMAX),
+    Pair("clusters", Shards(CLIENTS, 2)),
+    Pair("clusters", DirichletClasses(CLIENTS, 0.3)),
+    Pair("clusters", LogNormal(CLIENTS, 1.0, min_size=10)),
+    Pair("clusters", Shards(CLIENTS, 1), cohort=10),
+    Pair("Upcycled-FL (0.5, 0.5)", Natural(), _SOFTMAX),
+    Pair("Upcycled-FL (0.5, 0.5)", Natural(), cohort=10),
+    Pair("breast cancer", Similarity(CLIENTS, 10), _SOFTMAX),
+    Pair("breast cancer", DirichletClasses(CLIENTS, 0.5), _SOFTMAX),
+    Pair("activity", Natural(), _SOFTMAX),
+    Pair("activity", DirichletClasses(CLIENTS, 0.1)),
+    Pair("turned digits", Natural()),
+    Pair("turned digits", Natural(), cohort=CLIENTS),
+    Pair("CIFAR-10 (8x8)", DirichletClasses(CLIENTS, 0.3)),
+    Pair("CIFAR-10 (8x8)", Shards(CLIENTS, 2), _SOFTMAX),
+    Pair("mislabelled digits", Natural()),
+    Pair("mislabelled digits", Natural(), _SOFTMAX, cohort=10),
+    Pair("moons", Shards(CLIENTS, 1)),
+    Pair("moons", DirichletClasses(CLIENTS, 0.3)),
+    Pair("tweets", Natural(min_size=LEAST_TWEETS), _SOFTMAX),
+    Pair("tweets", DirichletClasses(CLIENTS, 0.3), _SOFTMAX),
+    Pair("synthetic(0, 0)", Natural(), cohort=10),
+    Pair("Upcycled-FL (iid)", Natural(), _SOFTMAX),
+    Pair("MNIST", Shards(CLIENTS, 1)),
+    Pair("activity", Shards(CLIENTS, 2), _SOFTMAX),
 )
 """The rule is made of every second one."""
 
 
-def local(rate: float) -> LocalSGD:
-    """The local steps of all methods but LoSAC."""
-    return LocalSGD(lr=rate, steps=STEPS, batch_size=BATCH)
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method: what makes it of a step size and a second number, and the values of the second one."""
-
-    make: Callable[[float, float], Algorithm]
-    second: str = ""
-    values: tuple[float, ...] = (0.0,)
-    price: str = ""
-    """What it costs beside FedAvg, in words."""
-
-    def points(self) -> list[dict[str, float]]:
-        """All points of the grid."""
-        return [
-            {"local.lr": rate} | ({self.second: value} if self.second else {})
-            for rate, value in itertools.product(RATES, self.values)
-        ]
-
-    def at(self, point: dict[str, float]) -> Algorithm:
-        """The algorithm of a point."""
-        return self.make(point["local.lr"], point.get(self.second, 0.0))
-
-
-def _losac(rate: float, _: float) -> Algorithm:
-    return LoSAC(local=LocalSGD(lr=rate, steps=STEPS, blocks=BLOCKS), reading="consistent")
-
-
-METHODS: dict[str, Method] = {
-    "FedAvg": Method(lambda rate, _: FedAvg(local=local(rate))),
-    "FedAvgM": Method(
-        lambda rate, lr: FedAvg(local=local(rate), server_optimizer=SGD(lr=lr, momentum=0.9)),
-        "server_optimizer.lr",
-        (0.1, 0.3, 1.0),
-    ),
-    "FedProx": Method(lambda rate, mu: FedProx(local=local(rate), mu=mu), "mu", (0.01, 0.1, 1.0)),
-    "Upcycled FedAvg": Method(lambda rate, a: Upcycled(FedAvg(local=local(rate)), a=a), "a", (0.2, 0.5, 0.9)),
-    "SCAFFOLD": Method(
-        lambda rate, _: Scaffold(local=local(rate)), price="twice the bytes, and a model kept by each client"
-    ),
-    "FedDyn": Method(
-        lambda rate, alpha: FedDyn(local=local(rate), alpha=alpha),
-        "alpha",
-        (0.01, 0.1, 1.0),
-        "a model kept by each client",
-    ),
-    "FedCM": Method(lambda rate, alpha: FedCM(local=local(rate), alpha=alpha), "alpha", (0.1, 0.3), "two models down"),
-    "EPISODE": Method(
-        lambda rate, g: Episode(local=local(rate), gamma=g * rate), "gamma / lr", (0.3, 3.0), "two exchanges a round"
-    ),
-    "LoSAC": Method(_losac, price=f"twice the bytes, and {BLOCKS} models kept by each client"),
-    "GradMA-S": Method(
-        lambda rate, _: GradMAS(local=local(rate), memory=CLIENTS),
-        price="a model kept by the server for each client (memory = N)",
-    ),
-    "GradMA": Method(
-        lambda rate, _: GradMA(local=local(rate), memory=CLIENTS),
-        price="up to three gradients a step, and a model kept by the server for each client (memory = N)",
-    ),
-}
+LOCAL = LocalSGD(steps=STEPS, batch_size=BATCH)
+"""The local steps of all methods but LoSAC, which draws blocks; their size is tuned, and fedrax's default along a
+diagnosis."""
 
 
 def definition(pair: Pair, method: str | None) -> str:
-    """All that a run depends on, in words (without a method, the diagnosis): what was done is not done again."""
-    numbers = (ROUNDS, STEPS, BATCH, BLOCKS, CLIENTS, TUNING, SCORING, VALIDATION, RATE_OF_DIAGNOSIS)
+    """All that a run depends on, in words: what was done is not done again. Without a method of the diagnosis."""
+    numbers = (ROUNDS, STEPS, BATCH, BLOCKS, CLIENTS, TUNING, SCORING, VALIDATION, LOCAL.lr)
+    if method == TRIALS:
+        grids = {name: METHODS[name].points() for name in CANDIDATES}
+        return repr((numbers, pair, grids, trials.SHARE, trials.SEEDS, trials.EVALUATIONS))
     return repr((numbers, pair, method, METHODS[method].points() if method else None))

@@ -1,16 +1,17 @@
 """The study of what to try first: a rule is found where there is one, and what is shipped is what the runs give."""
 
+import dataclasses
 import json
 import os
 
 import numpy as np
 import pytest
 
-from benchmarks import advice, advice_report, advice_study
-from benchmarks.advice_report import FEATURES, Rule, Trained, make, record
+from benchmarks import advice, advice_report, advice_rules, advice_study
+from benchmarks.advice_rules import FEATURES, Rule, Shortlist, Trained, fitted, make, on_new_data, record, shortlists
 from benchmarks.sessions import Session
-from fedrax import FedAvg
 from fedrax.data import Iid
+from fedrax.diagnosis import methods
 from fedrax.models import Logistic
 
 
@@ -23,7 +24,7 @@ def pairs(drifts: list[float], accuracies: list[dict[str, float]]) -> list[Train
         return dict.fromkeys("01234", value)
 
     return [
-        Trained(str(i), rest | {"drift": drift}, {}, {method: seeds(value) for method, value in scores.items()})
+        Trained(str(i), str(i), rest | {"drift": drift}, {}, {method: seeds(value) for method, value in scores.items()})
         for i, (drift, scores) in enumerate(each)
     ]
 
@@ -35,8 +36,8 @@ def test_a_threshold_is_found_where_there_is_one():
     assert made.rule[:3] == ("A", "B", "drift")
     assert made.rule.threshold == pytest.approx(1.8)  # between 0.6 and 3.0
     assert made.by_threshold == 0 < made.always_one
-    assert record(made.rule, some) == (0 + 12, 12, 0.0, 0.0)
-    assert record(Rule("A", "A"), some) == (6, 12, pytest.approx(10.0), pytest.approx(20.0))
+    assert record(made.rule.first, some) == (0 + 12, 12, 0.0, 0.0)
+    assert record(Rule("A", "A").first, some) == (6, 12, pytest.approx(10.0), pytest.approx(20.0))
 
 
 def test_where_nothing_decides_it_is_mostly_always_one_method():
@@ -51,23 +52,40 @@ def test_where_nothing_decides_it_is_mostly_always_one_method():
     assert mistakes <= 4
 
 
+def test_the_shortlist_is_the_one_whose_best_is_most_often_close(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(advice_rules, "CANDIDATES", ("FedAvg", "A", "B", "C"))
+    ends = [{"FedAvg": 0.7, "A": 0.9 if i % 2 else 0.8, "B": 0.8 if i % 2 else 0.9, "C": 0.6} for i in range(8)]
+    tried = [{"FedAvg": 0.7, "A": end["A"], "B": end["B"], "C": 0.95} for end in ends]  # C only looks the best
+    some = [dataclasses.replace(pair, tried=t) for pair, t in zip(pairs([1.0] * 8, ends), tried, strict=True)]
+    assert fitted(some, shortlists()) == Shortlist(("FedAvg", "A", "B"))
+    assert record(Shortlist(("FedAvg", "A", "B")).first, some) == (8, 8, 0.0, 0.0)
+    assert record(Shortlist(("FedAvg", "A", "B", "C")).first, some)[0] == 0
+
+
+def test_new_data_is_met_with_advice_made_of_other_data():
+    """Each of three data sets has a method of its own that is best: what is made of the others never has it."""
+    names = ["A", "B", "C"]
+    ends = [{name: 0.9 if name == names[i % 3] else 0.7 for name in names} for i in range(9)]
+    some = [dataclasses.replace(pair, data=names[i % 3]) for i, pair in enumerate(pairs([1.0] * 9, ends))]
+    told = on_new_data(some, lambda rest: fitted(rest, [Rule(name, name) for name in names]))
+    assert told[:2] == (0, 9) and told.short == pytest.approx(20.0)
+
+
 def test_what_is_shipped_is_what_the_runs_give():
     session = Session.latest(advice.RAW)
-    found = advice_report.pairs_of(session)
-    assert len(found) >= 12
-    rules = advice_report.rules_of(found)
-    content = advice_report.shipped(session, found, {name: made.rule for name, made in rules.items()})
+    found = advice_report.Found.of(advice_rules.pairs_of(session))
+    assert [pair.name for pair in found.pairs] == [pair.name for pair in advice_study.PAIRS]
+    content = advice_report.shipped(session, found)
     assert json.loads(advice_report.SHIPPED.read_text()) == json.loads(json.dumps(content))
     page = (advice_report.RESULTS / "advice.md").read_text()
-    assert page == "\n\n".join(advice_report.sections(session, found, rules)) + "\n"
+    assert page == "\n\n".join(advice_report.sections(session, found)) + "\n"
 
 
 def test_a_method_is_tuned_on_held_out_rows_and_scored_with_other_seeds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(advice_study, "ROUNDS", 3)
-    monkeypatch.setattr(advice_study, "RATES", (1e-4, 0.5, 1e38))
-    pair = advice_study.Pair("digits", Iid(10), Logistic(), {"test_fraction": 0.4}, cohort=2)
-    method = advice_study.Method(lambda rate, _: FedAvg(local=advice_study.local(rate)))
-    found = advice.trained(pair, method, *pair.build())
+    monkeypatch.setattr(methods, "RATES", (1e-4, 0.5, 1e38))
+    pair = advice_study.Pair("digits", Iid(10), Logistic(), cohort=2)
+    found = advice.trained(pair, methods.METHODS["FedAvg"], *pair.build())
     assert found["best"] == {"local.lr": 0.5}
     assert found["validation"][2] is None  # it diverged
     assert found["chosen"] == found["validation"][1] > found["validation"][0]

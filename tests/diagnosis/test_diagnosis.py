@@ -209,6 +209,7 @@ def test_advice_follows_its_rule_and_the_tasks_alike(monkeypatch: pytest.MonkeyP
     task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
     found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
     record = {"close": 9, "pairs": 11, "short": 0.4, "worst": 2.0}
+    new = {"close": 14, "pairs": 22, "short": 0.9, "worst": 8.0}
     rule: dict[str, Any] = {
         "among": "any method",
         "below": "A",
@@ -216,7 +217,7 @@ def test_advice_follows_its_rule_and_the_tasks_alike(monkeypatch: pytest.MonkeyP
         "feature": "drift",
         "threshold": found.drift - 0.01,
     }
-    rule["record"] = rule["again"] = record
+    rule |= {"record": record, "again": record, "new": new}
     drifts = [found.drift * factor for factor in (0.1, 0.9, 1.0, 1.1, 0.8, 1.2, 30.0)]
     tasks = [{"drift": d, "short": {"A": 5.0 if i in (0, 6) else 1.0, "B": 0.25}} for i, d in enumerate(drifts)]
     content = {"methods": {"A": "", "B": "twice the bytes"}, "rules": [rule], "fedavg": record, "pairs": tasks}
@@ -227,4 +228,4 @@ def test_advice_follows_its_rule_and_the_tasks_alike(monkeypatch: pytest.MonkeyP
     rule["threshold"] = found.drift
     assert advice.advise(found)[0].method == "A"
     assert len(advice.lines(found)) == 3
-    assert "B (twice the bytes), since drift" in one.line()
+    assert "B (twice the bytes), since drift" in one.line() and "on new data sets on 14 of 22" in one.line()

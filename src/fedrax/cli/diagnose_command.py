@@ -7,8 +7,11 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from fedrax.cli.arguments import parse_experiment
+from fedrax.contract.local import LocalSGD
+from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
@@ -18,8 +21,10 @@ DESCRIPTION = """A task and its partition measured: `fedrax diagnose [FILE.toml]
 
 Along the rounds of a run of FedAvg with the experiment's local steps, at rounds 0, 1, 2, 4, 8 ... and the last: how far
 clients' gradients and updates are apart, how noisy batches are, how curvature goes with the gradient; and the constants
-of the methods' assumptions that fit; then what to try first, and how often that was right. Of more than 256 clients as
-many are drawn. Flags are those of `fedrax run`."""
+of the methods' assumptions that fit. Of more than 256 clients as many are drawn. Then, where that takes little or with
+--tune always, a few methods are trained for the experiment's rounds, each at step sizes of its own, and compared on
+rows that clients hold out. It ends with what to try first, and how often such advice was right. Flags are those of
+`fedrax run`."""
 
 
 @dataclass
@@ -30,6 +35,8 @@ class DiagnoseOptions:
     """Where data files lie; by default $FEDRAX_DATA."""
     picture: Path | None = Path("diagnosis")
     """Where the picture goes, as .png and .svg; None for no picture."""
+    tune: Literal["auto", "always", "never"] = "auto"
+    """Whether methods are tried, each at step sizes of its own; by default where that takes a minute or two."""
     json: bool = False
     """Print JSON."""
 
@@ -40,13 +47,31 @@ def main(args: list[str]) -> int:
     spec, options = parsed.experiment, parsed.options
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.diagnosis import advice, diagnose, show
+    from fedrax.diagnosis import advice, diagnose, show, trials
 
-    def progress(done: int, of: int) -> None:
+    def progress(text: str, last: bool) -> None:
         if not options.json and sys.stderr.isatty():
-            print(f"\r{done} of {of} points measured", end="\n" if done == of else "", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)
 
-    made = diagnose(task, federation, spec.run, algorithm.local_steps, progress=progress)
+    def measured(done: int, of: int) -> None:
+        progress(f"{done} of {of} points measured", done == of)
+
+    def tried(method: str, done: int, of: int) -> None:
+        progress(f"{done} of {of} methods tried" + f", {method} at step sizes of its own" * (done < of), done == of)
+
+    local, names = algorithm.local_steps, advice.shortlist()
+    made = diagnose(task, federation, spec.run, local, progress=measured)
+    found, left_out = None, None
+    work = trials.operations(task, federation, spec.run, local or LocalSGD(), names)
+    if options.tune == "always" or (options.tune == "auto" and work <= trials.LITTLE):
+        try:
+            found = trials.try_methods(task, federation, spec.run, local, methods=names, progress=tried)
+        except FedraxError as error:
+            if options.tune == "always":
+                raise
+            left_out = str(error)
+    else:
+        left_out = f"{', '.join(names)}: with --tune always each is trained here, about {work:.0e} operations"
     pictures: tuple[Path, ...] = ()
     if options.picture is not None:
         from fedrax.report.curves import save_curves
@@ -54,14 +79,16 @@ def main(args: list[str]) -> int:
         path = options.picture.with_suffix("") if options.picture.suffix in (".png", ".svg") else options.picture
         pictures = save_curves(show.draw(made), path)
     if options.json:
-        first = [dataclasses.asdict(one) for one in advice.advise(made)]
-        print(json.dumps(made.to_dict() | {"advice": first, "pictures": [str(path) for path in pictures]}))
+        first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
+        shown = {"advice": first, "trials": found and found.to_dict(), "pictures": [str(path) for path in pictures]}
+        print(json.dumps(made.to_dict() | shown))
         return 0
     console = wide_console()
-    about = f"{made.measured} of {made.clients} clients, {made.points[-1].round} rounds of FedAvg"
+    rounds = made.points[-1].round
+    about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
     console.print(f"{plain(federation.name)}: {about}", highlight=False, markup=False)
     console.print(show.points_table(made))
-    for line in [*show.lines(made), *advice.lines(made)]:
+    for line in [*show.lines(made), *advice.lines(made, found, left_out)]:
         console.print(line, highlight=False, markup=False)
     for path in pictures:
         console.print(f"picture: {path}", highlight=False, markup=False)

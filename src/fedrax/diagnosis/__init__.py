@@ -2,5 +2,6 @@
 
 from fedrax.diagnosis.diagnosis import Diagnosis, Point, diagnose
 from fedrax.diagnosis.gradients import gradient_dissimilarity
+from fedrax.diagnosis.trials import Trials, Tried, try_methods
 
-__all__ = ["Diagnosis", "Point", "diagnose", "gradient_dissimilarity"]
+__all__ = ["Diagnosis", "Point", "Trials", "Tried", "diagnose", "gradient_dissimilarity", "try_methods"]

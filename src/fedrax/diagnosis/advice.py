@@ -1,6 +1,7 @@
-"""What to try first: a rule made of one half of a study's tasks, with its record on the other half.
+"""What to try first: the best of a shortlist on the task itself, or a rule; each with its record in a study.
 
-``python -m benchmarks.advice`` has made the study, the rule and the record, and writes them to ``advice.json`` here.
+``python -m benchmarks.advice`` has made the study: the shortlist and the rule of one half of its tasks, the records on
+the other half and on data that they had not seen. It writes them to ``advice.json`` here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import mean
 from typing import Any
 
 from fedrax.diagnosis.diagnosis import Diagnosis
+from fedrax.diagnosis.trials import Trials, Tried
 
 NEAREST = 5
 """Of the study's pairs those that are compared with a task."""
@@ -29,38 +31,51 @@ class Advice:
     price: str
     """What it costs beside FedAvg; empty: nothing."""
     reason: str
-    """The number that the choice follows, or that there is none."""
+    """The numbers that the choice follows, or that there is none."""
     close: int
     tasks: int
-    """The rule was within 1 point of the best tuned method on ``close`` of ``tasks`` that it was not made of."""
+    """Such advice was within 1 point of the best tuned method on ``close`` of ``tasks`` that it was not made of."""
     short: float
     """Points of accuracy below the best on them, in the mean."""
-    close_again: int
-    tasks_again: int
-    """The same on the tasks that it was made of, with other seeds."""
+    close_new: int
+    tasks_new: int
+    """The same on all tasks, with advice made of those of other data sets."""
 
     def line(self) -> str:
         """A sentence."""
-        best = f"within 1 point of the best of {len(study()['methods'])} tuned methods"
-        new = f"on {self.close} of {self.tasks} tasks that the rule was not made of"
-        again = f"with other seeds on {self.close_again} of the {self.tasks_again} that it was made of"
         price = f" ({self.price})" if self.price else ""
-        mean_short = f"({self.short:.2g} points below it in the mean)"
-        return f"{self.method}{price}, {self.reason}; {best} {new} {mean_short}, and {again}"
+        return (
+            f"{self.method}{price}, {self.reason}; such advice was within 1 point of the best of"
+            f" {len(study()['methods'])} tuned methods on {self.close} of {self.tasks} tasks that it was not made of"
+            f" ({self.short:.2g} points below it in the mean), on new data sets on {self.close_new} of {self.tasks_new}"
+        )
 
 
 @cache
 def study() -> dict[str, Any]:
-    """What the study left: its methods, rules with their records, and pairs."""
+    """What the study left: its methods, the shortlist and the rules with their records, and pairs."""
     return json.loads(resources.files("fedrax.diagnosis").joinpath("advice.json").read_text(encoding="utf-8"))
 
 
-def advise(made: Diagnosis) -> list[Advice]:
-    """The first advice of each rule."""
-    return [_advice(rule, made) for rule in study()["rules"]]
+def shortlist() -> tuple[str, ...]:
+    """The methods to try."""
+    return tuple(study()["shortlist"]["methods"])
 
 
-def _advice(rule: dict[str, Any], made: Diagnosis) -> Advice:
+def advise(made: Diagnosis, trials: Trials | None = None) -> list[Advice]:
+    """The first advice: of the trials, where there were any, then of each rule."""
+    tried = [] if trials is None else [_of_trials(trials)]
+    return tried + [_of_rule(rule, made) for rule in study()["rules"]]
+
+
+def _of_trials(trials: Trials) -> Advice:
+    first = trials.tried[0]
+    method, records = first.method, study()["shortlist"]
+    reason = f"the best of {len(trials.tried)} tried here, at {_settings(first)}"
+    return Advice("methods tried", method, study()["methods"][method], reason, *_counts(records))
+
+
+def _of_rule(rule: dict[str, Any], made: Diagnosis) -> Advice:
     name, at = rule["feature"], rule["threshold"]
     if name is None:
         method, reason = rule["below"], "whatever was measured (no threshold did better)"
@@ -69,9 +84,16 @@ def _advice(rule: dict[str, Any], made: Diagnosis) -> Advice:
         below = value <= at
         method = rule["below"] if below else rule["above"]
         reason = f"since {name.replace('_', ' ')} is {value:.3g}, {'at most' if below else 'above'} {at:.3g}"
-    new, again = rule["record"], rule["again"]
-    counts = new["close"], new["pairs"], new["short"], again["close"], again["pairs"]
-    return Advice(rule["among"], method, study()["methods"][method], reason, *counts)
+    return Advice(rule["among"], method, study()["methods"][method], reason, *_counts(rule))
+
+
+def _counts(records: dict[str, Any]) -> tuple[int, int, float, int, int]:
+    unseen, new = records["record"], records["new"]
+    return unseen["close"], unseen["pairs"], unseen["short"], new["close"], new["pairs"]
+
+
+def _settings(trial: Tried) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in trial.point.items())
 
 
 def like_yours(made: Diagnosis) -> tuple[float, float, dict[str, float]]:
@@ -83,16 +105,36 @@ def like_yours(made: Diagnosis) -> tuple[float, float, dict[str, float]]:
     return min(drifts), max(drifts), dict(sorted(short.items(), key=lambda item: item[1]))
 
 
-def lines(made: Diagnosis) -> list[str]:
-    """What to try first, a sentence each."""
-    first, *others = advise(made)
-    told = [f"try first      {first.line()}; FedAvg on {study()['fedavg']['close']} of the first"]
-    told += [f"               of {other.among}: {other.line()}" for other in others if other.method != first.method]
-    low, high, short = like_yours(made)
-    listed = ", ".join(f"{method} {points:.1f}" for method, points in short.items())
+def lines(made: Diagnosis, trials: Trials | None = None, not_tried: str | None = None) -> list[str]:
+    """What was tried and what to try first, a sentence each; ``not_tried``: why there are no trials."""
+    first, *others = advise(made, trials)
+    told = [] if trials is None else _tried(trials)
+    told.append(f"try first      {first.line()}; FedAvg on {study()['fedavg']['close']} of the first")
+    if trials is None:
+        told += [f"               of {other.among}: {other.line()}" for other in others if other.method != first.method]
+        low, high, short = like_yours(made)
+        listed = ", ".join(f"{method} {points:.1f}" for method, points in short.items())
+        told += [
+            f"alike          on the {NEAREST} tasks of the study with the drift nearest to this one's, {low:.2g} to"
+            f" {high:.2g}, mean points below the best: {listed}",
+            "step sizes     these are of methods tuned each for itself: try step sizes with each (compare --grid)",
+        ]
+    if not_tried is not None:
+        told.append(f"not tried      {not_tried}")
+    return told
+
+
+def _tried(trials: Trials) -> list[str]:
+    unit, places = (100, 1) if trials.metric == "accuracy" else (1, 4)
+    scores = [
+        f"{trial.method} {unit * trial.score:.{places}f} ± {unit * trial.spread:.{places}f} ({_settings(trial)})"
+        for trial in trials.tried
+    ]
+    what = "accuracy in %" if trials.metric == "accuracy" else "loss"
+    at_end = [trial.method for trial in trials.tried if trial.at_end]
+    ends = f"; at the end of the step sizes tried: {', '.join(at_end)}" if at_end else ""
     return [
-        *told,
-        f"alike          on the {NEAREST} tasks of the study with the drift nearest to this one's, {low:.2g} to"
-        f" {high:.2g}, mean points below the best: {listed}",
-        "step sizes     these are of methods tuned each for itself: try step sizes with each (fedrax compare --grid)",
+        f"tried          {trials.rounds} rounds of each at its own best step size, {what} on rows that clients hold"
+        f" out: {', '.join(scores)}{ends}",
+        *(f"left out       {reason}" for reason in trials.refused),
     ]

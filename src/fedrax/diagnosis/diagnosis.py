@@ -133,8 +133,7 @@ def diagnose(
     FedraxError for models with running statistics, whose clients have no gradients without their batches.
     """
     settings = changed_settings(settings or Settings(rounds=32), {"eval_every": 10**6, "target": None} | changes)
-    if isinstance(settings.participation, Asynchronous):  # FedAvg waits for everybody
-        settings = dataclasses.replace(settings, participation=Uniform())
+    settings = synchronous(settings)
     local = local or LocalSGD()
     if local.batch_size != "full":  # as batches are
         local = dataclasses.replace(local, batch_size=min(local.batch_size, int(federation.sizes.max())))
@@ -160,6 +159,12 @@ def diagnose(
     batch = float(np.mean([np.mean(batches(local, int(n))) for n in seen.sizes]))
     counts = federation.num_clients, seen.num_clients, min(settings.cohort_size, federation.num_clients)
     return Diagnosis(tuple(points), *counts, batch, *bound(points), *smoothness(points))
+
+
+def synchronous(settings: Settings) -> Settings:
+    """The settings with cohorts drawn uniformly where clients would work at their own pace: FedAvg waits for all."""
+    asynchronous = isinstance(settings.participation, Asynchronous)
+    return dataclasses.replace(settings, participation=Uniform()) if asynchronous else settings
 
 
 @np.errstate(all="ignore")  # what overflows is told of in a sentence
