@@ -30,7 +30,7 @@ EVALUATIONS = 20
 """Of a run; a score is the mean of the last quarter of them."""
 LEAST = 1e5
 """Operations of a local step below which it takes no less time."""
-LITTLE = 1e12
+LITTLE = 2e12
 """Operations that are a minute or two."""
 ROOM = 2**31
 """Bytes for models that are kept for each client: those of all points side by side, or a server's memory of them."""
