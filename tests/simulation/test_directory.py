@@ -193,7 +193,10 @@ def test_a_failure_that_found_no_room_does_not_hide_the_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path):
+def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path, request: pytest.FixtureRequest):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run goes on
+        signal.signal(number, signal.SIG_DFL)
+        request.addfinalizer(lambda: signal.signal(number, signal.SIG_IGN))
     before = signal.getsignal(number)
     tell = At(2, lambda: os.kill(os.getpid(), number))
     with pytest.raises(Interrupted) as stopped:
