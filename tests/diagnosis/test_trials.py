@@ -154,3 +154,16 @@ def test_a_task_too_small_to_hold_rows_out_is_diagnosed_all_the_same(tmp_path, c
     assert "not tried      the largest client" in capsys.readouterr().out
     assert cli.main(["diagnose", *flags, *run, "--tune", "always"]) != 0
     assert "raise the share" not in capsys.readouterr().out
+
+
+def test_a_model_with_running_statistics_is_tried_and_not_measured(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(advice, "shortlist", lambda: ("FedAvg", "SCAFFOLD"))
+    model = ["--model", "tinynn", "--model.norm", "batch"]
+    flags = ["diagnose", "--data", "digits", "--partition", "shards", "--partition.clients", "10", *model, *RUN]
+    assert cli.main([*flags, "--tune", "always"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("not measured   a model with running statistics")
+    assert "\ntried " in shown and "\ntry first " in shown and "picture" not in shown
+    assert cli.main([*flags, "--tune", "never", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["trials"] is None and said["advice"][0]["among"] == "any method" and "points" not in said

@@ -47,7 +47,7 @@ def main(args: list[str]) -> int:
     spec, options = parsed.experiment, parsed.options
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.diagnosis import advice, diagnose, show, trials
+    from fedrax.diagnosis import advice, diagnose, gradients, show, trials
 
     def progress(text: str, last: bool) -> None:
         if not options.json and sys.stderr.isatty():
@@ -60,8 +60,9 @@ def main(args: list[str]) -> int:
         progress(f"{done} of {of} methods tried" + f", {method} at step sizes of its own" * (done < of), done == of)
 
     local, names = algorithm.local_steps, advice.shortlist()
-    made = diagnose(task, federation, spec.run, local, progress=measured)
-    found, left_out = None, None
+    made, found, left_out = None, None, None
+    if task.loss_and_statistics is None:
+        made = diagnose(task, federation, spec.run, local, progress=measured)
     work = trials.operations(task, federation, spec.run, local or LocalSGD(), names)
     if options.tune == "always" or (options.tune == "auto" and work <= trials.LITTLE):
         try:
@@ -73,7 +74,7 @@ def main(args: list[str]) -> int:
     else:
         left_out = f"{', '.join(names)}: with --tune always each is trained here, about {work:.0e} operations"
     pictures: tuple[Path, ...] = ()
-    if options.picture is not None:
+    if options.picture is not None and made is not None:
         from fedrax.report.curves import save_curves
 
         path = options.picture.with_suffix("") if options.picture.suffix in (".png", ".svg") else options.picture
@@ -81,14 +82,16 @@ def main(args: list[str]) -> int:
     if options.json:
         first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
         shown = {"advice": first, "trials": found and found.to_dict(), "pictures": [str(path) for path in pictures]}
-        print(json.dumps(made.to_dict() | shown))
+        print(json.dumps((made.to_dict() if made else {}) | shown))
         return 0
     console = wide_console()
-    rounds = made.points[-1].round
-    about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
-    console.print(f"{plain(federation.name)}: {about}", highlight=False, markup=False)
-    console.print(show.points_table(made))
-    for line in [*show.lines(made), *advice.lines(made, found, left_out)]:
+    if made is not None:
+        rounds = made.points[-1].round
+        about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
+        console.print(f"{plain(federation.name)}: {about}", highlight=False, markup=False)
+        console.print(show.points_table(made))
+    told = show.lines(made) if made is not None else [f"not measured   {gradients.MIXING}"]
+    for line in [*told, *advice.lines(made, found, left_out)]:
         console.print(line, highlight=False, markup=False)
     for path in pictures:
         console.print(f"picture: {path}", highlight=False, markup=False)

@@ -62,10 +62,11 @@ def shortlist() -> tuple[str, ...]:
     return tuple(study()["shortlist"]["methods"])
 
 
-def advise(made: Diagnosis, trials: Trials | None = None) -> list[Advice]:
-    """The first advice: of the trials, where there were any, then of each rule."""
+def advise(made: Diagnosis | None, trials: Trials | None = None) -> list[Advice]:
+    """The first advice: of the trials, where there were any, then of each rule that needs no number unmeasured."""
     tried = [] if trials is None else [_of_trials(trials)]
-    return tried + [_of_rule(rule, made) for rule in study()["rules"]]
+    rules = [rule for rule in study()["rules"] if made is not None or rule["feature"] is None]
+    return tried + [_of_rule(rule, made) for rule in rules]
 
 
 def _of_trials(trials: Trials) -> Advice:
@@ -75,7 +76,7 @@ def _of_trials(trials: Trials) -> Advice:
     return Advice("methods tried", method, study()["methods"][method], reason, *_counts(records))
 
 
-def _of_rule(rule: dict[str, Any], made: Diagnosis) -> Advice:
+def _of_rule(rule: dict[str, Any], made: Diagnosis | None) -> Advice:
     name, at = rule["feature"], rule["threshold"]
     if name is None:
         method, reason = rule["below"], "whatever was measured (no threshold did better)"
@@ -105,13 +106,16 @@ def like_yours(made: Diagnosis) -> tuple[float, float, dict[str, float]]:
     return min(drifts), max(drifts), dict(sorted(short.items(), key=lambda item: item[1]))
 
 
-def lines(made: Diagnosis, trials: Trials | None = None, not_tried: str | None = None) -> list[str]:
+def lines(made: Diagnosis | None, trials: Trials | None = None, not_tried: str | None = None) -> list[str]:
     """What was tried and what to try first, a sentence each; ``not_tried``: why there are no trials."""
-    first, *others = advise(made, trials)
     told = [] if trials is None else _tried(trials)
-    told.append(f"try first      {first.line()}; FedAvg on {study()['fedavg']['close']} of the first")
-    if trials is None:
-        told += [f"               of {other.among}: {other.line()}" for other in others if other.method != first.method]
+    if found := advise(made, trials):
+        first, *others = found
+        told.append(f"try first      {first.line()}; FedAvg on {study()['fedavg']['close']} of the first")
+        if trials is None:
+            rest = [other for other in others if other.method != first.method]
+            told += [f"               of {other.among}: {other.line()}" for other in rest]
+    if trials is None and made is not None:
         low, high, short = like_yours(made)
         listed = ", ".join(f"{method} {points:.1f}" for method, points in short.items())
         told += [

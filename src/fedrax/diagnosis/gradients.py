@@ -23,6 +23,11 @@ from fedrax.tree import Tree
 AT_ONCE = 32
 """Samples whose single gradients are taken side by side: their memory is so many times that of the parameters."""
 
+MIXING = (
+    "a model with running statistics mixes the samples of a batch: its clients have no gradients of their own that"
+    " could be compared"
+)
+
 
 class Gradients(NamedTuple):
     """Of N clients with losses f_i at one point x; f = mean_i f_i."""
@@ -92,10 +97,7 @@ class Clients:
 
     def __init__(self, task: Task, federation: Federation, seed: int = 0):
         if task.loss_and_statistics is not None:
-            raise FedraxError(
-                "a model with running statistics mixes the samples of a batch: its clients have no gradients of their"
-                " own that could be compared"
-            )
+            raise FedraxError(MIXING)
         self.task, self.federation = task, federation
         self.program = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0)
         self.samples = Batch(*map(jnp.asarray, federation.train))
