@@ -13,6 +13,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.sessions import RESULTS, Session
@@ -117,7 +118,7 @@ def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> d
     for runs in results:
         tuning = runs[: len(TUNING)]
         sound = all(run.stopped != "diverged" for run in tuning)
-        validation.append(sum(run.events[-1]["test_accuracy"] for run in tuning) / len(TUNING) if sound else None)
+        validation.append(round(mean(run.events[-1]["test_accuracy"] for run in tuning), 6) if sound else None)
     best = max(range(len(points)), key=lambda i: -1.0 if validation[i] is None else validation[i])
     accuracy = jax.jit(lambda params: task.metrics["accuracy"](params, Batch(*federation.test)).mean())
     ends = zip(seeds, results[best], strict=True)
@@ -125,7 +126,9 @@ def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> d
         "validation": validation,
         "best": points[best],
         "chosen": validation[best],
-        "test": {str(s): 0.0 if run.stopped == "diverged" else float(accuracy(run.params)) for s, run in ends},
+        "test": {
+            str(s): 0.0 if run.stopped == "diverged" else round(float(accuracy(run.params)), 6) for s, run in ends
+        },
         "seconds": time.perf_counter() - began,
     }
 

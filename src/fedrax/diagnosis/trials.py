@@ -48,8 +48,11 @@ class Tried:
     """Accuracy, or the loss of a task without it, on held-out rows: the mean over seeds of a run's last quarter."""
     spread: float
     """Its standard deviation over seeds."""
-    at_end: bool
-    """Whether the step size is the grid's smallest or largest."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the step size is the grid's smallest or largest."""
+        return self.point["local.lr"] in (RATES[0], RATES[-1])
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,8 @@ class Trials:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        leave = ("algorithm",)
-        tried = [{k: v for k, v in vars(trial).items() if k not in leave} for trial in self.tried]
-        return vars(self) | {"tried": tried}
+        parts = ("method", "point", "score", "spread", "at_end")
+        return vars(self) | {"tried": [{part: getattr(trial, part) for part in parts} for trial in self.tried]}
 
 
 def try_methods(
@@ -113,8 +115,7 @@ def try_methods(
             refused.append(f"{name}: diverges at every step size from {RATES[0]:g} to {RATES[-1]:g}")
             continue
         j = best(sound, key=lambda j: mean(scores[j]))
-        at_end = points[j]["local.lr"] in (RATES[0], RATES[-1])
-        found.append(Tried(name, algorithms[j], points[j], mean(scores[j]), pstdev(scores[j]), at_end))
+        found.append(Tried(name, algorithms[j], points[j], mean(scores[j]), pstdev(scores[j])))
     progress("", len(methods), len(methods))
     if not found:
         raise FedraxError("no method can be tried: " + "; ".join(refused))
