@@ -221,7 +221,10 @@ def norm_bound(u: np.ndarray, weights: np.ndarray, bound: float = 1.0) -> Vector
 
 
 def geometric_median(u: np.ndarray, weights: np.ndarray, iterations: int = 8, nu: float = 1e-6) -> Vector:
-    z = weights @ u
+    middle = u[sorted(range(len(u)), key=lambda k: math.sqrt(u[k] @ u[k]))[(len(u) - 1) // 2]]
+    far = np.linalg.norm(u - middle, axis=1)
+    median = sorted(far)[min(len(u) // 2, len(u) - 1)]
+    z = middle + weights @ ((u - middle) * np.minimum(1, median / np.maximum(far, 1e-300))[:, None])
     for _ in range(iterations):
         b = np.array([w / max(nu, math.sqrt((z - row) @ (z - row))) for w, row in zip(weights, u, strict=True)])
         z = b @ u / b.sum()

@@ -99,6 +99,30 @@ def test_mutual_neighbours_score_alike_and_the_number_decides():
         np.testing.assert_allclose(chosen, points[1], rtol=1e-6)
 
 
+HONEST = np.random.default_rng(3).normal(size=(5, 4)) + np.array([2.0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("lie", [1e9, 1e25, 3e38, np.inf, np.nan], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Median(), TrimmedMean(0.2), NormBound(9.0), GeometricMedian(), Krum(), Krum(keep=3)], ids=repr
+)
+def test_one_lie_of_any_size_moves_no_rule_far(rule: Any, lie: float):
+    """Also where squares of it overflow, or it is no number: the attacker has the smallest number, and ties are its."""
+    uploads = np.concatenate([np.full((1, 4), lie), HONEST])
+    z = np.asarray(aggregate(rule, cohort_of({"z": uploads}))["z"])
+    assert np.linalg.norm(z - HONEST.mean(0)) < 3.0
+    if isinstance(rule, Krum):
+        alone = np.asarray(aggregate(rule, cohort_of({"z": np.concatenate([np.full((1, 4), 1e3), HONEST])}))["z"])
+        np.testing.assert_array_equal(z, alone)
+
+
+def test_the_middle_of_two_stays_between_them():
+    """Half of an even cohort cut off at either end leaves the two in the middle."""
+    uploads = {"z": np.array([[1.0, 2.0], [3.0, 6.0]])}
+    np.testing.assert_allclose(aggregate(TrimmedMean(0.49999), cohort_of(uploads))["z"], [2.0, 4.0])
+    np.testing.assert_allclose(aggregate(GeometricMedian(), cohort_of(uploads))["z"], [2.0, 4.0])
+
+
 # -- defence -------------------------------------------------------------------------------------------------------
 
 CLIENTS = 20

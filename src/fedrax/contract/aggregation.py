@@ -7,6 +7,7 @@ heads, let it have ``uniform_weights`` true.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -34,33 +35,54 @@ def _by_rank(cohort: Cohort, shares: Callable[[Array, Array], Array]) -> Tree:
     share = shares(jnp.arange(len(cohort.clients)), jnp.sum(cohort.real))
 
     def coordinates(u: Array) -> Array:
-        over = lambda row: row.reshape(-1, *[1] * (u.ndim - 1))  # noqa: E731
-        ordered = rising(jnp.where(over(cohort.real), u, jnp.inf))  # rows that hold none come last
-        return jnp.sum(jnp.where(over(share > 0), ordered * over(share).astype(u.dtype), 0), axis=0)
+        ordered = rising(jnp.where(_rows(cohort.real, u), u, jnp.inf))  # rows that hold none come last
+        return jnp.sum(jnp.where(_rows(share > 0, u), ordered * _rows(share, u).astype(u.dtype), 0), axis=0)
 
     return jax.tree.map(coordinates, cohort.uploads)
 
 
-def squared_distances(uploads: Tree) -> Array:
-    """|u_j - u_k|^2, [K, K].
-
-    From inner products of what is left when the uploads' mean is taken off, so that little of them cancels.
-    """
-
-    def gram(u: Array) -> Array:
-        flat = u.reshape(len(u), -1)
-        flat = flat - flat.mean(0)
-        return jnp.matmul(flat, flat.T, precision=_HIGHEST)
-
-    products = jnp.asarray(sum(gram(u) for u in jax.tree.leaves(uploads)))
-    products = (products + products.T) / 2  # alike both ways to the last bit
-    squares = jnp.diagonal(products)
-    return jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
+def _rows(values: Array, like: Array) -> Array:
+    """``values`` [K], to be used with ``like`` [K, ...]."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def norms(uploads: Tree) -> Array:
-    """|u_k|, [K]."""
-    return jax.vmap(tree.norm)(uploads)
+    """|u_k|, [K], of any numbers whose length is one."""
+    leaves = [u for u in jax.tree.leaves(uploads) if u.size]
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(u).reshape(len(u), -1), axis=1) for u in leaves]), axis=0)
+    most = min(float(jnp.finfo(u.dtype).max) for u in leaves) ** 0.8  # whose inverse is not rounded to zero
+    unit = jnp.where(largest > 0, jnp.minimum(largest, most), 1)
+    return unit * jax.vmap(tree.norm)([u / _rows(unit, u) for u in leaves])
+
+
+def from_the_middle(cohort: Cohort) -> tuple[Tree, Tree]:
+    """(The upload whose length is in the middle, how far each is from it [K, ...]).
+
+    What is no number, or too large to be squared, counts as the largest that can: a lie stays far away, and neither
+    makes a distance between others infinite nor takes its digits.
+    """
+    leaves = jax.tree.leaves(cohort.uploads)
+    largest = min(float(jnp.finfo(u.dtype).max) for u in leaves)
+    limit = math.sqrt(largest / (64 * len(cohort.clients) * max(sum(u[0].size for u in leaves), 1)))
+    bounded = jax.tree.map(lambda u: jnp.where(jnp.isnan(u), limit, jnp.clip(u, -limit, limit)), cohort.uploads)
+    order = jnp.lexsort((cohort.clients, jnp.where(cohort.real, norms(bounded), jnp.inf)))
+    place = order[(jnp.sum(cohort.real) - 1) // 2]
+    middle = jax.tree.map(lambda u: u[place], bounded)
+    return middle, jax.tree.map(lambda u, m: u - m, bounded, middle)
+
+
+def squared_distances(cohort: Cohort) -> Array:
+    """|u_j - u_k|^2, [K, K], from inner products of what is left when the middle is taken off, so that little of them
+    cancels."""
+
+    def gram(u: Array) -> Array:
+        flat = u.reshape(len(u), -1)
+        return jnp.matmul(flat, flat.T, precision=_HIGHEST)
+
+    products = jnp.asarray(sum(gram(u) for u in jax.tree.leaves(from_the_middle(cohort)[1])))
+    products = (products + products.T) / 2  # alike both ways to the last bit
+    squares = jnp.diagonal(products)
+    return jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
 
 
 @hyperparameters
@@ -94,6 +116,7 @@ class TrimmedMean:
     def __call__(self, cohort: Cohort) -> Tree:
         def shares(rank: Array, n: Array) -> Array:
             cut = jnp.floor(self.trim * n + 1e-4)  # 0.2 of 5 in float32 may come out below 1
+            cut = jnp.minimum(cut, (n - 1) // 2)
             return ((rank >= cut) & (rank < n - cut)) / (n - 2 * cut)
 
         return _by_rank(cohort, shares)
@@ -101,7 +124,10 @@ class TrimmedMean:
 
 @hyperparameters
 class NormBound:
-    """The mean of the uploads, each shortened to length ``bound`` where it is longer (Sun et al. 2019)."""
+    """The mean of the uploads, each shortened to length ``bound`` where it is longer (Sun et al. 2019).
+
+    One that holds what is no number, or none that is finite, counts as zero.
+    """
 
     bound: Positive = 1.0
 
@@ -112,15 +138,19 @@ class NormBound:
 
     def __call__(self, cohort: Cohort) -> Tree:
         lengths = norms(cohort.uploads)
+        sound = jnp.isfinite(lengths)
         factors = jnp.where(lengths > self.bound, self.bound / jnp.where(lengths > 0, lengths, 1), 1)
-        return weighted(cohort.uploads, cohort.weights * factors)
+        uploads = jax.tree.map(lambda u: jnp.where(_rows(sound, u), u, 0), cohort.uploads)
+        return weighted(uploads, cohort.weights * jnp.where(sound, factors, 0))
 
 
 @hyperparameters
 class GeometricMedian:
     """argmin_z sum_k p_k |z - u_k|, by the smoothed Weiszfeld algorithm (RFA; Pillutla, Kakade and Harchaoui 2022).
 
-    From the weighted mean, z <- sum_k b_k u_k / sum_k b_k with b_k = p_k / max(nu, |z - u_k|), ``iterations`` times.
+    z <- sum_k b_k u_k / sum_k b_k with b_k = p_k / max(nu, |z - u_k|), ``iterations`` times, from the mean of the
+    uploads, those shortened that are farther than the median from the one of median length: from the plain mean, a
+    single lie can be so long that these steps do not lead back.
     """
 
     iterations: Count = 8
@@ -133,14 +163,22 @@ class GeometricMedian:
         return False
 
     def __call__(self, cohort: Cohort) -> Tree:
-        uploads, weights = cohort.uploads, cohort.weights
+        weights, count = cohort.weights, jnp.sum(cohort.real)
+        middle, away = from_the_middle(cohort)
+
+        def mean(factors: Array) -> Tree:
+            total = jnp.sum(factors)
+            return weighted(away, factors / jnp.where(total > 0, total, 1))
 
         def nearer(_: Array, z: Tree) -> Tree:
-            distances = norms(jax.tree.map(lambda u, center: u - center, uploads, z))
-            factors = weights / jnp.maximum(self.nu, distances)
-            return weighted(uploads, factors / jnp.sum(factors))
+            distances = norms(jax.tree.map(lambda u, center: u - center, away, z))
+            return mean(weights / jnp.maximum(self.nu, distances))
 
-        return jax.lax.fori_loop(0, self.iterations, nearer, weighted(uploads, weights))
+        lengths = norms(away)
+        median = jnp.sort(jnp.where(cohort.real, lengths, jnp.inf))[count // 2 - (count == 1)]
+        shortened = jnp.where(lengths > median, median / jnp.where(lengths > 0, lengths, 1), 1)
+        start = weighted(away, weights * shortened / jnp.maximum(jnp.sum(weights), self.nu))
+        return tree.add(middle, jax.lax.fori_loop(0, self.iterations, nearer, start))
 
 
 @hyperparameters
@@ -165,13 +203,15 @@ class Krum:
         real, count = cohort.real, jnp.sum(cohort.real)
         places = jnp.arange(len(real))
         pair = real[:, None] & real[None] & (places[:, None] != places[None])
-        distances = jnp.sort(jnp.where(pair, squared_distances(cohort.uploads), jnp.inf), axis=1)
+        distances = jnp.sort(jnp.where(pair, squared_distances(cohort), jnp.inf), axis=1)
         near = places < jnp.maximum(count - self.attackers - 2, 1)
         scores = jnp.sum(jnp.where(near & jnp.isfinite(distances), distances, 0), axis=1)
         # Two that are each other's nearest score alike: then the client's number decides, in every order of the rows.
         best = jnp.lexsort((cohort.clients, jnp.where(real, scores, jnp.inf)))
-        chosen = (jnp.argsort(best) < jnp.minimum(self.keep, count)).astype(scores.dtype)
-        return weighted(cohort.uploads, chosen / jnp.sum(chosen))
+        chosen = best[: self.keep]  # of those not chosen nothing counts, whatever they hold
+        among = jnp.arange(len(chosen)) < count
+        uploads = jax.tree.map(lambda u: u[chosen], cohort.uploads)
+        return weighted(uploads, among / jnp.maximum(jnp.sum(among), 1))
 
 
 Rule = Median | TrimmedMean | NormBound | GeometricMedian | Krum
