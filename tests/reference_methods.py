@@ -166,11 +166,12 @@ class LoSAC(Method):
 
 class MimeSVRG(Method):
     def round(self, parts):
-        self.c = sum(p.weight * self.clients[p.client].full_gradient(self.x) for p in parts)
+        decay = self.clients[0].local.weight_decay * self.x
+        self.c = decay + sum(p.weight * self.clients[p.client].full_gradient(self.x) for p in parts)
         delta = 0
         for p in parts:
             client = self.clients[p.client]
-            svrg = lambda g, x, t, k=client, p=p: g - k.step_gradient(self.x, t, p.blocks) + self.c  # noqa: E731
+            svrg = lambda g, x, t, k=client, p=p: g - k.step_gradient(self.x, t, p.blocks) - decay + self.c  # noqa: E731
             delta = delta + p.weight * (client.descend(self.x, p, svrg).params - self.x)
         self.x = self.rule.step(self.x, delta, parts[0].round)
 

@@ -44,13 +44,14 @@ class Mime(Method):
         self.s: Vector = np.zeros_like(self.x)
 
     def round(self, parts):
-        self.c: Vector = sum(p.weight * self.clients[p.client].full_gradient(self.x) for p in parts)
+        decay = self.clients[0].local.weight_decay * self.x
+        self.c: Vector = decay + sum(p.weight * self.clients[p.client].full_gradient(self.x) for p in parts)
         delta = 0
         for p in parts:
             client = self.clients[p.client]
 
             def mime(g, x, t, client=client, p=p):
-                corrected = g - client.step_gradient(self.x, t, p.blocks) + self.c
+                corrected = g - (client.step_gradient(self.x, t, p.blocks) + decay) + self.c
                 return (1 - self.beta) * corrected + self.beta * self.s
 
             delta = delta + p.weight * (client.descend(self.x, p, mime).params - self.x)
@@ -74,7 +75,7 @@ class MimeLite(Method):
             client = self.clients[p.client]
             mix = lambda g, x, t: (1 - self.beta) * g + self.beta * self.s  # noqa: E731
             delta = delta + p.weight * (client.descend(self.x, p, mix).params - self.x)
-            gradient = gradient + p.weight * client.full_gradient(self.x)
+            gradient = gradient + p.weight * (client.full_gradient(self.x) + client.local.weight_decay * self.x)
         self.s = (1 - self.beta) * gradient + self.beta * self.s
         self.x = self.rule.step(self.x, delta, parts[0].round)
 

@@ -222,6 +222,23 @@ def test_the_two_clients_of_the_episode_paper(gamma: float):
     assert float(episode.params["x"]) == -0.5
 
 
+@pytest.mark.parametrize("name", ["Scaffold", "FedDyn"])
+def test_short_uploads_of_methods_that_remember(name: str):
+    """What clients keep and what the server adds up part where both are rounded; TopK makes up for what it left out."""
+    inner = make_algorithm(name, {"local": FULL} | ({"alpha": 0.5} if name == "FedDyn" else {}))
+    wrapped = {
+        "8": fedrax.Quantised(inner),
+        "4": fedrax.Quantised(inner, bits=4),
+        "top": fedrax.TopK(inner, fraction=0.5),
+    }
+    options: dict[str, Any] = {"rounds": 400, "cohort_size": NUM_CLIENTS, "dtype": "float64", "devices": 1}
+    far = {}
+    for key, method in wrapped.items():
+        result = fedrax.simulate(method, problem().task, problem().federation, params=problem().params, **options)
+        far[key] = distance(result, optimum())
+    assert far["top"] < 1e-6 < 1e-4 < far["8"] < far["4"] < 0.1
+
+
 # The synthetic pair of the EPISODE paper (Fig. 3)
 
 HETEROGENEITY = (1, 2, 4, 8)

@@ -6,6 +6,7 @@ import pytest
 
 from fedrax.experiments.methods import find_algorithm
 from fedrax.simulation.settings import Poisson
+from tests.contract.test_settings import NORM
 from tests.simulation.problems import run
 
 SEED = 0
@@ -26,3 +27,12 @@ def test_nothing_moves(name: str):
         before, after = (getattr(result.server, KEPT[name]) for result in (one, two))
         assert any(np.any(leaf) for leaf in jax.tree.leaves(before))
         jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
+def test_running_statistics_stay(plan: str):
+    settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED, "task": NORM, "plan": plan}
+    one, two = (run(find_algorithm("fedavg")(), rounds=rounds, **settings) for rounds in (1, 2))
+    assert one.events[0]["clients"] and not two.events[1]["clients"]
+    assert any(np.any(leaf != 1) and np.any(leaf != 0) for leaf in jax.tree.leaves(one.statistics))
+    jax.tree.map(np.testing.assert_array_equal, one.statistics, two.statistics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -184,6 +185,22 @@ def test_local_work_that_cannot_be_counted_is_refused():
     refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, reduction="sum"))), "local.reduction to 'mean'")
     refuse(SampleDP(FedAvg(local=LOCAL), rate=0.0), "rate must be greater than 0")
     refuse(SampleDP(FedAvg(local=LOCAL)), "uniform aggregation weights", weights="samples")
+
+
+def test_a_sample_that_would_count_more_than_once_in_a_batch_is_refused():
+    """Each of its copies would be clipped for itself, and all of them noised as one."""
+    twice = dataclasses.replace(LOCAL, order="replacement")
+    refuse(SampleDP(FedAvg(local=twice)), "holds a sample at most once: set local.order")
+    run(SampleDP(FedAvg(local=twice), rate=0.5), rounds=1)
+
+
+def test_steps_and_batches_of_a_script_are_refused():
+    """The ledger counts those that ``local`` has."""
+    method = SampleDP(FedAvg(local=dataclasses.replace(LOCAL, order="stored")))
+    steps = np.full((1, 3), 50)
+    for script in (fedrax.Script(steps=steps), fedrax.Script(batches=np.zeros((1, 3, 3, 4), int))):
+        refuse(method, "counts the steps and batches that local has: a script", script=script, cohort_size=3)
+    run(method, rounds=1, script=fedrax.Script(cohorts=[[1, 2]]), cohort_size=2)
 
 
 def test_a_loss_of_a_whole_batch_is_refused():

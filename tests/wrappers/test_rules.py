@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.wrapper import Wrapper
 from fedrax.models import from_linen
-from tests.simulation.problems import FEDERATION, TASK, run
+from tests.simulation.problems import FEDERATION, SIZES, TASK, run
 
 LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=5)
 AVERAGE = fedrax.FedAvg(local=LOCAL)
@@ -73,6 +74,24 @@ def test_one_gradient_rule_never_takes_the_place_of_another(method: Algorithm):
     """Inside SampleDP it would take that of the noise."""
     with pytest.raises(FedraxError, match="two wrappers, one inside the other, say how a batch's gradient is taken"):
         run(method, rounds=1, weights="uniform")
+
+
+def test_scaffolds_control_is_a_mean_of_gradients_whatever_a_rule_makes_of_directions():
+    """(x - x_i) / (T eta) is none where steps are shortened: a clip as a rule leaves the same c_i as ``local.clip``."""
+    gamma = 0.01
+
+    def shortened(direction: Any, x: Any, step: Any) -> Any:
+        return tree.scale(jnp.minimum(1, gamma / (LOCAL.lr * tree.norm(direction))), direction)
+
+    clipped = fedrax.Scaffold(local=dataclasses.replace(LOCAL, clip=gamma))
+    one, other = (run(m, rounds=2) for m in (with_directions(shortened, fedrax.Scaffold(local=LOCAL)), clipped))
+    assert_close_trees(one.params, other.params)
+    for i in range(len(SIZES)):
+        assert_close_trees(one.client_state(i).control, other.client_state(i).control)
+
+
+def assert_close_trees(one: Any, other: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
 def test_the_outermost_direction_rule_has_the_last_word():

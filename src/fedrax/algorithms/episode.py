@@ -21,13 +21,6 @@ from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
-def _resample(local: LocalSGD, message: Tree, data: ClientData) -> tuple[Tree, Info]:
-    """The gradient at x on one fresh batch, and its info."""
-    fresh = data.fresh()
-    loss, gradient = Step(local, fresh, 0).gradient(message)
-    return gradient, {"loss": loss, "gradients": local.samples(fresh, 1)}
-
-
 @hyperparameters
 class Episode(Algorithm):
     """d = g_i - G_i + G; all steps of all clients are clipped in a round where |G| > gamma / eta, none otherwise.
@@ -44,6 +37,8 @@ class Episode(Algorithm):
         """Clipping is decided by G, not step by step."""
         if self.local.clip is not None:
             raise FedraxError("Episode clips by its gamma: leave local.clip out")
+        if self.local.optimizer is not None and self.gamma is not None:
+            raise FedraxError("Episode's gamma is the length of a plain step: leave local.optimizer or gamma out")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -59,7 +54,9 @@ class Episode(Algorithm):
 
     def resample(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Phase 1: G_i, kept for phase 2 as the client's state within the round."""
-        gradient, info = _resample(self.local, message, data)
+        fresh = data.fresh()
+        loss, gradient = Step(self.local, fresh, 0).gradient(message)
+        info = {"loss": loss, "gradients": self.local.samples(fresh, 1)}
         return ClientOutput(upload=gradient, state=gradient, info=info)
 
     def center(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
@@ -105,10 +102,14 @@ class ParallelServer(NamedTuple):
 class NaiveParallelClip(Algorithm):
     """One step a round on the cohort's mean minibatch gradient G: x <- x - min(eta, gamma / |G|) G.
 
-    eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule.
+    eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule, and a prox.
     """
 
     local: LocalSGD = LocalSGD(steps=1)
+
+    def check(self) -> None:
+        """Refuse what belongs to local steps."""
+        self.local.takes_one_gradient("NaiveParallelClip", "momentum", "optimizer")
 
     def init(self, params: Tree, num_clients: int) -> ParallelServer:
         """Server state before the first round."""
@@ -116,7 +117,9 @@ class NaiveParallelClip(Algorithm):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """The gradient on one batch."""
-        gradient, info = _resample(self.local, message, data)
+        fresh = data.fresh()
+        loss, gradient = self.local.one_gradient(fresh, message)
+        info = {"loss": loss, "gradients": self.local.samples(fresh, 1)}
         return ClientOutput(upload=self.local.decayed(gradient, message), info=info)
 
     def server(self, server: ParallelServer, cohort: Cohort) -> tuple[ParallelServer, Info]:

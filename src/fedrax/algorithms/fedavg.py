@@ -17,6 +17,7 @@ from fedrax.contract.averaging import Averaging, Server
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.requirements import Requirements
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
@@ -58,6 +59,16 @@ class FedSGD(Algorithm):
 
     local: LocalSGD = LocalSGD(batch_size="full", steps=1)
     server_optimizer: ServerOptimizer = SGD(lr=0.1)
+
+    def check(self) -> None:
+        """Refuse what belongs to local steps."""
+        hints = {"momentum": "set server_optimizer.momentum"}
+        self.local.takes_one_gradient("FedSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
+
+    @property
+    def requirements(self) -> Requirements:
+        """Statistics are made of batches, of which it has none."""
+        return Requirements(no_statistics=True)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

@@ -54,8 +54,9 @@ class Centred(Algorithm):
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
     def measure(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 1: the client's full gradient at x."""
+        """Phase 1: the client's full gradient at x, with weight decay as all gradients here."""
         loss, gradient = data.full_gradient(message, self.local.reduction)
+        gradient = self.local.decayed(gradient, message)
         return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
 
     def center(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
@@ -67,14 +68,16 @@ class Centred(Algorithm):
         return Message(server.params, server.gradient)
 
     @abstractmethod
-    def direction(self, message: Any, gradient: Tree, step: Step) -> Tree:
-        """Phase 2: what a local step descends along; :func:`corrected` with what the method adds."""
+    def direction(self, message: Any, corrected: Tree) -> Tree:
+        """Phase 2: what a local step descends along; corrected: g_i(x_i; xi) - g_i(x; xi) + c."""
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Phase 2: corrected local steps, two gradients each."""
 
         def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-            return self.direction(message, gradient, step), memory
+            at_start = self.local.decayed(step.gradient(message.params)[1], message.params)
+            corrected = jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient)
+            return self.direction(message, corrected), memory
 
         result = self.local.run(data, message.params, direction)
         info = {**result.info, "gradients": 2 * result.info["gradients"]}
@@ -86,19 +89,13 @@ class Centred(Algorithm):
         return server._replace(params=params, optimizer=state), {}
 
 
-def corrected(message: Any, gradient: Tree, step: Step) -> Tree:
-    """g_i(x_i; xi) - g_i(x; xi) + c."""
-    _, at_start = step.gradient(message.params)
-    return jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient)
-
-
 @hyperparameters
 class MimeSVRG(Centred):
     """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
 
-    def direction(self, message: Message, gradient: Tree, step: Step) -> Tree:
+    def direction(self, message: Message, corrected: Tree) -> Tree:
         """Phase 2: the corrected gradient."""
-        return corrected(message, gradient, step)
+        return corrected
 
 
 class MimeServer(NamedTuple):
@@ -147,9 +144,9 @@ class Mime(Centred):
         """Phase 2: x, c and s."""
         return MimeMessage(server.params, server.gradient, server.momentum)
 
-    def direction(self, message: MimeMessage, gradient: Tree, step: Step) -> Tree:
+    def direction(self, message: MimeMessage, corrected: Tree) -> Tree:
         """Phase 2: MimeSVRG's direction and the momentum."""
-        return _mixed(self.beta, corrected(message, gradient, step), message.momentum)
+        return _mixed(self.beta, corrected, message.momentum)
 
     def server(self, server: MimeServer, cohort: Cohort) -> tuple[MimeServer, Info]:
         """One step of the server optimizer on the mean update, and the new s."""
@@ -206,6 +203,7 @@ class MimeLite(Algorithm):
             return _mixed(self.beta, gradient, message.momentum), memory
 
         _, at_start = data.full_gradient(message.params, self.local.reduction)
+        at_start = self.local.decayed(at_start, message.params)
         result = self.local.run(data, message.params, direction)
         info = {**result.info, "gradients": result.info["gradients"] + data.size}
         return ClientOutput(upload=LiteUpload(tree.sub(result.params, message.params), at_start), info=info)

@@ -14,6 +14,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 _TINY = 1e-10
@@ -47,6 +48,14 @@ class QFedAvg(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     q: NonNegative = 1.0
     """How much fairness counts."""
+
+    def check(self) -> None:
+        """1 / L is the clients' step size."""
+        if not self.local.lr_is_step_size:
+            raise FedraxError(
+                "QFedAvg takes 1 / local.lr for the Lipschitz constant, and a finished local optimizer has its own step"
+                " size: make it of local.lr, Optax.of(...) without a learning rate"
+            )
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

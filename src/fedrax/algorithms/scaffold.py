@@ -86,7 +86,7 @@ class Scaffold(Algorithm):
         def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
             return tree.add(gradient, shift), memory
 
-        along_the_way = self.option == "II" and not self.local.steps_are_gradients
+        along_the_way = self.option == "II" and not (self.local.steps_are_gradients and data.directions_stay)
         result = self.local.run(data, message.params, direction, mean_gradient=along_the_way)
         info = result.info
         delta = tree.sub(result.params, message.params)

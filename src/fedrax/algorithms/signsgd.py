@@ -13,9 +13,8 @@ from fedrax.compiled.signs import Signs
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import Decay, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.local import LocalSGD
 from fedrax.contract.requirements import Requirements
-from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
@@ -51,10 +50,8 @@ class SignSGD(Algorithm):
 
     def check(self) -> None:
         """Refuse what belongs to local steps."""
-        for name in ("momentum", "clip", "prox", "optimizer"):
-            if getattr(self.local, name) is not None:
-                hint = "set beta" if name == "momentum" else f"leave local.{name} out"
-                raise FedraxError(f"SignSGD takes one step a round, the server's, along signs: {hint}")
+        hints = {"momentum": "set beta"}
+        self.local.takes_one_gradient("SignSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""
@@ -66,7 +63,7 @@ class SignSGD(Algorithm):
 
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
         """The signs of the gradient, or of the momentum."""
-        loss, gradient = Step(self.local, data, 0).gradient(message)
+        loss, gradient = self.local.one_gradient(data, message)
         if self.beta is not None:
             gradient = tree.add(tree.scale(self.beta, state.momentum), tree.scale(1 - self.beta, gradient))
             state = Client(gradient)

@@ -6,7 +6,7 @@ the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -169,6 +169,11 @@ class LocalSGD:
             raise FedraxError(
                 "there is no local optimizer whose state could be carried over rounds: set local.optimizer"
             )
+        if self.prox is not None and not self.lr_is_step_size:
+            raise FedraxError(
+                "local.prox is that of the step size, and a finished local optimizer has its own: make it of local.lr,"
+                " Optax.of(...) without a learning rate"
+            )
 
     def check_sizes(self, sizes: np.ndarray) -> None:
         """Refuse more blocks than any client has samples; ``sizes`` [N]."""
@@ -219,6 +224,18 @@ class LocalSGD:
         return jnp.asarray(epochs * data.size + jnp.minimum(rest * batch, data.size), float)
 
     @property
+    def lr_is_step_size(self) -> bool:
+        """Whether ``lr`` has an effect: a finished local optimizer has a step size of its own."""
+        return self.optimizer is None or self.optimizer.wants_lr
+
+    def takes_one_gradient(self, name: str, *refused: str, hints: Mapping[str, str] | None = None) -> None:
+        """FedraxError where one of the options ``refused`` is set, for a method of one gradient a round."""
+        for option in refused:
+            if getattr(self, option) is not None:
+                hint = (hints or {}).get(option, f"leave local.{option} out")
+                raise FedraxError(f"{name} takes one step a round, the server's: {hint}")
+
+    @property
     def steps_are_gradients(self) -> bool:
         """Whether (x - x_i) / (T eta) is the mean direction: no momentum, decay, clipping or prox between."""
         between = (self.momentum, self.weight_decay, self.clip, self.prox, self.optimizer)
@@ -258,6 +275,7 @@ class LocalSGD:
         term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
         data = data.begun()
+        data.check_counted(self.steps)
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
         def body(index: Array | int, carry: tuple) -> tuple:
@@ -301,6 +319,11 @@ class LocalSGD:
             mean_gradient=tree.scale(1 / count, total) if mean_gradient else None,
             info={"loss": loss / count, "gradients": self.samples(data, steps)},
         )
+
+    def one_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:
+        """Loss and raw gradient of the first batch, of which running statistics are made: a round's only step."""
+        loss, gradient, data.carried.statistics = Step(self, data, 0).gradient_and_statistics(params)
+        return loss, gradient
 
     def _start_of_optimizer(self, params: Tree, carried: Carried) -> Tree:
         if self.optimizer is None:

@@ -29,7 +29,7 @@ ResultRule = Callable[[Tree], Tree]
 class Ruled:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
-    _depth, _counted = 0, ""
+    _depth, _counted, _counted_steps = 0, "", 0
     _loss_rules: tuple[tuple[int, LossRule], ...] = ()
     _gradient_rule: GradientRule | None = None
     _frozen = False
@@ -73,6 +73,11 @@ class Ruled:
             direction = _as_direction(rule(direction, x, step), x)
         return direction
 
+    @property
+    def directions_stay(self) -> bool:
+        """Whether no rule changes the directions of local steps."""
+        return not self._direction_rules
+
     def with_batches(self, rule: BatchRule) -> Self:
         """With other batches in the local steps: see :data:`BatchRule`."""
         self.refuse_uncounted("other batches")
@@ -83,12 +88,17 @@ class Ruled:
         """With ``rule`` applied to where the local steps end, before the method sees it; the outermost one's first."""
         return self._with(result_rules=(*self.result_rules, rule))
 
-    def with_counted_gradients(self, who: str) -> Self:
-        """With one gradient in each local step and no others, so that ``who`` knows how many there are.
+    def with_counted_gradients(self, who: str, steps: int) -> Self:
+        """With one gradient in each of ``steps`` local steps and no others, so that ``who`` knows how many there are.
 
         FedraxError where the method asks for more.
         """
-        return self._with(_counted=who)
+        return self._with(_counted=who, _counted_steps=steps)
+
+    def check_counted(self, steps: int | None) -> None:
+        """FedraxError where local steps are counted, and are to be others than ``steps``."""
+        if self._counted and steps != self._counted_steps:
+            self.refuse_uncounted(f"{steps or 'any number of'} steps instead of {self._counted_steps}")
 
     def refuse_uncounted(self, what: str) -> None:
         """FedraxError where only the local steps may look at samples, once each."""

@@ -63,6 +63,11 @@ class SampleDP(Wrapper):
                 "SampleDP divides by a batch size that does not depend on the data: set local.batch_size to a number,"
                 " local.reduction to 'mean', and leave local.blocks out"
             )
+        if local.order == "replacement" and self.rate is None:
+            raise FedraxError(
+                "SampleDP counts on a batch that holds a sample at most once: set local.order to 'shuffle' or 'stored',"
+                " or give a rate"
+            )
 
     @property
     def requirements(self) -> Requirements:
@@ -73,14 +78,14 @@ class SampleDP(Wrapper):
         return self.inner.requirements | own
 
     def releases(self) -> tuple[Release, ...]:
-        """One Gaussian answer in each local step, of sensitivity C to a sample's presence in a Poisson batch.
+        """One Gaussian answer in each local step of a phase; sensitivity C to a sample's presence in a Poisson batch.
 
         Shuffled batches are others for n_i - 1 samples than for n_i, all of them: there a sample's data are replaced,
         which moves a sum by up to 2 C.
         """
         local = self.inner.local_steps
         assert local is not None and local.steps is not None
-        noise, times = float(self.noise), local.steps
+        noise, times = float(self.noise), local.steps * len(self.inner.phases)
         if self.rate is None:
             shuffled = Release(noise / 2, times, unit="sample", neighbours="replacement", batches="shuffled")
             return (shuffled,)
@@ -91,13 +96,17 @@ class SampleDP(Wrapper):
     ) -> tuple[ClientOutput, Tree]:
         """``inner``'s client, which gets noised gradients alone."""
         local = self.inner.local_steps
-        assert local is not None and isinstance(local.batch_size, int)
+        assert local is not None and isinstance(local.batch_size, int) and local.steps is not None
+        if data.place.steps is not None or data.given_rows is not None:
+            raise FedraxError(
+                "SampleDP counts the steps and batches that local has: a script, or a wrapper outside, gives others"
+            )
         if self.rate is None:
             private = data.with_gradients(self._of_batch(data, local.batch_size), frozen_statistics=True)
         else:
             private = data.with_batches(_drawn(data, self.rate))
             private = private.with_gradients(self._of_rows(data, local.batch_size), frozen_statistics=True)
-        output = client(message, state, private.with_counted_gradients(type(self).__name__))
+        output = client(message, state, private.with_counted_gradients(type(self).__name__, local.steps))
         return output._replace(info=only_bookkeeping(output.info)), own
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
@@ -153,8 +162,10 @@ def _drawn(data: ClientData, rate: Any) -> Callable:
     key, most = data.stream("batches"), data.layout.largest
 
     def batch(step: Any) -> tuple[Array, Array]:
-        chance = jax.random.uniform(jax.random.fold_in(key, step), (most,), jnp.float32)
-        drawn = (chance < rate) & (jnp.arange(most) < data.size)
+        # of 32 bits: a float on [0, 1) has 23, whose grain is above a small rate
+        coins = jax.random.bits(jax.random.fold_in(key, step), (most,), jnp.uint32)
+        heads = jnp.floor(jnp.asarray(rate, jnp.float32) * (1 - 2**-23) * 2.0**32).astype(jnp.uint32)
+        drawn = ((coins < heads) | (rate >= 1)) & (jnp.arange(most) < data.size)
         rows = jnp.argsort(~drawn, stable=True).astype(jnp.int32)
         return rows, drawn[rows]
 

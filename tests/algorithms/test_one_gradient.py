@@ -1,0 +1,51 @@
+"""Methods of one gradient a round: running statistics follow their batches, and options of local steps are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from fedrax import FedAvg, FedraxError, FedSGD, LocalSGD, NaiveParallelClip, Optax, SignSGD
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.proximal import L1
+from tests.contract.test_settings import NORM
+from tests.simulation.problems import make_federation, run
+
+
+@pytest.mark.parametrize("method", [SignSGD, NaiveParallelClip])
+def test_running_statistics_are_those_of_the_round(method: Any):
+    """At parameters that hardly move, those of FedAvg's single step; they go on from round to round."""
+    still, options = LocalSGD(lr=1e-9, steps=1, batch_size=6), {"task": NORM, "federation": make_federation((6,) * 8)}
+    ours, theirs = (run(m(local=still), rounds=2, **options).statistics for m in (method, FedAvg))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+    before = run(method(local=still), rounds=1, **options).statistics
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, ours)), strict=True))
+
+
+def test_a_whole_gradient_makes_no_running_statistics():
+    with pytest.raises(FedraxError, match="FedSGD takes no care of running statistics"):
+        run(FedSGD(), task=NORM, rounds=1)
+    with pytest.raises(FedraxError, match=r"takes steps on batches: set local.batch_size"):
+        run(SignSGD(LocalSGD(batch_size="full")), task=NORM, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FedSGD(local=LocalSGD(momentum=0.9)), "FedSGD takes one step a round, the server's: set server_optimizer.mom"),
+        (FedSGD(local=LocalSGD(clip=0.1)), "leave local.clip out"),
+        (FedSGD(local=LocalSGD(prox=L1(0.1))), "leave local.prox out"),
+        (FedSGD(local=LocalSGD(optimizer=Optax.of(optax.adam))), "leave local.optimizer out"),
+        (NaiveParallelClip(local=LocalSGD(momentum=0.9)), "NaiveParallelClip takes one step a round"),
+        (NaiveParallelClip(local=LocalSGD(optimizer=Optax.of(optax.adam))), "leave local.optimizer out"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        check(method)

@@ -1,0 +1,59 @@
+"""Where a method's formula has eta, ``local.lr`` has to be it; where it has a decayed gradient, all of them are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+from fedrax import Episode, FedAvg, FedCM, FedraxError, LocalSGD, Mime, MimeLite, Optax, QFedAvg
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.proximal import L1
+from tests.simulation.problems import run
+
+FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: QFedAvg(local=LocalSGD(optimizer=FINISHED)), "QFedAvg takes 1 / local.lr for the Lipschitz constant"),
+        (lambda: Episode(local=LocalSGD(optimizer=FINISHED), gamma=0.1), "leave local.optimizer or gamma out"),
+        (lambda: Episode(local=LocalSGD(optimizer=OURS), gamma=0.1), "leave local.optimizer or gamma out"),
+        (lambda: FedAvg(local=LocalSGD(optimizer=FINISHED, prox=L1(0.1))), "local.prox is that of the step size"),
+    ],
+    ids=["q-FedAvg", "EPISODE", "EPISODE, lr", "prox"],
+)
+def test_a_step_size_that_is_not_the_methods_is_refused(make: Any, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        check(make())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda local: QFedAvg(local=local, q=2.0),
+        lambda local: FedAvg(local=LocalSGD(**vars(local) | {"prox": L1(0.05)})),
+        lambda local: Episode(local=local),
+    ],
+    ids=["q-FedAvg", "prox", "EPISODE without clipping"],
+)
+def test_an_optimizer_made_of_lr_is_the_plain_step(make: Any):
+    plain = {"lr": 0.05, "steps": 3, "batch_size": 2}
+    one, other = (run(make(local)).params for local in (LocalSGD(**plain), LocalSGD(**plain, optimizer=OURS)))
+    for name in one:
+        for part in one[name]:
+            np.testing.assert_allclose(one[name][part], other[name][part], rtol=1e-5, atol=1e-6)
+
+
+def test_weight_decay_has_one_minimum_whatever_momentum_does():
+    """Of grad f(x) + lambda x = 0: with one full step, FedCM, Mime and MimeLite end where FedAvg does."""
+    local = LocalSGD(lr=0.2, steps=1, batch_size="full", weight_decay=0.5)
+    methods = (FedAvg(local=local), FedCM(local=local, alpha=0.1), Mime(local=local), MimeLite(local=local))
+    ends = [run(method, rounds=800, cohort_size=8, dtype="float64", weights="uniform").params for method in methods]
+    flat = [np.concatenate([np.ravel(part) for layer in end.values() for part in layer.values()]) for end in ends]
+    assert np.linalg.norm(flat[0]) > 0.01
+    for other in flat[1:]:
+        np.testing.assert_allclose(other, flat[0], atol=1e-7)
