@@ -44,12 +44,11 @@ def test_all_diagonals_are_the_square_root_of_prefix_sums():
 @pytest.mark.few(1)
 @pytest.mark.parametrize("clients", [6, 5])
 def test_the_covariance_of_noise_over_rounds(clients: int):
-    """Of the sum, whatever the cohort's size: with 5 clients every third cohort is of one."""
+    """Of the sum, divided by the size asked for: with 5 clients every third cohort has one."""
     settings = {"rounds": ROUNDS, "cohort_size": 2, "participation": Turns(), "trajectory": True}
     result = run(PRIVATE, federation(clients), task=TASK, **settings)
     path = np.stack([np.asarray(params["w"]) for params in result.trajectory])
-    sizes = np.array([2, 2, clients - 4] * 2)
-    noise = np.diff(path, axis=0, prepend=0.0) * sizes[:, None]
+    noise = np.diff(path, axis=0, prepend=0.0) * 2
     inverse = np.linalg.inv(factor(ROUNDS, BANDS))
     expected = (Z * C) ** 2 * inverse @ inverse.T
     variance = np.diag(expected)

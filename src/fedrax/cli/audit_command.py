@@ -32,8 +32,8 @@ class AuditOptions:
 
     data_dir: Path | None = None
     """Where data files lie; by default $FEDRAX_DATA."""
-    unit: Literal["client", "sample"] = "client"
-    """Whose labels are exchanged: all of a client, or those of one sample."""
+    unit: Literal["client", "sample"] | None = None
+    """Whose labels are exchanged: all of a client, or those of one sample; by default what the method protects."""
     client: int = 0
     """The client that is watched."""
     runs: int = 2000

@@ -86,8 +86,8 @@ class Cohort(NamedTuple):
     depth: int = 0
     """Wrappers around whoever looks at this."""
     expected: Any = None
-    """The clients that a round has in the mean: the S that was asked for where each client joins by chance (Poisson),
-    else ``size``; a float."""
+    """The S that was asked for where a round may have fewer clients or more, as of `Poisson` cohorts, of an
+    availability trace or in turns; else ``size``; a float."""
 
     @property
     def real(self) -> Array:

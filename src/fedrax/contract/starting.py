@@ -35,6 +35,14 @@ def starting_parameters(task: Task, key: Array, given: Params | None) -> Params:
     return start_of(task, key, given).values()
 
 
+def shapes_of(task: Task) -> Params:
+    """Starting parameters whose numbers may not be drawn: of anything with a shape and a type."""
+    try:
+        return jax.eval_shape(task.init, jax.random.key(0))
+    except jax.errors.JAXTypeError:  # a user's init may look at the key's value
+        return _arrays(task.init(jax.random.key(0)))
+
+
 def start_of(task: Task, key: Array, given: Params | None) -> Start:
     """As :func:`starting_parameters`; what draws them is compiled in the background."""
     try:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.starting import starting_parameters
-from fedrax.contract.task import Batch, Task
+from fedrax.contract.starting import shapes_of, starting_parameters
+from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement
@@ -73,7 +73,7 @@ def watch_a_client(
     settings: Settings,
     *,
     client: int = 0,
-    unit: Unit = "client",
+    unit: Unit | None = None,
     rounds: int = 1,
     runs: int = 2000,
     drawn: Drawn = "always",
@@ -85,18 +85,23 @@ def watch_a_client(
     As the only client, and by many ``runs`` of each world. The server sees all that the client sends; where noise is
     added to a sum the public sees the model after each round. drawn: "poisson", the client takes part in a round with
     the chance ``rate``, and in the other world it is not there; "fixed", another client is there where it is not drawn.
-    The claim is then about rounds of such cohorts, in the first case about presence.
+    The claim is then about rounds of such cohorts, in the first case about presence. unit: by default what the method
+    protects.
 
     Raises FedraxError for a method that is not private, labels that are no classes, or draws that the server sees.
     """
     releases = _releases(algorithm)
+    unit = _unit(releases, unit)
     check_runs(runs)
+    if rounds > 1 and (apart := max(release.apart for release in releases)) > 1:
+        raise FedraxError(f"the claim is about clients that take part {apart} rounds apart: watch one round")
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
     mine = slice(*federation.offsets[client : client + 2])
     x, y = federation.train.x[mine], federation.train.y[mine]
     changed = np.arange(len(y)) if unit == "client" else np.arange(1)
     start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
+    _check_admitted(algorithm, task, settings, start)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     seen = "public" if all(release.seen == "public" for release in releases) else "server"
     other_labels = _other_labels(federation, y, changed)
@@ -133,16 +138,19 @@ def guess_canaries(
     federation: Federation,
     settings: Settings,
     *,
-    unit: Unit = "client",
+    unit: Unit | None = None,
     canaries: int = 200,
 ) -> Audit:
     """Train once, with the labels of each canary (a client or a sample) exchanged or not, and guess which were.
 
-    By the loss of the last model on either version, over what is usual for canaries of the same class.
+    By the loss of the last model on either version, over what is usual for canaries of the same class. unit: by
+    default what the method protects.
 
     Raises FedraxError for a method that is not private, or more canaries than there are clients or samples.
     """
     releases = _releases(algorithm)
+    unit = _unit(releases, unit)
+    _check_admitted(algorithm, task, settings, shapes_of(task))
     many = federation.num_clients if unit == "client" else len(federation.train.y)
     if not 2 <= canaries <= many:
         raise FedraxError(f"there are {many} {unit}s: take 2 to {many} canaries, not {canaries}")
@@ -198,6 +206,23 @@ def _releases(algorithm: Algorithm) -> tuple:
     if not releases:
         raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no claim to audit")
     return releases
+
+
+def _unit(releases: tuple, unit: Unit | None) -> Unit:
+    """Whose labels are exchanged, where the claim is about that."""
+    protected: Unit = "sample" if any(release.unit == "sample" for release in releases) else "client"
+    if unit == "client" and protected == "sample":
+        raise FedraxError("the claim is about one sample, not about all of a client's: set unit to 'sample'")
+    return unit or protected
+
+
+def _check_admitted(algorithm: Algorithm, task: Task, settings: Settings, start: Any) -> None:
+    """Refuse what a run of the method would."""
+    name, needs, statistics = type(algorithm).__name__, algorithm.requirements, isinstance(start, Variables)
+    needs.check_run(name, settings.weights, 1, varying_cohort=False)
+    needs.check_task(name, task, statistics)
+    if statistics:
+        raise FedraxError("an audit takes models without running statistics (batch norm): use group norm")
 
 
 def _other_labels(federation: Federation, y: np.ndarray, rows: np.ndarray) -> np.ndarray:

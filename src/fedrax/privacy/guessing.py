@@ -89,9 +89,11 @@ def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: flo
     two worlds are two normal distributions, mu deviations apart. Where they look like such, mu is bounded by the means
     and the spread of the second half, which takes fewer runs than error rates do.
 
-    Raises FedraxError for fewer than 40 runs of a world.
+    Raises FedraxError for fewer than 40 runs of a world, and for numbers that are not finite.
     """
     check_runs(min(len(one), len(other)))
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+        raise FedraxError("what was seen of some runs is not finite, and proves nothing: take a smaller local.lr")
     quarters = [np.array_split(np.asarray(world, float), [len(world) // 4, len(world) // 2]) for world in (one, other)]
     (fit_a, pick_a, test_a), (fit_b, pick_b, test_b) = quarters
     level = (1 - confidence) / 6  # two error rates for each of two bounds, a mean and a spread for the third

@@ -83,7 +83,8 @@ def forecast(
         raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no epsilon to compute")
     accountant = ledger.accountant
     events = [{"round": r + 1} | ledger.spend(sampler.cohort(r)) for r in range(settings.rounds)]
-    most = most or max(10 * settings.rounds, 1000)
+    further = sampler.arrivals is None  # whose uploads arrive later is not known
+    most = most or (max(10 * settings.rounds, 1000) if further else settings.rounds)
     return Forecast(
         events=tuple(events),
         spent=ledger.spent,

@@ -99,8 +99,9 @@ class Sampler:
 
     @property
     def expected(self) -> float | None:
-        """Clients a round has in the mean, where each joins by chance or when another has finished."""
-        return float(self.settings.cohort_size) if self.by_chance or self.arrivals is not None else None
+        """The S that was asked for, where a round may have fewer clients or more."""
+        may_vary = isinstance(self.settings.participation, Poisson | Asynchronous | Availability | Turns)
+        return float(self.settings.cohort_size) if may_vary else None
 
     @property
     def delays(self) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from fedrax.privacy.releases import Release
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.events import Event
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.settings import FixedList, Settings, Turns, Uniform
+from fedrax.simulation.settings import FixedList, Settings, Turns, Uniform, WeightedBySamples
 
 
 def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
@@ -48,6 +48,12 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) ->
                 f" {settings.epsilon_budget:g} holds; wrap it in a private method, or leave epsilon_budget out"
             )
         return None
+    told = sampler.given is None and isinstance(settings.participation, WeightedBySamples)
+    if told and any(r.seen == "server" and (r.unit == "sample" or r.neighbours == "replacement") for r in releases):
+        raise FedraxError(
+            f"cohorts drawn by numbers of samples tell the server of them, which no noise of {type(algorithm).__name__}"
+            " covers: choose another participation"
+        )
     check_apart(max(release.apart for release in releases), settings.rounds, sampler)
     return Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
 

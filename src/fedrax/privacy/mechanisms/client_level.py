@@ -31,6 +31,11 @@ class Message(NamedTuple):
     inner: Tree
     bound: Array
 
+    @property
+    def params(self) -> Tree:
+        """The model in it, for wrappers outside that look for it."""
+        return getattr(self.inner, "params", self.inner)
+
 
 class Upload(NamedTuple):
     """What ``inner``'s client sends, within the bound, and b_i - 1/2."""

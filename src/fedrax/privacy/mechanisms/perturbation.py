@@ -92,9 +92,10 @@ class OutputPerturbation(_LocalModels):
     """Standard deviation of the noise."""
 
     def releases(self) -> tuple[Release, ...]:
-        """One Gaussian answer a round, of sensitivity 2 tau to other data of the client."""
+        """One Gaussian answer a phase, of sensitivity 2 tau to other data of the client."""
         ratio = float(self.sigma) / float(self.tau)
-        return (Release(noise=ratio / 2, neighbours="replacement", paper_noise=ratio),)
+        times = len(self.inner.phases)
+        return (Release(noise=ratio / 2, times=times, neighbours="replacement", paper_noise=ratio),)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
@@ -129,6 +130,12 @@ class ObjectivePerturbation(_LocalModels):
             raise FedraxError(
                 "objective perturbation needs strongly convex local losses: put it around FedProx with mu above 0, or"
                 " set guarantee = 'none'"
+            )
+        local = self.inner.local_steps
+        if self.guarantee == "paper" and (len(self.inner.phases) > 1 or (local and local.reduction == "sum")):
+            raise FedraxError(
+                "objective perturbation is proven for one minimum a round of the mean loss: take a method of one phase"
+                " and local.reduction = 'mean', or set guarantee = 'none'"
             )
 
     @property

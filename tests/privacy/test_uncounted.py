@@ -1,0 +1,178 @@
+"""What a claim would not cover is refused or counted; audits look at what the claim is about."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax import (
+    ClientDP,
+    Ditto,
+    FedAvg,
+    FedBuff,
+    Federation,
+    FedProx,
+    FedraxError,
+    LocalSGD,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    Phase,
+    SampleDP,
+    Settings,
+    Task,
+    classification,
+    cli,
+    simulate,
+)
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.experiments.audit import guess_canaries, watch_a_client
+from fedrax.models import Logistic
+from fedrax.privacy.guessing import tell_apart
+from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
+from fedrax.report.forecast import forecast
+from fedrax.simulation import Asynchronous, Availability, Turns, WeightedBySamples
+from tests.contract.test_settings import NORM
+from tests.simulation.problems import FEDERATION, run
+
+LOCAL = LocalSGD(lr=0.05, steps=2, batch_size=1)
+ONE = Federation.from_arrays(np.array([[1.0, -1.0]], np.float32), np.array([0]), np.zeros(1, int), num_classes=2)
+TASK = classification(Logistic().build((2,), 2))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [SampleDP(FedAvg(local=LOCAL), rate=0.5), ClientDP(FedAvg(local=LOCAL), at="client"), OutputPerturbation()],
+    ids=["SampleDP", "ClientDP", "OutputPerturbation"],
+)
+def test_who_is_drawn_by_numbers_of_samples_tells_of_them(method: Any):
+    with pytest.raises(FedraxError, match="cohorts drawn by numbers of samples tell the server of them"):
+        run(method, participation=WeightedBySamples(), rounds=1)
+
+
+@hyperparameters
+class TwoRuns(FedAvg):
+    """Local steps in both phases."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(Phase(self.broadcast, self.client, self.server) for _ in range(2))
+
+
+@hyperparameters
+class MoreSteps(FedAvg):
+    """Takes more steps than its options say."""
+
+    def client(self, message: Any, state: Any, data: Any) -> Any:
+        return dataclasses.replace(self, local=dataclasses.replace(self.local, steps=7))._once(message, data)
+
+    def _once(self, message: Any, data: Any) -> Any:
+        return FedAvg.client(self, message, (), data)
+
+
+def test_every_phases_steps_count():
+    """Twice the answers of one phase, as its epsilon says; with labels exchanged nothing more is proven."""
+    (one,), (two,) = (SampleDP(m(local=LOCAL)).releases() for m in (FedAvg, TwoRuns))
+    assert two.times == 2 * one.times == 4
+    method = OutputPerturbation(TwoRuns(local=LocalSGD(lr=1e6, steps=1, batch_size="full")), tau=1.0, sigma=2.0)
+    found = watch_a_client(method, TASK, ONE, Settings(cohort_size=1), runs=3000)
+    assert 0 < found.proven <= found.claimed
+    with pytest.raises(FedraxError, match="one minimum a round"):
+        run(ObjectivePerturbation(FedProx(mu=0.5, local=LocalSGD(steps=3, reduction="sum"))), rounds=1)
+
+
+def test_steps_that_are_not_those_of_local_are_refused():
+    with pytest.raises(FedraxError, match="also asks for 7 steps instead of 2"):
+        run(SampleDP(MoreSteps(local=LOCAL)), rounds=1)
+
+
+def constant() -> Task:
+    """Nothing is learnt: all that moves is noise."""
+    return Task(lambda key: {"w": jnp.zeros(2000)}, lambda p, b, k: 0 * p["w"].sum() * b.x[:, 0])
+
+
+@pytest.mark.parametrize("draw", ["turns", "trace"])
+def test_the_noise_does_not_tell_how_many_there_were(draw: str, tmp_path: Path):
+    """A last group of one, and one available client, have the noise of two."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("round,client\n0,0\n0,1\n1,2\n1,3\n2,4\n")
+    rows = Federation.from_arrays(np.ones((10, 1), np.float32), np.zeros(10), np.repeat(range(5), 2))
+    method = ClientDP(FedAvg(local=LocalSGD(lr=0.1, steps=1, batch_size=2)), clip=Flat(1.0), noise=100.0)
+    participation = Turns() if draw == "turns" else Availability(trace)
+    options: dict[str, Any] = {"cohort_size": 2, "participation": participation, "trajectory": True}
+    result = simulate(method, constant(), rows, rounds=3, progress=False, **options)
+    path = [np.asarray(params["w"]) for params in result.trajectory]
+    assert [event["clients"] for event in result.events] == [2, 2, 1]
+    for before, after in ((path[0], path[1]), (path[1], path[2])):
+        assert (after - before).std() == pytest.approx(50, rel=0.1)
+
+
+def test_models_of_ones_own_around_a_bound_that_moves():
+    """The bound goes down beside the parameters."""
+    inner = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=2))
+    moving = run(Ditto(ClientDP(inner, clip=Adaptive(), noise=0.0)), rounds=2, cohort_size=8)
+    still = run(Ditto(inner), rounds=1, cohort_size=8)
+    assert "test_loss" in moving.events[-1] and moving.client_state(0).own is not None
+    first = run(Ditto(ClientDP(inner, clip=Adaptive(), noise=0.0)), rounds=1, cohort_size=8)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), first.client_state(3).own, still.client_state(3).own
+    )
+
+
+# -- audits --------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_is_about_what_is_protected():
+    """All labels of a client are exchanged by default where clients are protected, and one sample's where samples."""
+    many = Federation.from_arrays(np.tile(ONE.train.x, (20, 1)), np.zeros(20, int), np.zeros(20, int), num_classes=2)
+    method = SampleDP(FedAvg(local=LocalSGD(lr=0.05, steps=1, batch_size=20)), clip=0.5, noise=10.0)
+    found = watch_a_client(method, TASK, many, Settings(cohort_size=1), runs=400)
+    assert found.unit == "sample" and not found.refuted
+    for audit in (watch_a_client, guess_canaries):
+        with pytest.raises(FedraxError, match="the claim is about one sample"):
+            audit(method, TASK, many, Settings(cohort_size=1), unit="client")
+
+
+def test_an_audit_of_bands_watches_one_round():
+    method = ClientDP(FedAvg(local=LocalSGD(lr=1e6, steps=1, batch_size=1)), clip=Flat(0.05), noise=8.0, bands=8)
+    with pytest.raises(FedraxError, match="take part 8 rounds apart: watch one round"):
+        watch_a_client(method, TASK, ONE, Settings(cohort_size=1), rounds=8, runs=400)
+    assert not watch_a_client(method, TASK, ONE, Settings(cohort_size=1), runs=2000).refuted
+
+
+def test_an_audit_refuses_what_a_run_does():
+    method = SampleDP(FedAvg(local=LOCAL))
+    with pytest.raises(FedraxError, match="uniform aggregation weights"):
+        watch_a_client(method, TASK, ONE, Settings(cohort_size=1, weights="samples"), runs=40)
+    with pytest.raises(FedraxError, match="running statistics"):
+        watch_a_client(method, NORM, FEDERATION, Settings(cohort_size=1), runs=40)
+
+
+def test_nothing_is_proven_by_what_is_no_number():
+    one, other = (np.random.default_rng(seed).normal(size=(400, 3)) for seed in (0, 1))
+    for bad in (np.nan, np.inf):
+        one[0, 0] = bad
+        with pytest.raises(FedraxError, match="not finite"):
+            tell_apart(one, other, 1e-5)
+
+
+def test_the_price_of_asynchronous_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """No more of them are looked at than have arrivals."""
+    monkeypatch.chdir(tmp_path)
+    trace = tmp_path / "trace.csv"
+    trace.write_text("client,seconds\n" + "".join(f"{i},{1 + i % 3}\n" for i in range(50)))
+    settings = Settings(rounds=10, cohort_size=5, participation=Asynchronous(trace, concurrency=5))
+    made = forecast(ClientDP(FedBuff(), noise=20.0), settings, np.full(50, 10), [8.0])
+    assert made.answers[0].rounds == 10 and made.answers[0].more
+    flags = ["--algorithm", "clientdp", "--algorithm.inner", "fedbuff", "--run.participation", "asynchronous"]
+    flags += ["--run.participation.trace", str(trace), "--partition", "shards", "--partition.clients", "50"]
+    assert cli.main(["privacy", *flags, "--run.cohort-size", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
