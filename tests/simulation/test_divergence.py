@@ -51,7 +51,7 @@ def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
     message = str(caught.value)
     assert message.startswith(f"{method}, round 4, client {SICK}: ")
     data = "5 of the training samples are not finite themselves, the first is sample 0 of client 5"
-    assert message.endswith(f" is not finite; {data}; the state it starts from is in {tmp_path / 'failure'}")
+    assert message.endswith(f" is not finite; {data}; the server's state it starts from is in {tmp_path / 'failure'}")
     healthy = run(algorithm, **(options | {"rounds": 3}))
     events = read_events(tmp_path)
     assert [{k: v for k, v in e.items() if "test" not in k} for e in without_times(events)] == [

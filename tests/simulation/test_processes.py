@@ -129,3 +129,56 @@ def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
         assert second == -signal.SIGKILL and first == 1 and max(written) < 8
         assert "error: another process of this run has ended" in said and "Traceback" not in said
         assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] in (4, 6)
+
+
+RESUMED = """
+import json, os, sys
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+import jax
+import fedrax
+port, process, rounds, directory, lr = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
+jax.config.update("jax_num_cpu_devices", 1)
+fedrax.join_processes(f"127.0.0.1:{port}", 2, process)
+from tests.simulation.problems import FEDERATION, TASK
+
+method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=lr, steps=3, batch_size=2))
+settings = {"rounds": rounds, "cohort_size": 4, "eval_every": 2, "checkpoint_every": 2}
+try:
+    result = fedrax.simulate(method, TASK, FEDERATION, directory=directory, resume=True, **settings)
+except fedrax.FedraxError as error:
+    sys.exit(f"error: {error}")
+print(json.dumps([result.events[-1]["test_loss"], len(result.events)]))
+"""
+
+
+def in_two(directory: Path, port: int, rounds: int, lr: float = 0.05) -> list[tuple[int, str, str]]:
+    """(status, output, errors) of either process."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", RESUMED, *map(str, (port, process, rounds, directory, lr))],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    said = [child.communicate(timeout=1800) for child in children]
+    return [(child.returncode, *texts) for child, texts in zip(children, said, strict=True)]
+
+
+@pytest.mark.exhaustive
+def test_all_go_on_from_one_checkpoint(port: int, tmp_path: Path) -> None:
+    first, further = (in_two(tmp_path / "run", port, rounds) for rounds in (4, 8))
+    whole = in_two(tmp_path / "whole", port, 8)
+    assert [status for status, _, _ in (*first, *further, *whole)] == [0] * 6, further
+    ends = [[json.loads(out.splitlines()[-1]) for _, out, _ in said] for said in (further, whole)]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_diverges_ends_in_a_sentence_in_all(port: int, tmp_path: Path) -> None:
+    for status, _, said in in_two(tmp_path / "run", port, 20, 1e38):
+        assert status == 1 and ": a number is not finite" in said and "Traceback" not in said
+    assert (tmp_path / "run" / "failure" / "state.npz").exists()

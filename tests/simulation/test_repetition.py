@@ -68,9 +68,7 @@ def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCap
 def test_one_setup_runs_twice():
     """The arrays it starts from are not given away."""
     setup = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3, rounds=3))
-    first, second = (
-        running.Run(setup, running.storage_of(setup), (), True, None, None).finish(False) for _ in range(2)
-    )
+    first, second = (running.Run(setup, running.storage_of(setup), (), True, None).finish(False) for _ in range(2))
     assert_identical(first, second)
 
 

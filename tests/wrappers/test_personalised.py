@@ -15,6 +15,7 @@ from flax import linen as nn
 from fedrax import (
     Attacked,
     ClientDP,
+    Ditto,
     FedADMM,
     FedAvg,
     FedraxError,
@@ -22,6 +23,7 @@ from fedrax import (
     LocalSGD,
     Optax,
     Personalised,
+    PFedMe,
     Scaffold,
     Script,
     Task,
@@ -30,6 +32,7 @@ from fedrax import (
     sweep,
     tree,
 )
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Batch
 from fedrax.models import MLP, from_linen
 from fedrax.privacy.mechanisms.clipping import Flat
@@ -273,3 +276,12 @@ def test_a_local_optimizer_may_be_carried_besides():
     local = LocalSGD(lr=0.05, steps=2, batch_size=3, optimizer=Optax.of(optax.adam), carry=True)
     result = run(Personalised(FedAvg(local=local), at_home=("output/*",)), task=LAYERS, **OPTIONS)
     assert result.events[-1]["train_personal_loss"] < result.events[0]["train_personal_loss"]
+
+
+@pytest.mark.parametrize("inner", [Ditto(FedAvg(local=LOCAL)), PFedMe(local=LOCAL)], ids=["Ditto", "pFedMe"])
+def test_a_whole_model_of_the_clients_own_is_not_mixed_with_what_stays_at_home(inner: Algorithm):
+    method = Personalised(inner, at_home=("output/*",))
+    result = run(method, task=LAYERS, rounds=3, cohort_size=8)
+    state = result.client_state(2)
+    mine, whole = method.personal(result.params, state), inner.personal(result.params, state.inner)
+    jax.tree.map(np.testing.assert_array_equal, mine, whole)

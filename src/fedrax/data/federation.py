@@ -59,6 +59,11 @@ class Federation:
             _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
             if len(self.test_offsets) != len(self.offsets):
                 raise FedraxError(f"federation {self.name!r}: test offsets are for another number of clients.")
+            if not self.test_offsets[-1]:
+                raise FedraxError(
+                    f"federation {self.name!r}: test_offsets give no client a test row: leave them out where test rows"
+                    " belong to nobody."
+                )
         if self.client_names and len(self.client_names) != self.num_clients:
             raise FedraxError(
                 f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."

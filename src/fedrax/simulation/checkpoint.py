@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -84,15 +84,17 @@ def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool
         f"{i:06d}:{n}": x for i, (n, x) in enumerate(zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True))
     }
     _keep_previous(directory)
-    digests = {}
+    digests, types = {}, {}
     with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
         for name, leaf in leaves.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 digested = _Digested(member)
                 _write(digested, leaf)
             digests[name] = digested.digest()
+            if _is_foreign(leaf.dtype):
+                types[name] = leaf.dtype.name
         with archive.open("meta.npy", "w") as member:
-            text = json.dumps({"format": FORMAT, "digests": digests, "meta": meta})
+            text = json.dumps({"format": FORMAT, "digests": digests, "types": types, "meta": meta})
             np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
     if not keep_previous:
         forget_previous(directory)
@@ -112,11 +114,22 @@ def _keep_previous(directory: Path) -> None:
             os.link(directory / FILE, directory / PREVIOUS)
 
 
+def _is_foreign(dtype: Any) -> bool:
+    """Whether a type is none of NumPy's own (bfloat16, int4): its files would not say which."""
+    return np.dtype(dtype).kind == "V"
+
+
+def _on_disk(dtype: Any) -> np.dtype:
+    """As what the numbers of a type are written."""
+    return np.dtype(f"u{np.dtype(dtype).itemsize}") if _is_foreign(dtype) else np.dtype(dtype)
+
+
 def _write(member: Any, leaf: Any) -> None:
     if not hasattr(leaf, "pieces"):
-        np.lib.format.write_array(member, np.asarray(leaf), allow_pickle=False)
+        array = np.asarray(leaf)
+        np.lib.format.write_array(member, array.view(_on_disk(array.dtype)), allow_pickle=False)
         return
-    header = {"descr": np.lib.format.dtype_to_descr(leaf.dtype), "fortran_order": False, "shape": leaf.shape}
+    header = {"descr": np.lib.format.dtype_to_descr(_on_disk(leaf.dtype)), "fortran_order": False, "shape": leaf.shape}
     np.lib.format.write_array_header_1_0(member, header)
     for piece in leaf.pieces():
         member.write(piece.tobytes())
@@ -142,7 +155,7 @@ def discard(directory: Path) -> None:
 def load_meta(directory: Path) -> dict[str, Any]:
     """The checkpoint's ``meta``."""
     with _archive(directory / FILE) as archive:
-        return _description(archive, directory / FILE)[0]
+        return _description(archive, directory / FILE).meta
 
 
 def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tree, dict[str, Any]]:
@@ -152,13 +165,14 @@ def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tre
     """
     path, (expected, structure) = directory / FILE, jax.tree.flatten(like)
     with _archive(path) as archive:
-        (meta, digests), arrays = _description(archive, path), []
+        (meta, digests, types), arrays = _description(archive, path), []
         _check_sizes(archive, tree.num_bytes(like))
         names = sorted(_arrays_in(archive))
         if len(names) == len(expected):
             apart = [in_pieces in name.partition(":")[2].split("/")[:1] for name in names]
-            for name, away in zip(names, apart, strict=True):
-                arrays.append(Stored(path, name, digests) if away else _read(archive, name, digests))
+            for name, away, leaf in zip(names, apart, expected, strict=True):
+                own = leaf.dtype if types.get(name) == leaf.dtype.name else None
+                arrays.append(Stored(path, name, digests, own) if away else _read(archive, name, digests, own))
     same = len(arrays) == len(expected) and all(
         a.shape == e.shape and a.dtype == e.dtype for a, e in zip(arrays, expected, strict=True)
     )
@@ -170,7 +184,7 @@ def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tre
 def verify(path: Path) -> dict[str, Any]:
     """The ``meta`` of a checkpoint's file of which every byte has been read and found as it was written."""
     with _archive(path) as archive:
-        meta, digests = _description(archive, path)
+        meta, digests, _ = _description(archive, path)
         if set(digests) != _arrays_in(archive):
             raise ValueError("it does not hold the arrays that were written")
         for name in sorted(_arrays_in(archive)):
@@ -198,8 +212,15 @@ def damaged(path: Path, error: Exception) -> DamagedError:
     return DamagedError(f"the checkpoint {path} is damaged or not a checkpoint: {error or type(error).__name__}")
 
 
-def _description(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the run says of itself, and the arrays' digests."""
+class _Description(NamedTuple):
+    """What the run says of itself, the arrays' digests, and their types where these are none of NumPy's own."""
+
+    meta: dict[str, Any]
+    digests: dict[str, str]
+    types: dict[str, str]
+
+
+def _description(archive: zipfile.ZipFile, path: Path) -> _Description:
     info = archive.getinfo("meta.npy")
     if info.file_size > _META_BYTES:
         raise ValueError("its description is too long")
@@ -219,31 +240,34 @@ def _description(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, Any], 
             f"the checkpoint {path} was written by an older fedrax, in format {version!r:.20}; this one reads format"
             f" {FORMAT}: finish the run with the older one, or run it anew"
         )
-    meta, digests = found.get("meta"), found.get("digests")
-    if not (isinstance(meta, dict) and isinstance(digests, dict)):
+    meta, digests, types = found.get("meta"), found.get("digests"), found.get("types", {})
+    if not (isinstance(meta, dict) and isinstance(digests, dict) and isinstance(types, dict)):
         raise ValueError("it holds no digests")
-    return meta, digests
+    return _Description(meta, digests, types)
 
 
 def _arrays_in(archive: zipfile.ZipFile) -> set[str]:
     return {name.removesuffix(".npy") for name in archive.namelist()} - {"meta"}
 
 
-def _read(archive: zipfile.ZipFile, name: str, digests: dict[str, str]) -> np.ndarray:
+def _read(archive: zipfile.ZipFile, name: str, digests: dict[str, str], own: Any) -> np.ndarray:
+    """An array; ``own``: its type where that is none of NumPy's."""
     with archive.open(f"{name}.npy") as member:
         digested = _Digested(member)
         array = np.lib.format.read_array(digested, allow_pickle=False)
         digested.check(name, digests)
-        return array
+        return array if own is None or array.dtype != _on_disk(own) else array.view(own)
 
 
 class Stored:
-    """An array in a checkpoint, :class:`InPieces`."""
+    """An array in a checkpoint, :class:`InPieces`; ``own`` as of ``_read``."""
 
-    def __init__(self, path: Path, name: str, digests: dict[str, str]):
+    def __init__(self, path: Path, name: str, digests: dict[str, str], own: Any = None):
         self.path, self.name, self._digests = path, name, digests
         with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as member:
             self.shape, self.dtype = self._header(member)
+        if own is not None and self.dtype == _on_disk(own):
+            self.dtype = np.dtype(own)
 
     def _header(self, member: Any) -> tuple[tuple[int, ...], np.dtype]:
         version = np.lib.format.read_magic(member)

@@ -119,8 +119,8 @@ class Evaluator:
         for name, chunks in values.items():
             found = np.asarray(chunks)
             flat = result.setdefault(name, np.empty((self.rows, *found.shape[2:])))
-            for start, chunk in zip(starts, found, strict=True):
-                flat[start : start + len(chunk)] = chunk
+            rows = starts[:, None] + np.arange(found.shape[1])
+            flat[rows.reshape(-1)] = found.reshape(-1, *found.shape[2:])
 
     def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
         """Means over samples as ``{prefix}_{name}``; per client also what :func:`over_clients` says."""

@@ -42,7 +42,7 @@ def identify(
 
     from_file: what the file holds that the settings name for who takes part; where it lies decides nothing.
     """
-    given = () if script is None else jax.tree.leaves(vars(script))
+    given = () if script is None else (str(jax.tree.structure(vars(script))), *jax.tree.leaves(vars(script)))
     if from_file:
         settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
     return {

@@ -66,19 +66,27 @@ class PersonalEvaluator:
         personal = lambda x, state: checked_personal(algorithm, algorithm.personal(x, state), x)  # noqa: E731
         own = jax.eval_shape(personal, start, initial.state) is not None
         kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
-        if "finetuned" in kinds and (engine.samples is None or program.own_samples):
+        if kinds and jax.process_count() > 1:
+            raise FedraxError(
+                "metrics of clients' own models are those of a run of a single process: leave finetune out, and methods"
+                " that have such models"
+            )
+        if "finetuned" in kinds and program.own_samples:
             raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")
         if not kinds:
             return None
         return cls(task, federation, settings, program, engine, initial, kinds)
 
     def __call__(
-        self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int]
+        self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int], initial: Kept
     ) -> dict[str, float]:
-        """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
+        """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it.
+
+        initial: what a client has that never took part.
+        """
         sums: list[dict] = []
         for clients in self._groups:
-            kept = rows_of(store, homes, self.initial, clients)
+            kept = rows_of(store, homes, initial, clients)
             sizes = np.diff(self._offsets)[clients]
             mine = (kept.state, kept.statistics)
             found = self._compiled(algorithm, params, statistics, mine, clients, self._offsets[clients], sizes)
@@ -108,8 +116,9 @@ class PersonalEvaluator:
     @cached_property
     def _samples(self) -> Batch:
         """Those to evaluate on, on the devices."""
-        if self.federation.test_offsets is None and self.engine.samples is not None:
-            return self.engine.samples
+        resident = None if self.program.own_samples else self.engine.samples  # of streamed ones it has a block's
+        if self.federation.test_offsets is None and resident is not None:
+            return resident
         held = self.federation.train if self.federation.test_offsets is None else self.federation.test
         return jax.device_put(Batch(*held), NamedSharding(self.engine.mesh, P()))
 

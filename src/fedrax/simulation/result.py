@@ -61,7 +61,7 @@ class Result:
     statistics: Tree = ()
     """The model's running statistics after the last round, averaged over clients; empty where it has none."""
     trajectory: list[Tree] = field(default_factory=list)
-    """The global parameters after every round, on the host, where asked for."""
+    """The global parameters after every round, or after those asked for, on the host."""
     exchanges: list[Exchange] = field(default_factory=list)
     """What recorded clients were sent and sent, round by round, where asked for: see :class:`Record`."""
     store: Tree = ()

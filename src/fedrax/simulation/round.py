@@ -175,14 +175,18 @@ def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, T
         gradients = record.get("gradients", 0.0) + gathered.sums.info.get("gradients", 0.0)
         record = {**record, **gathered.sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
         if p == len(executor.algorithm.phases) - 1 and gathered.sums.statistics:
-            statistics = jax.tree.map(_as_before, gathered.sums.statistics, statistics)
+            anyone = executor.here.cohort_size > 0
+            statistics = jax.tree.map(partial(_renewed, anyone), gathered.sums.statistics, statistics)
     return server, statistics, record, bad
 
 
-def _as_before(mean: Array, before: Array) -> Array:
-    """A mean of statistics in their type: counters and flags are rounded."""
+def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
+    """A mean of statistics in their type: counters and flags are rounded. As before where nobody took part."""
     inexact = jnp.issubdtype(before.dtype, jnp.inexact)
-    return (mean if inexact else jnp.round(mean)).astype(before.dtype)
+    mean = (mean if inexact else jnp.round(mean)).astype(before.dtype)
+    if isinstance(anyone, Array):
+        return jnp.where(anyone, mean, before)
+    return mean if anyone else jax.device_put(before, mean.sharding)  # outside of a compiled round it may lie elsewhere
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)

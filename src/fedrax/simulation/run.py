@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +12,17 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from fedrax.compiled.cores import abandon_processes, use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.mistakes import explained
 from fedrax.contract.task import Task
-from fedrax.data import Dataset, Federation
-from fedrax.errors import FedraxError, unknown
-from fedrax.models import Model
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
+from fedrax.simulation.arguments import changed_settings, check_arguments, check_lists, rounds_kept
 from fedrax.simulation.clients_file import write_clients
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit, in_the_data
@@ -59,7 +60,7 @@ def simulate(
     resume: bool = False,
     sinks: Sequence[Sink] = (),
     keep_clients: bool = True,
-    trajectory: bool = False,
+    trajectory: bool | Collection[int] = False,
     record: Record | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
@@ -74,10 +75,10 @@ def simulate(
     Of several processes (:func:`fedrax.join_processes`) each calls simulate alike, and the first one writes.
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
-    in what a failed run leaves. trajectory: return the global parameters after every round, see :class:`Result`.
-    record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks: functions that
-    see a :class:`Snapshot` after every evaluation, and end the run by returning True. progress: show a line of it in
-    terminals and notebooks, on standard error.
+    in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
+    :class:`Result`. record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks:
+    functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True. progress: show a
+    line of it in terminals and notebooks, on standard error.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
@@ -99,7 +100,7 @@ def simulate(
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
         with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
-            kept = [] if trajectory else None
+            kept = rounds_kept(trajectory, settings.rounds)
             return Run(setup, storage_of(setup), sinks, keep_clients, place, kept, record, ledger, callbacks).finish(
                 resume
             )
@@ -123,37 +124,6 @@ def _check_record(record: Any, setup: Setup) -> None:
     record.check(info.num_clients, info.rounds, info.bytes_down + info.bytes_up)
 
 
-def changed_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:
-    """``settings`` with single fields replaced; FedraxError with the nearest name for one that there is not."""
-    if not isinstance(settings, Settings | None):
-        raise FedraxError(f"settings are a fedrax.Settings, not {type(settings).__name__}; single ones go by name")
-    known = [field.name for field in dataclasses.fields(Settings)]
-    for name in changes:
-        if name not in known:
-            raise unknown("setting", name, known)
-    return dataclasses.replace(settings or Settings(), **changes)
-
-
-def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
-    """Refuse a class where its object is meant, and things in each other's places."""
-    wanted = {"algorithm": (algorithm, Algorithm), "task": (task, Task), "federation": (federation, Federation)}
-    for name, (value, kind) in wanted.items():
-        if isinstance(value, kind):
-            continue
-        if isinstance(value, type):
-            raise FedraxError(f"the {name} is the class {value.__name__}: give an object, {value.__name__}(...)")
-        hint = ": divide it with Federation.from_dataset" if isinstance(value, Dataset) else ""
-        hint = hint or (": classification(model) makes a task of it" if isinstance(value, Model) else "")
-        raise FedraxError(f"the {name} must be a fedrax.{kind.__name__}, not {type(value).__name__}{hint}")
-
-
-def check_lists(**given: Any) -> None:
-    """Refuse one thing where several are meant: ``seeds=3`` for ``seeds=[3]``."""
-    for name, value in given.items():
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise FedraxError(f"{name} must be a list, not {type(value).__name__}: put brackets around it")
-
-
 def storage_of(setup: Setup) -> Storage:
     """Who brings the run's blocks of rounds what they need."""
     settings = setup.settings
@@ -173,7 +143,8 @@ class Run:
     sinks: Sequence[Sink]
     keep_clients: bool
     place: RunDirectory | None
-    trajectory: list[Tree] | None
+    kept: Collection[int] = ()
+    """The rounds after which the parameters are kept for the trajectory."""
     record: Record | None = None
     ledger: Ledger | None = None
     callbacks: Sequence[Callback] = ()
@@ -181,13 +152,15 @@ class Run:
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    trajectory: list[Tree] = field(default_factory=list)
     log: EventFile | None = None
 
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         setup, result = self.setup, None
-        if resume and setup.directory:
+        if resume and setup.kept_in:
             carry, self.events = restore(setup, self.storage, self.ledger)
+            _check_alike(len(self.events), setup)
         else:
             carry, self.events = fresh(setup, self.storage), []
         self.last = last_round(self.ledger, setup.settings, setup.planner.sampler)
@@ -222,7 +195,7 @@ class Run:
         stopped = "target" if self._reached(events) else "rounds"
         while len(events) < total and stopped == "rounds":
             began = clock()
-            carry, rounds, stopped = self._block(carry, 1 if self.trajectory is not None else pace, began)
+            carry, rounds, stopped = self._block(carry, pace, began)
             if self.setup.alone:
                 pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / max(clock() - began, 1e-6))))
             over = stopped != "rounds" or len(events) == total
@@ -255,7 +228,7 @@ class Run:
             metrics, lost = self._evaluate(carry)
             new[-1] |= metrics
             new[-1]["seconds"] = round_seconds(events, clock() - began)
-        if self.trajectory is not None:
+        if after in self.kept:
             self.trajectory.append(jax.tree.map(np.asarray, setup.algorithm.params(carry.server)))
         report(new, events, self.log, self.sinks)
         if lost is not None:
@@ -274,11 +247,12 @@ class Run:
         return "callback" if any(answer is not None and bool(answer) for answer in answers) else "rounds"
 
     def _until_stop(self, done: int) -> int:
-        """Rounds until the host has something to do: evaluate, write a checkpoint, record messages, end."""
+        """Rounds until the host has something to do: evaluate, write a checkpoint, keep parameters or messages, end."""
         settings = self.setup.settings
         every = [n for n in (settings.eval_every, settings.checkpoint_every) if n is not None]
         others = LONGEST_BLOCK if self.record is None else self.record.rounds_until(done, settings.rounds)
-        return min(self.last - done, *(n - done % n for n in every), others, LONGEST_BLOCK)
+        kept = next((n for n in range(1, LONGEST_BLOCK) if done + n in self.kept), LONGEST_BLOCK)
+        return min(self.last - done, *(n - done % n for n in every), others, kept)
 
     def _to_record(self, portion: Portion, round: int) -> tuple[Portion, list[int]]:
         """The block that begins with ``round``, with the clients to record where that round is recorded."""
@@ -324,9 +298,8 @@ class Run:
         for name, evaluator in setup.evaluators.items():
             metrics |= evaluator(setup.variables(params, carry.statistics), name, setup.settings.per_client)
         if setup.personal is not None:
-            metrics |= setup.personal(
-                setup.algorithm, params, carry.statistics, self.storage.store(carry), setup.planner.rows()
-            )
+            store, rows = self.storage.store(carry), setup.planner.rows()
+            metrics |= setup.personal(setup.algorithm, params, carry.statistics, store, rows, setup.initial)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         return finite, next((name for name in metrics if name not in finite), None)
 
@@ -342,7 +315,7 @@ class Run:
             spent=None if self.ledger is None else self.ledger.spent,
             lower_is_better=setup.task.lower_is_better,
             statistics=carry.statistics,
-            trajectory=self.trajectory or [],
+            trajectory=self.trajectory,
             exchanges=self.exchanges,
             store=self.storage.store(carry),
             homes=setup.planner.rows(),
@@ -374,9 +347,12 @@ class Run:
             new = events_of(setup.info, sound, portion.xs.count, self.events, 0.0)
             enter(self.ledger, portion.xs, new, setup.info.num_clients)
             report(new, self.events, self.log, self.sinks)
-        message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
+        if setup.alone:
+            message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
+        else:
+            message = f"{setup.info.algorithm}, round {len(self.events) + 1}: a number is not finite"
         message += in_the_data(setup.federation)
-        self._stop(message, self.storage.settle(carry, portion), "the state it starts from")
+        self._stop(message, self.storage.settle(carry, portion), "the server's state it starts from")
 
     def _stop(self, message: str, carry: Carry, what: str) -> NoReturn:
         """Keep the state and raise NonFiniteError."""
@@ -387,6 +363,12 @@ class Run:
         error = NonFiniteError(message)
         error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)
         raise error
+
+
+def _check_alike(done: int, setup: Setup) -> None:
+    """FedraxError unless all processes go on from one checkpoint."""
+    if not setup.alone and len({int(n) for n in multihost_utils.process_allgather(np.int32(done))}) > 1:
+        raise FedraxError(f"{setup.kept_in} is not alike to all processes: resume from a directory that all can read")
 
 
 def run_portion(setup: Setup, storage: Storage, carry: Carry, portion: Portion) -> tuple[Carry, dict]:

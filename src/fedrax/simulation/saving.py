@@ -50,14 +50,14 @@ def restore(setup: Setup, storage: Storage, ledger: Ledger | None = None) -> tup
 
     The ``ledger`` is set to what it holds.
     """
-    assert setup.directory is not None
-    where = setup.directory / CHECKPOINT
+    assert setup.kept_in is not None
+    where = setup.kept_in / CHECKPOINT
     if not checkpoint.exists(where):
         return fresh(setup, storage), []
     try:
         return _at_checkpoint(setup, storage, where, ledger)
     except checkpoint.DamagedError as error:
-        raise FedraxError(f"{error}; {_what_helps(setup.directory)}") from error
+        raise FedraxError(f"{error}; {_what_helps(setup.kept_in)}") from error
 
 
 def _what_helps(directory: Path) -> str:
@@ -70,28 +70,28 @@ def _what_helps(directory: Path) -> str:
 
 
 def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> tuple[Carry, list[Event]]:
-    assert setup.directory is not None
+    assert setup.kept_in is not None
     if not (where / checkpoint.FILE).is_file():
         raise checkpoint.DamagedError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
     meta = _known_again(setup, where)
     done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
-        raise FedraxError(f"{setup.directory} is at round {done}, beyond the {rounds} asked for")
+        raise FedraxError(f"{setup.kept_in} is at round {done}, beyond the {rounds} asked for")
     if done < rounds and setup.stateful and not meta["rows"]:
-        raise FedraxError(f"the finished run in {setup.directory} kept no client states: it cannot go on")
+        raise FedraxError(f"the finished run in {setup.kept_in} kept no client states: it cannot go on")
     like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
     saved = checkpoint.load(where, like, in_pieces="store" if setup.spilled else None)[0]
-    events = read_events(setup.directory)
+    events = read_events(setup.kept_in)
     if len(events) < done:
-        raise FedraxError(f"{setup.directory} has {len(events)} events, fewer than its checkpoint's {done}")
+        raise FedraxError(f"{setup.kept_in} has {len(events)} events, fewer than its checkpoint's {done}")
     if digest_of(events[:done]) != meta.get("events"):
         raise FedraxError(
-            f"the events of {setup.directory} are not those that its checkpoint was written after: what they say was"
-            f" changed; see fedrax doctor {setup.directory}"
+            f"the events of {setup.kept_in} are not those that its checkpoint was written after: what they say was"
+            f" changed; see fedrax doctor {setup.kept_in}"
         )
     if ledger is not None:
         ledger.restore(saved.ledger, done)
-    if done == rounds:  # it was cut short after its last checkpoint
+    if done == rounds and setup.directory is not None:  # it was cut short after its last checkpoint
         checkpoint.forget_previous(where)
     return setup.engine.put(saved.server, saved.statistics, _stored(setup, storage, saved)), events[:done]
 
@@ -101,12 +101,12 @@ def check_kept(setup: Setup) -> None:
 
     It is known by its checkpoint, or by the state that a failure has left.
     """
-    assert setup.directory is not None
-    there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.directory / name)]
+    assert setup.kept_in is not None
+    there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.kept_in / name)]
     if not there:
-        raise FedraxError(f"{setup.directory} has no checkpoint to be known by")
+        raise FedraxError(f"{setup.kept_in} has no checkpoint to be known by")
     for name in there:
-        _known_again(setup, setup.directory / name)
+        _known_again(setup, setup.kept_in / name)
 
 
 def _known_again(setup: Setup, where: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _known_again(setup: Setup, where: Path) -> dict[str, Any]:
     meta = checkpoint.load_meta(where)
     assert setup.identity is not None
     if (differs := difference(meta.get("identity"), setup.identity)) is not None:
-        raise FedraxError(f"the checkpoint in {setup.directory} belongs to another experiment: {differs}")
+        raise FedraxError(f"the checkpoint in {setup.kept_in} belongs to another experiment: {differs}")
     return meta
 
 

@@ -57,7 +57,9 @@ class Setup:
     federation: Federation
     settings: Settings
     directory: Path | None
-    """Where this process keeps the run; None where it keeps nothing."""
+    """Where this process keeps the run; None where it keeps nothing, as all but the first of several."""
+    kept_in: Path | None
+    """Where the run is kept, by whomever."""
     key: Array
     params: Tree
     """Starting parameters."""
@@ -127,7 +129,7 @@ def prepare(
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     start, statistics = drawn()  # until here shapes were enough
     initial = computed(partial(Kept.at_first, algorithm), start, statistics)
-    directory = directory if jax.process_index() == 0 else None  # the first process writes
+    kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     cuts = cuts_in(traced.program)
     joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
@@ -139,6 +141,7 @@ def prepare(
         federation=federation,
         settings=settings,
         directory=directory,
+        kept_in=kept_in,
         key=jax.random.fold_in(jax.random.key(settings.seed), 1),
         params=start,
         statistics=statistics,
@@ -153,7 +156,7 @@ def prepare(
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=_info(algorithm, settings, sampler, words, traced, start, directory),
         traced=traced,
-        identity=identity() if directory else None,
+        identity=identity() if kept_in else None,
     )
 
 
@@ -270,6 +273,8 @@ def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     params, statistics = found if isinstance(found, Variables) else (found, ())
+    if hasattr(statistics, "dtype"):
+        raise FedraxError("running statistics are arrays by name: give Variables a dictionary of them, not an array")
     if not tree.num_bytes(params):
         raise FedraxError("the model has no parameters: there is nothing to train")
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(cast, statistics)

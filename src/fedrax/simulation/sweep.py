@@ -29,6 +29,7 @@ from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError, unknown
+from fedrax.simulation.arguments import changed_settings, check_arguments, check_lists
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import Carry, Engine, compiler_options, run_block
@@ -39,8 +40,8 @@ from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
 from fedrax.simulation.result import NO_CLIENTS, Result
-from fedrax.simulation.round import Rounds
-from fedrax.simulation.run import LONGEST_BLOCK, changed_settings, check_arguments, check_lists, simulate
+from fedrax.simulation.round import Kept, Rounds
+from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
 from fedrax.simulation.spending import enter, ledger_of
@@ -139,7 +140,7 @@ def _apart(setup: Setup) -> str | None:
 
 
 def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
-    same = len({jax.tree.structure(a) for a in algorithms}) == 1
+    same = len({(jax.tree.structure(a), *map(jnp.shape, jax.tree.leaves(a))) for a in algorithms}) == 1
     on_cpu = jax.default_backend() == "cpu"
     return same and _apart(setup) is None and (setup.info.parameters <= _SMALL or not on_cpu)
 
@@ -215,23 +216,26 @@ class _Together:
         where = f"{devices} device{'s' * (devices > 1)}"
         self.plan = f"together: {self.count} x {len(setups)} runs in one program on {where}"
 
-    def _fresh(self) -> Carry:
+    def _fresh(self) -> tuple[Carry, Kept]:
+        """(the state before the first round, what a client keeps before it takes part), of every lane."""
         rows = max(setup.planner.capacity for setup in self.setups)
 
-        def start(algorithm: Algorithm, params: Tree, statistics: Tree, initial: Tree) -> Carry:
-            store = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), initial)
-            return Carry(algorithm.init(params, self.setups[0].info.num_clients), statistics, store)
+        def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, Kept]:
+            initial = Kept.at_first(algorithm, params, statistics)
+            store = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *jnp.shape(a))), initial)
+            return Carry(algorithm.init(params, self.setups[0].info.num_clients), statistics, store), initial
 
-        begins = [(setup.params, setup.statistics, setup.initial) for setup in self.setups]
-        begin = jax.tree.map(lambda *x: jnp.stack(x), *begins)
-        over_algorithms = jax.vmap(start, (0, None, None, None))
-        return jax.vmap(over_algorithms, (None, 0, 0, 0))(self.stacked, *begin)
+        begin = jax.tree.map(lambda *x: jnp.stack(x), *[(setup.params, setup.statistics) for setup in self.setups])
+        over_algorithms = jax.vmap(start, (0, None, None))
+        return jax.vmap(over_algorithms, (None, 0, 0))(self.stacked, *begin)
 
     def run(self, line: Line | None) -> list[list[Result]]:
         """All rounds of all runs, evaluated as the settings say."""
         name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
         total, every = self.settings.rounds, self.settings.eval_every
-        carry = jax.device_put(self._fresh(), self._lanes)  # where a block leaves it, or the second would compile anew
+        carry, initial = self._fresh()
+        self.initial = jax.tree.map(np.asarray, initial)
+        carry = jax.device_put(carry, self._lanes)  # where a block leaves it, or the second would compile anew
         keys = jnp.stack([setup.key for setup in self.setups])
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
         alive = np.ones((len(self.setups), self.width), bool)
@@ -281,13 +285,15 @@ class _Together:
             metrics |= evaluator(setup.variables(params, carry.statistics), name, self.settings.per_client)
         if setup.personal is not None:
             homes = setup.planner.rows()
-            metrics |= setup.personal(self.algorithms[g], params, carry.statistics, carry.store, homes)
+            initial = jax.tree.map(lambda a: a[z, g], self.initial)
+            metrics |= setup.personal(self.algorithms[g], params, carry.statistics, carry.store, homes, initial)
         return metrics
 
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
         diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]
         mine = jax.tree.map(lambda a: a[z, g], carry)
-        kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": setup.initial}
+        initial = jax.tree.map(lambda a: a[z, g], self.initial)
+        kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,
@@ -302,4 +308,9 @@ class _Together:
 
 
 def _stack(algorithms: Sequence[Algorithm]) -> Algorithm:
-    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf, float) for leaf in leaves]), *algorithms)
+    return jax.tree.map(lambda *leaves: jnp.stack([_as_input(leaf) for leaf in leaves]), *algorithms)
+
+
+def _as_input(leaf: Any) -> Array:
+    """A hyper-parameter as the program takes it: numbers of Python as floats, whole numbers of arrays as they are."""
+    return jnp.asarray(leaf) if hasattr(leaf, "dtype") else jnp.asarray(leaf, float)

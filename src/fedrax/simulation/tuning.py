@@ -14,9 +14,9 @@ from fedrax.contract.fields import fields_of
 from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, unknown
+from fedrax.simulation.arguments import changed_settings, check_arguments, check_lists
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import Event
-from fedrax.simulation.run import changed_settings, check_arguments, check_lists
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.sweep import seeds_of, sweep
 

@@ -145,9 +145,10 @@ class Personalised(Wrapper):
         return self.inner.with_params(new, _placed(self.inner.params(new), kept)), own, info
 
     def personal(self, params: Tree, state: Wrapped) -> Tree:
-        """The global parameters with the client's own."""
-        inner = self.inner.personal(params, state.inner)
-        return _filled(_without(params if inner is None else inner, state.own), state.own)
+        """The global parameters with the client's own, or the whole model that a client has of ``inner``."""
+        mine = _filled(_without(params, state.own), state.own)
+        inner = self.inner.personal(mine, state.inner)
+        return mine if inner is None else inner
 
 
 def _named(params: Tree) -> dict[str, Tree]:
