@@ -155,3 +155,23 @@ def test_without_optuna(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(FedraxError, match="pip install optuna"):
         compare(file, directory=tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.exhaustive
+def test_another_search_of_the_same_name_goes_elsewhere(
+    fedrax: Callable[..., Outcome], file: Path, tmp_path: Path
+) -> None:
+    """What Optuna proposes is not known beforehand: its trials are known by all that is not searched."""
+    file.write_text(FILE.replace("trials = 6", "trials = 2"))
+    assert fedrax("compare", file).status == 0
+    assert fedrax("compare", file).status == 0
+    places = lambda: sorted(path.name for path in (tmp_path / "runs").iterdir())  # noqa: E731
+    assert len(places()) == 1
+    (first,) = places()
+    before = (tmp_path / "runs" / first / "comparison.json").read_bytes()
+    file.write_text(FILE.replace("trials = 6", "trials = 2").replace("rounds = 1", "rounds = 2"))
+    refused = fedrax("compare", file, "--out", f"runs/{first}")
+    assert refused.status == 2 and "holds a trial of another comparison" in refused.err
+    assert fedrax("compare", file).status == 0
+    assert places() == [first, f"{first}-2"]
+    assert (tmp_path / "runs" / first / "comparison.json").read_bytes() == before

@@ -97,8 +97,9 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
             f"--algorithms adds methods, with their default settings, to those of {files[0]}: leave {twice!r} out,"
             " which is there already."
         )
+    of_rows = {part: getattr(spec.methods[0], part) for part in comparison.OF_ROWS} if spec.methods else {}
     added = [
-        Experiment(name=cls.__name__ if ":" in name else name, algorithm=cls(), run=spec.run)
+        Experiment(name=cls.__name__ if ":" in name else name, algorithm=cls(), run=spec.run, **of_rows)
         for name, cls in ((name, ALGORITHM.find(name, Path.cwd(), "typed")) for name in options.algorithms)
     ]
     shared = {part: getattr(parsed.experiment, part) for part in SHARED}

@@ -158,8 +158,7 @@ def compare(
     if isinstance(executor, str):
         executor = engines.engine(executor)
     out = default_directory(spec) if directory is None else Path(directory)
-    for job in spec.possible():  # before anything runs: all directories must be ours
-        comparison.state_of(job.spec, job.inside(out))
+    _check_ours(spec, out)  # before anything runs
     if watcher is None:
         use_all_cores()
         watcher = ProgressWatcher() if progress and somebody_looks_on() else Watcher()
@@ -190,10 +189,16 @@ def default_directory(spec: Comparison) -> Path:
     while True:
         out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         with contextlib.suppress(FedraxError):
-            for job in spec.possible():
-                comparison.state_of(job.spec, job.inside(out))
+            _check_ours(spec, out)
             return out
         number += 1
+
+
+def _check_ours(spec: Comparison, out: Path) -> None:
+    """FedraxError where a directory holds runs of another comparison."""
+    for job in spec.possible():
+        comparison.state_of(job.spec, job.inside(out))
+    comparison.check_sampled(spec, out)
 
 
 def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, watcher: Watcher) -> Outcome:

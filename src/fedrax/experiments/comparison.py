@@ -27,6 +27,7 @@ the common one. A method's table ``run`` changes settings of the run for it alon
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +55,8 @@ OUTPUTS = (
 """What stands beside the methods' directories."""
 SHARED = ("data", "partition", "model", "task")
 """What all methods have in common."""
+OF_ROWS, OF_ALL = ("normalise", "validation"), ("seeds", "target", "search")
+"""And besides: of an experiment, and of the comparison itself, where a file gives it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,11 @@ class Comparison:
         if trials is not None and trials > grid.LARGEST:
             raise FedraxError(f"{trials:,} trials are too many (limit: {grid.LARGEST:,}).")
         for label, found in self.grids.items():
+            if any(method.validation for method in self.methods if method.name == label):
+                raise FedraxError(
+                    f"the grid of {label}: the search holds out rows of its own: leave validation out here, and set it"
+                    " in [search]."
+                )
             if found.ranges and trials is None:
                 path, values = next(iter(found.ranges.items()))
                 raise FedraxError(
@@ -273,18 +281,26 @@ def merged(base: Any, over: Any) -> Any:
 
 def read(paths: list[Path]) -> Comparison:
     """The comparison of one file, or of the methods of several that share data, partition, model and run."""
-    parts = [from_table(experiment.read_file(path), str(path), path.parent, trust_in(path)) for path in paths]
+    tables = [experiment.read_file(path) for path in paths]
+    parts = [
+        from_table(table, str(path), path.parent, trust_in(path)) for table, path in zip(tables, paths, strict=True)
+    ]
     first = parts[0]
-    for path, part in zip(paths[1:], parts[1:], strict=True):
-        for name in SHARED:
-            mine, other = (getattr(p.methods[0], name) if p.methods else None for p in (part, first))
-            if mine != other:
-                raise FedraxError(f"{path} and {paths[0]} differ in [{name}]: a comparison needs the same for all.")
+    for path, part, table in zip(paths[1:], parts[1:], tables[1:], strict=True):
+        differing = [f"[{name}]" for name in SHARED if _of_first(part, name) != _of_first(first, name)]
+        differing += [name for name in OF_ROWS if _of_first(part, name) != _of_first(first, name)]
+        differing += [name for name in OF_ALL if name in table and getattr(part, name) != getattr(first, name)]
         if dataclasses.replace(part.run, seed=0) != dataclasses.replace(first.run, seed=0):
-            raise FedraxError(f"{path} and {paths[0]} differ in [run]: a comparison needs the same for all.")
+            differing.append("[run]")
+        if differing:
+            raise FedraxError(f"{path} and {paths[0]} differ in {differing[0]}: a comparison needs the same for all.")
     methods = tuple(method for part in parts for method in part.methods)
     grids = {label: mine for part in parts for label, mine in part.grids.items()}
     return dataclasses.replace(first, methods=methods, grids=grids)
+
+
+def _of_first(part: Comparison, name: str) -> Any:
+    return getattr(part.methods[0], name) if part.methods else None
 
 
 def state_of(spec: Experiment, directory: Path) -> Run | None:
@@ -297,6 +313,35 @@ def state_of(spec: Experiment, directory: Path) -> Run | None:
     if not same:
         raise FedraxError(f"{directory} holds a run of another experiment: choose another --out.")
     return read_run(directory)
+
+
+def check_sampled(spec: Comparison, out: Path) -> None:
+    """FedraxError where ``out`` holds trials of another search: a method's differ in its grid's settings and the seed.
+
+    Which settings Optuna will propose is not known beforehand.
+    """
+    for method in spec.methods:
+        if not spec.is_sampled(method.name):
+            continue
+        paths = [*(path for path, _ in spec.grids[method.name].axes), "run.seed"]
+        ours = dataclasses.replace(spec.candidates[method.name][0][1], validation=spec.search.validation)
+        wanted = _without(experiment.to_table(ours), paths)
+        for file in sorted(files.inside(out, Path("search", safe_name(method.name))).glob("*/seed-*/experiment.toml")):
+            if _without(experiment.read_file(file), paths) != wanted:
+                raise FedraxError(f"{file.parent} holds a trial of another comparison: choose another --out.")
+
+
+def _without(table: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """A table of tables without what lies at some paths."""
+    plain = json.loads(json.dumps(table))
+    for path in paths:
+        *outer, last = path.split(".")
+        inner: Any = plain
+        for key in outer:
+            inner = inner.get(key, {}) if isinstance(inner, dict) else {}
+        if isinstance(inner, dict):
+            inner.pop(last, None)
+    return plain
 
 
 def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, Point]) -> list[Method]:
