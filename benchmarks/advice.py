@@ -20,7 +20,7 @@ from benchmarks.sessions import RESULTS, Session
 
 if TYPE_CHECKING:
     from benchmarks.advice_study import Pair
-    from fedrax import Federation, Task
+    from fedrax import Federation, Result, Task
     from fedrax.diagnosis.methods import Method
 
 RAW = RESULTS / "advice.jsonl"
@@ -39,7 +39,7 @@ def main() -> None:
 
 def measure() -> Session:
     """What the last session has not of all pairs and methods, or all of it anew where there is none."""
-    from benchmarks.advice_study import PAIRS, TRIALS, definition
+    from benchmarks.advice_study import AT_THEIRS, PAIRS, TRIALS, definition
     from fedrax.diagnosis.methods import METHODS
 
     session = Session.latest(RAW) if RAW.exists() else Session.start(RAW)
@@ -47,7 +47,7 @@ def measure() -> Session:
     for pair in PAIRS:
         if pair.needs_files and "FEDRAX_DATA" not in os.environ:
             continue
-        names = (None, *METHODS, TRIALS)
+        names = (None, *METHODS, TRIALS, AT_THEIRS)
         digests = {name: hashlib.sha256(definition(pair, name).encode()).hexdigest()[:12] for name in names}
         missing = [name for name, digest in digests.items() if digest not in done]
         if not missing:
@@ -60,6 +60,9 @@ def measure() -> Session:
                 continue
             if name == TRIALS:
                 session.add(facts | tried(pair, task, federation))
+            elif name == AT_THEIRS:
+                mine = {run["method"]: run for run in session.runs if run["pair"] == pair.name}
+                session.add(facts | at_their_points(pair, mine, task, federation))
             else:
                 session.add(facts | trained(pair, METHODS[name], task, federation))
             print(f"{pair.name}: {name}, {session.runs[-1]['seconds']:.0f} s", flush=True)
@@ -96,41 +99,70 @@ def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> d
     validation: accuracy on held-out rows of each of the method's points, mean over the tuning seeds, None where one
     diverged. best: the point chosen by it. test: its accuracy on test rows by seed, 0 where it diverged.
     """
-    import jax
+    from benchmarks.advice_study import TUNING
 
-    from benchmarks.advice_study import LOCAL, ROUNDS, SCORING, TUNING, VALIDATION
-    from fedrax import Batch, sweep
-    from fedrax.data import hold_out
-
-    seeds = (*TUNING, *SCORING)
     began, points = time.perf_counter(), method.points()
-    results = sweep(
-        [method.at(point, LOCAL, federation.num_clients) for point in points],
-        task,
-        hold_out(federation, VALIDATION),
-        seeds,
-        rounds=ROUNDS,
-        cohort_size=pair.cohort,
-        eval_every=ROUNDS,
-        mode="together",
-    )
+    results = swept(pair, method, points, task, federation)
     validation = []
     for runs in results:
         tuning = runs[: len(TUNING)]
         sound = all(run.stopped != "diverged" for run in tuning)
         validation.append(round(mean(run.events[-1]["test_accuracy"] for run in tuning), 6) if sound else None)
     best = max(range(len(points)), key=lambda i: -1.0 if validation[i] is None else validation[i])
-    accuracy = jax.jit(lambda params: task.metrics["accuracy"](params, Batch(*federation.test)).mean())
-    ends = zip(seeds, results[best], strict=True)
     return {
         "validation": validation,
         "best": points[best],
         "chosen": validation[best],
-        "test": {
-            str(s): 0.0 if run.stopped == "diverged" else round(float(accuracy(run.params)), 6) for s, run in ends
-        },
+        "test": by_seed(results[best], task, federation),
         "seconds": time.perf_counter() - began,
     }
+
+
+def at_their_points(pair: Pair, runs: dict[str, Any], task: Task, federation: Federation) -> dict[str, Any]:
+    """test: accuracy on test rows by seed, of each method at the point that the trials chose for it."""
+    from benchmarks.advice_study import TRIALS
+    from fedrax.diagnosis.methods import METHODS
+
+    began, test = time.perf_counter(), {}
+    for name, trial in runs[TRIALS]["trials"].items():
+        if trial["point"] == runs[name]["best"]:
+            test[name] = runs[name]["test"]
+        else:
+            (results,) = swept(pair, METHODS[name], [trial["point"]], task, federation)
+            test[name] = by_seed(results, task, federation)
+    return {"test": test, "seconds": time.perf_counter() - began}
+
+
+def swept(
+    pair: Pair, method: Method, points: list[dict[str, float]], task: Task, federation: Federation
+) -> list[list[Result]]:
+    """Runs of each point with the seeds of tuning and of scoring."""
+    from benchmarks.advice_study import LOCAL, ROUNDS, SCORING, TUNING, VALIDATION
+    from fedrax import sweep
+    from fedrax.data import hold_out
+
+    return sweep(
+        [method.at(point, LOCAL, federation.num_clients) for point in points],
+        task,
+        hold_out(federation, VALIDATION),
+        (*TUNING, *SCORING),
+        rounds=ROUNDS,
+        cohort_size=pair.cohort,
+        eval_every=ROUNDS,
+        mode="together",
+    )
+
+
+def by_seed(runs: list[Result], task: Task, federation: Federation) -> dict[str, float]:
+    """Accuracy on test rows; 0 where a run diverged."""
+    import jax
+
+    from benchmarks.advice_study import SCORING, TUNING
+    from fedrax import Batch
+
+    accuracy = jax.jit(lambda params: task.metrics["accuracy"](params, Batch(*federation.test)).mean())
+    ends = zip((*TUNING, *SCORING), runs, strict=True)
+    return {str(s): 0.0 if run.stopped == "diverged" else round(float(accuracy(run.params)), 6) for s, run in ends}
 
 
 if __name__ == "__main__":

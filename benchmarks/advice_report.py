@@ -14,12 +14,12 @@ from benchmarks.advice_rules import (
     CLOSE,
     DEAR,
     FEATURES,
+    BestValidated,
     Made,
     Record,
     Rule,
     Shortlist,
     Trained,
-    best_validated,
     fitted,
     make,
     on_new_data,
@@ -90,7 +90,7 @@ def shipped(session: Session, found: Found) -> dict[str, Any]:
     new = found.new_data
 
     def records(name: str, choice: Rule | Shortlist) -> dict[str, Any]:
-        of = {"record": record(choice.first, found.unseen), "again": record(choice.first, found.used), "new": new[name]}
+        of = {"record": record(choice, found.unseen), "again": record(choice, found.used), "new": new[name]}
         return {part: numbers._asdict() for part, numbers in of.items()}
 
     return {
@@ -100,7 +100,7 @@ def shipped(session: Session, found: Found) -> dict[str, Any]:
         "rules": [
             {"among": name, **made.rule._asdict(), **records(name, made.rule)} for name, made in found.rules.items()
         ],
-        "fedavg": record(Rule("FedAvg", "FedAvg").first, found.unseen)._asdict(),
+        "fedavg": record(Rule("FedAvg", "FedAvg"), found.unseen)._asdict(),
         "pairs": [
             {
                 "name": pair.name,
@@ -154,8 +154,9 @@ def shortlist_text(shortlist: Shortlist) -> str:
     return (
         f"**Tried on the task itself: the best of {_list(shortlist.methods)}.** Each at every point of its grid with"
         f" {trials.SEEDS} seeds, by {rows} held out, in the mean of the last quarter of {trials.EVALUATIONS}"
-        f" evaluations, as `fedrax diagnose` does where that takes little. The shortlist is the one of FedAvg and up to"
-        f" three of {_list(CANDIDATES[1:])} whose best was most often within 1 point of the best of all."
+        f" evaluations, as `fedrax diagnose` does where that takes little. It is scored at the point that was the best,"
+        f" other advice at the points of the tuning. The shortlist is the one of FedAvg and up to three of"
+        f" {_list(CANDIDATES[1:])} whose best was most often within 1 point of the best of all."
     )
 
 
@@ -176,15 +177,15 @@ def rule_text(name: str, made: Made, count: int) -> str:
 def records_table(found: Found) -> str:
     """How often the advice, and each method always, are within a point of the best."""
     new = found.new_data
-    advice: dict[str, Any] = {"**the best of the shortlist**": (found.shortlist.first, new["shortlist"])}
+    advice: dict[str, Any] = {"**the best of the shortlist**": (found.shortlist, new["shortlist"])}
     for name, made in found.rules.items():
-        advice[f"**the rule ({name})**"] = made.rule.first, new[name]
-    advice[f"all {len(METHODS)} tuned, the best on held-out rows"] = best_validated, None
-    advice |= {f"always {name}": (Rule(name, name).first, None) for name in METHODS}
+        advice[f"**the rule ({name})**"] = made.rule, new[name]
+    advice[f"all {len(METHODS)} tuned, the best on held-out rows"] = BestValidated(), None
+    advice |= {f"always {name}": (Rule(name, name), None) for name in METHODS}
     lines = []
-    for name, (first, on_new) in advice.items():
+    for name, (choice, on_new) in advice.items():
         cells = [name]
-        for part in (record(first, found.unseen), record(first, found.used), on_new or record(first, found.pairs)):
+        for part in (record(choice, found.unseen), record(choice, found.used), on_new or record(choice, found.pairs)):
             cells += [f"{part.close} of {part.pairs}", f"{part.short:.2f}", f"{part.worst:.1f}"]
         lines.append(cells)
     head = ("first advice", "within 1 point: pairs not used", "mean short", "worst")

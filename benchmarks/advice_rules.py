@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from benchmarks.advice_study import CANDIDATES, PAIRS, SCORING, TRIALS, TUNING
+from benchmarks.advice_study import AT_THEIRS, CANDIDATES, PAIRS, SCORING, TRIALS, TUNING
 from benchmarks.sessions import Session
 from fedrax.diagnosis.methods import METHODS
 
@@ -46,6 +46,8 @@ class Trained:
     """Accuracy of each method at that point on held-out rows, by the seeds of tuning."""
     tried: Scores = field(default_factory=dict)
     """What ``fedrax diagnose`` finds of the methods that it may try."""
+    tried_ends: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Accuracy of these on test rows, by seed, at the points that it finds."""
 
     def short(self, seeds: tuple[int, ...]) -> Scores:
         """Points of accuracy that each method is below the best of all, mean over seeds."""
@@ -60,6 +62,10 @@ class Trained:
     def highest(self, seeds: tuple[int, ...]) -> float:
         """The best method's accuracy in percent."""
         return POINTS * max(mean(found[str(seed)] for seed in seeds) for found in self.ends.values())
+
+    def short_of_trials(self, method: str, seeds: tuple[int, ...]) -> float:
+        """Points that a method is below the best of all at the point that trials found; negative where it is above."""
+        return self.highest(seeds) - POINTS * mean(self.tried_ends[method][str(seed)] for seed in seeds)
 
 
 class Rule(NamedTuple):
@@ -80,6 +86,10 @@ class Rule(NamedTuple):
         """The method to try first on a pair."""
         return self.pick(pair.measured)
 
+    def short(self, pair: Trained, seeds: tuple[int, ...]) -> float:
+        """Points that it is below the best, tuned."""
+        return pair.short(seeds)[self.first(pair)]
+
     def text(self) -> str:
         """In words."""
         if self.feature is None:
@@ -96,14 +106,21 @@ class Shortlist(NamedTuple):
         """The method to try first on a pair; one that diverged is none."""
         return max(self.methods, key=lambda method: pair.tried.get(method, 0.0))
 
+    def short(self, pair: Trained, seeds: tuple[int, ...]) -> float:
+        """Points that it is below the best, at the point at which it was the best of the trials."""
+        return pair.short_of_trials(self.first(pair), seeds)
+
 
 Choice = Rule | Shortlist
 Chosen = TypeVar("Chosen", Rule, Shortlist)
 
 
-def best_validated(pair: Trained) -> str:
+class BestValidated(NamedTuple):
     """The best of all methods on held-out rows."""
-    return max(pair.validated, key=pair.validated.__getitem__)
+
+    def short(self, pair: Trained, seeds: tuple[int, ...]) -> float:
+        """Points that it is below the best."""
+        return pair.short(seeds)[max(pair.validated, key=pair.validated.__getitem__)]
 
 
 def pairs_of(session: Session) -> list[Trained]:
@@ -120,9 +137,10 @@ def pairs_of(session: Session) -> list[Trained]:
             {m: runs[m]["test"] for m in METHODS},
             {m: runs[m]["chosen"] or 0.0 for m in METHODS},
             {m: trial["score"] for m, trial in runs[TRIALS]["trials"].items()},
+            runs[AT_THEIRS]["test"],
         )
         for pair in PAIRS
-        if {None, *METHODS, TRIALS} <= (runs := found.get(pair.name, {})).keys()
+        if {None, *METHODS, TRIALS, AT_THEIRS} <= (runs := found.get(pair.name, {})).keys()
     ]
 
 
@@ -162,7 +180,7 @@ def shortlists() -> list[Shortlist]:
 
 def misses(choice: Choice, pairs: list[Trained]) -> tuple[int, float]:
     """(pairs on which the choice is over a point below the best, mean points below it), with the seeds of tuning."""
-    short = [pair.made[choice.first(pair)] for pair in pairs]
+    short = [choice.short(pair, TUNING) for pair in pairs]
     return sum(points > CLOSE for points in short), mean(short)
 
 
@@ -213,9 +231,9 @@ class Record(NamedTuple):
     worst: float
 
 
-def record(first: Callable[[Trained], str], pairs: list[Trained]) -> Record:
+def record(choice: Choice | BestValidated, pairs: list[Trained]) -> Record:
     """How a first advice does; the best is of all methods."""
-    return _record([pair.short(SCORING)[first(pair)] for pair in pairs])
+    return _record([choice.short(pair, SCORING) for pair in pairs])
 
 
 def _record(short: list[float]) -> Record:
@@ -227,5 +245,5 @@ def on_new_data(pairs: list[Trained], made_of: Callable[[list[Trained]], Choice]
     short = []
     for data in sorted({pair.data for pair in pairs}):
         choice = made_of(without(data, pairs))
-        short += [pair.short(SCORING)[choice.first(pair)] for pair in pairs if pair.data == data]
+        short += [choice.short(pair, SCORING) for pair in pairs if pair.data == data]
     return _record(short)

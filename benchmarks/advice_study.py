@@ -27,7 +27,7 @@ from fedrax.models import MLP, Logistic
 ROUNDS, STEPS, BATCH = 40, 10, 10
 CANDIDATES = ("FedAvg", "SCAFFOLD", "FedDyn", "FedCM", "GradMA-S", "GradMA")
 """Methods that a shortlist to try may have."""
-TRIALS = "trials"
+TRIALS, AT_THEIRS = "trials", "at the trials' points"
 TUNING, SCORING = (0, 1), (2, 3, 4)
 """Seeds with which methods are tuned and the rule is made; seeds with which all is scored."""
 VALIDATION = 0.2
@@ -128,7 +128,10 @@ diagnosis."""
 def definition(pair: Pair, method: str | None) -> str:
     """All that a run depends on, in words: what was done is not done again. Without a method of the diagnosis."""
     numbers = (ROUNDS, STEPS, BATCH, BLOCKS, CLIENTS, TUNING, SCORING, VALIDATION, LOCAL.lr)
-    if method == TRIALS:
+    if method is None:
+        return repr((numbers, pair, "drift without the noise of batches"))
+    if method in (TRIALS, AT_THEIRS):
         grids = {name: METHODS[name].points() for name in CANDIDATES}
-        return repr((numbers, pair, grids, trials.SHARE, trials.SEEDS, trials.EVALUATIONS))
-    return repr((numbers, pair, method, METHODS[method].points() if method else None))
+        of_trials = (numbers, pair, grids, trials.SHARE, trials.SEEDS, trials.EVALUATIONS)
+        return repr(of_trials if method == TRIALS else (AT_THEIRS, *of_trials))
+    return repr((numbers, pair, method, METHODS[method].points()))

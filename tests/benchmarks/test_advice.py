@@ -36,8 +36,8 @@ def test_a_threshold_is_found_where_there_is_one():
     assert made.rule[:3] == ("A", "B", "drift")
     assert made.rule.threshold == pytest.approx(1.8)  # between 0.6 and 3.0
     assert made.by_threshold == 0 < made.always_one
-    assert record(made.rule.first, some) == (0 + 12, 12, 0.0, 0.0)
-    assert record(Rule("A", "A").first, some) == (6, 12, pytest.approx(10.0), pytest.approx(20.0))
+    assert record(made.rule, some) == (0 + 12, 12, 0.0, 0.0)
+    assert record(Rule("A", "A"), some) == (6, 12, pytest.approx(10.0), pytest.approx(20.0))
 
 
 def test_where_nothing_decides_it_is_mostly_always_one_method():
@@ -56,10 +56,14 @@ def test_the_shortlist_is_the_one_whose_best_is_most_often_close(monkeypatch: py
     monkeypatch.setattr(advice_rules, "CANDIDATES", ("FedAvg", "A", "B", "C"))
     ends = [{"FedAvg": 0.7, "A": 0.9 if i % 2 else 0.8, "B": 0.8 if i % 2 else 0.9, "C": 0.6} for i in range(8)]
     tried = [{"FedAvg": 0.7, "A": end["A"], "B": end["B"], "C": 0.95} for end in ends]  # C only looks the best
-    some = [dataclasses.replace(pair, tried=t) for pair, t in zip(pairs([1.0] * 8, ends), tried, strict=True)]
+    each = zip(pairs([1.0] * 8, ends), tried, strict=True)
+    some = [dataclasses.replace(pair, tried=t, tried_ends=pair.ends) for pair, t in each]
     assert fitted(some, shortlists()) == Shortlist(("FedAvg", "A", "B"))
-    assert record(Shortlist(("FedAvg", "A", "B")).first, some) == (8, 8, 0.0, 0.0)
-    assert record(Shortlist(("FedAvg", "A", "B", "C")).first, some)[0] == 0
+    assert record(Shortlist(("FedAvg", "A", "B")), some) == (8, 8, 0.0, 0.0)
+    assert record(Shortlist(("FedAvg", "A", "B", "C")), some)[0] == 0
+    elsewhere = {name: {seed: value - 0.03 for seed, value in end.items()} for name, end in some[0].ends.items()}
+    worse = dataclasses.replace(some[0], tried_ends=elsewhere)  # the trials found another step size
+    assert record(Shortlist(("FedAvg", "A", "B")), [worse]) == (0, 1, pytest.approx(3.0), pytest.approx(3.0))
 
 
 def test_new_data_is_met_with_advice_made_of_other_data():

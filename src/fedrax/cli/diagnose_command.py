@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli.arguments import parse_experiment
+from fedrax.cli.run_command import not_of_one_run
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
-from fedrax.simulation import use_all_cores
+from fedrax.simulation import Asynchronous, use_all_cores
 from fedrax.text import plain
 
 DESCRIPTION = """A task and its partition measured: `fedrax diagnose [FILE.toml] [flags]`.
@@ -47,7 +50,7 @@ def main(args: list[str]) -> int:
     spec, options = parsed.experiment, parsed.options
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.diagnosis import advice, diagnose, gradients, show, trials
+    from fedrax.diagnosis import advice, diagnose, show, trials
 
     def progress(text: str, last: bool) -> None:
         if not options.json and sys.stderr.isatty():
@@ -59,11 +62,14 @@ def main(args: list[str]) -> int:
     def tried(method: str, done: int, of: int) -> None:
         progress(f"{done} of {of} methods tried" + f", {method} at step sizes of its own" * (done < of), done == of)
 
+    aside = set_aside(spec, algorithm)
     local, names = algorithm.local_steps, advice.shortlist()
-    made, found, left_out = None, None, None
-    if task.loss_and_statistics is None:
+    made, found, unmeasured, left_out = None, None, None, None
+    try:
         made = diagnose(task, federation, spec.run, local, progress=measured)
-    work = trials.operations(task, federation, spec.run, local or LocalSGD(), names)
+    except FedraxError as error:  # the methods tried have step sizes of their own
+        unmeasured = error
+    work = 0.0 if options.tune == "never" else trials.operations(task, federation, spec.run, local or LocalSGD(), names)
     if options.tune == "always" or (options.tune == "auto" and work <= trials.LITTLE):
         try:
             found = trials.try_methods(task, federation, spec.run, local, methods=names, progress=tried)
@@ -72,7 +78,10 @@ def main(args: list[str]) -> int:
                 raise
             left_out = str(error)
     else:
-        left_out = f"{', '.join(names)}: with --tune always each is trained here, about {work:.0e} operations"
+        cost = f", about {work:.0e} operations" if work else ""
+        left_out = f"{', '.join(names)}: with --tune always each is trained here{cost}"
+    if unmeasured is not None and found is None and task.loss_and_statistics is None:
+        raise unmeasured
     pictures: tuple[Path, ...] = ()
     if options.picture is not None and made is not None:
         from fedrax.report.curves import save_curves
@@ -81,18 +90,34 @@ def main(args: list[str]) -> int:
         pictures = save_curves(show.draw(made), path)
     if options.json:
         first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
+        reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": left_out, "set_aside": aside}
         shown = {"advice": first, "trials": found and found.to_dict(), "pictures": [str(path) for path in pictures]}
-        print(json.dumps((made.to_dict() if made else {}) | shown))
+        print(json.dumps((made.to_dict() if made else {}) | shown | reasons))
         return 0
     console = wide_console()
+    for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
+        print(plain(note), file=sys.stderr)
     if made is not None:
         rounds = made.points[-1].round
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
         console.print(f"{plain(federation.name)}: {about}", highlight=False, markup=False)
         console.print(show.points_table(made))
-    told = show.lines(made) if made is not None else [f"not measured   {gradients.MIXING}"]
-    for line in [*told, *advice.lines(made, found, left_out)]:
+    told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
+    for line in [*told, *advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]:
         console.print(line, highlight=False, markup=False)
     for path in pictures:
         console.print(f"picture: {path}", highlight=False, markup=False)
     return 0
+
+
+def set_aside(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]:
+    """What the experiment says, and neither the measurements nor the methods tried have of it."""
+    found = []
+    if type(algorithm) is not FedAvg:
+        private = ", its privacy among it" if algorithm.releases() else ""
+        found.append(f"of {spec.method_name} local steps alone are taken: whatever else it does is not here{private}")
+    if isinstance(spec.run.participation, Asynchronous):
+        found.append(
+            "clients that work at their own pace: here each round waits for its cohort, and the methods named do, too"
+        )
+    return found

@@ -138,7 +138,7 @@ def _tried(trials: Trials) -> list[str]:
     at_end = [trial.method for trial in trials.tried if trial.at_end]
     ends = f"; at the end of the step sizes tried: {', '.join(at_end)}" if at_end else ""
     return [
-        f"tried          {trials.rounds} rounds of each at its own best step size, {what} on rows that clients hold"
-        f" out: {', '.join(scores)}{ends}",
+        f"tried          {trials.rounds} rounds of each at its own best step size, {what} on {trials.rows} rows that"
+        f" clients hold out: {', '.join(scores)}{ends}",
         *(f"left out       {reason}" for reason in trials.refused),
     ]

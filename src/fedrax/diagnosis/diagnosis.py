@@ -13,13 +13,15 @@ from scipy.optimize import linprog, nnls
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.starting import starting_parameters
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.errors import FedraxError
 from fedrax.simulation import Asynchronous, Settings, Uniform, simulate
-from fedrax.simulation.run import changed_settings
+from fedrax.simulation.arguments import changed_settings, check_arguments
+from fedrax.simulation.process import arithmetic
 
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
 """Clients measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
@@ -49,9 +51,9 @@ class Point:
     steps: float
     """T, mean local steps of a client."""
     update: float
-    """|mean_i Delta_i| of one round's local updates."""
+    """|mean_i Delta_i| of one round's local updates, each in its mean over draws of batches."""
     drift: float
-    """sqrt(mean_i |Delta_i - mean_j Delta_j|^2)."""
+    """sqrt(mean_i |Delta_i - mean_j Delta_j|^2), of the same."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,20 @@ class Diagnosis:
         """B, the largest along the run, which is where Definition 5.1 wants it."""
         return max(point.dissimilarity for point in self.points)
 
-    def typical(self, value: Callable[[Point], float]) -> float:
-        """Its median over the points."""
-        return float(np.median([value(point) for point in self.points]))
+    def typical(self, value: Callable[[Point], float], unit: Callable[[Point], float]) -> float:
+        """Its median over the points, in units of something else; of points where that is not zero."""
+        ratios = [value(point) / unit(point) for point in self.points if unit(point) > 0]
+        return float(np.median(ratios)) if ratios else 0.0
 
     @property
     def apart(self) -> float:
         """How far clients' gradients are from their mean, in units of its length; typical of the run."""
-        return self.typical(lambda p: p.apart / p.gradient)
+        return self.typical(lambda p: p.apart, lambda p: p.gradient)
 
     @property
     def noise(self) -> float:
         """The noise of one local batch's gradient, in units of |grad f|; typical of the run."""
-        return self.typical(lambda p: p.batch_noise / p.gradient)
+        return self.typical(lambda p: p.batch_noise, lambda p: p.gradient)
 
     @property
     def cohort_noise(self) -> float:
@@ -103,7 +106,7 @@ class Diagnosis:
     @property
     def drift(self) -> float:
         """How far clients' updates are from their mean, in units of its length; typical of the run."""
-        return self.typical(lambda p: p.drift / p.update)
+        return self.typical(lambda p: p.drift, lambda p: p.update)
 
     @property
     def growth(self) -> float:
@@ -128,28 +131,47 @@ def diagnose(
 ) -> Diagnosis:
     """Measure a task and its partition along ``settings.rounds`` rounds of FedAvg with the local steps ``local``.
 
-    At rounds 0, 1, 2, 4, 8 ... and the last: one pass over the data of at most 256 clients, one of their local work,
-    and twenty products with the Hessian over at most 4,096 samples. progress: told points done and to do.
-    FedraxError for models with running statistics, whose clients have no gradients without their batches.
+    At rounds 0, 1, 2, 4, 8 ... and the last: one pass over the data of at most 256 clients, two of their local work,
+    and twenty products with the Hessian over at most 4,096 samples. Points where the mean gradient is zero are left
+    out. progress: told points done and to do. FedraxError for models with running statistics, whose clients have no
+    gradients without their batches.
     """
-    settings = changed_settings(settings or Settings(rounds=32), {"eval_every": 10**6, "target": None} | changes)
-    settings = synchronous(settings)
-    local = local or LocalSGD()
+    settings = plain(changed_settings(settings or Settings(rounds=32), changes), 10**6)
+    check_arguments(FedAvg(), task, federation)
+    with arithmetic(settings.dtype):
+        return _diagnosed(task, federation, settings, local or LocalSGD(), progress)
+
+
+def plain(settings: Settings, eval_every: int) -> Settings:
+    """The settings of a run that ends after its rounds and reports nothing but the task's metrics.
+
+    With cohorts drawn uniformly where clients would work at their own pace, for most methods wait for all.
+    """
+    left_out = {"target": None, "epsilon_budget": None, "eval_train": False, "per_client": False, "finetune": None}
+    asynchronous = isinstance(settings.participation, Asynchronous)
+    drawn = {"participation": Uniform()} if asynchronous else {}
+    return dataclasses.replace(settings, eval_every=eval_every, **left_out, **drawn)
+
+
+def _diagnosed(
+    task: Task, federation: Federation, settings: Settings, local: LocalSGD, progress: Callable[[int, int], None]
+) -> Diagnosis:
     if local.batch_size != "full":  # as batches are
         local = dataclasses.replace(local, batch_size=min(local.batch_size, int(federation.sizes.max())))
     seen = _measured(federation, settings.seed)
     clients = Clients(task, seen, settings.seed)
-    start = task.init(jax.random.fold_in(jax.random.key(settings.seed), 0))
+    start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
     bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed), _rows(seen, settings.seed)
-    run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=True, progress=False)
-    when = sorted({0, settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})
-    points = []
-    for r in when:
-        progress(len(points), len(when))
-        points.append(_point(clients, start if r == 0 else run.trajectory[r - 1], r, local, bend, rows))
-    progress(len(when), len(when))
-    if not all(point.gradient > 0 for point in points if np.isfinite(point.gradient)):
-        raise FedraxError("the mean gradient is zero at a point of the run: there is nothing to compare clients with")
+    when = sorted({settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})
+    run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=when, progress=False)
+    found = []
+    for r, params in zip([0, *when], [start, *run.trajectory], strict=True):
+        progress(len(found), len(when) + 1)
+        found.append(_point(clients, params, r, min(r, settings.rounds - 1), local, bend, rows))
+    progress(len(found), len(found))
+    points = [point for point in found if point.gradient != 0]
+    if not points:
+        raise FedraxError("the mean gradient is zero all along the run: there is nothing to compare clients with")
     for point in points:
         if not np.isfinite(dataclasses.astuple(point)).all():
             raise FedraxError(
@@ -161,20 +183,15 @@ def diagnose(
     return Diagnosis(tuple(points), *counts, batch, *bound(points), *smoothness(points))
 
 
-def synchronous(settings: Settings) -> Settings:
-    """The settings with cohorts drawn uniformly where clients would work at their own pace: FedAvg waits for all."""
-    asynchronous = isinstance(settings.participation, Asynchronous)
-    return dataclasses.replace(settings, participation=Uniform()) if asynchronous else settings
-
-
 @np.errstate(all="ignore")  # what overflows is told of in a sentence
-def _point(clients: Clients, x: Any, round: int, local: LocalSGD, bend: Callable, rows: np.ndarray) -> Point:
+def _point(clients: Clients, x: Any, done: int, round: int, local: LocalSGD, bend: Callable, rows: Any) -> Point:
+    """What is measured at ``x``, ``done`` rounds from the start, with the local steps of ``round``."""
     found, walked = clients.gradients(x), clients.drift(x, local, round)
     mean, norms = float(found.mean), np.asarray(found.norms, float)
     variances = clients.variances(x, rows).astype(float)
     of_batches = np.array([of_batch(local, int(n)) for n in clients.federation.sizes])
     return Point(
-        round=round,
+        round=done,
         loss=float(found.loss),
         gradient=mean,
         largest=float(norms.max()),
@@ -196,7 +213,7 @@ def batches(local: LocalSGD, size: int) -> list[int]:
     if local.batch_size == "full":
         return [size]
     if local.order == "replacement":
-        return [local.batch_size]
+        return [local.batch_size] * -(-size // local.batch_size)
     whole, rest = divmod(size, local.batch_size)
     found = [local.batch_size] * whole + [rest] * (rest > 0)
     return found if local.steps is None else found[: local.steps]

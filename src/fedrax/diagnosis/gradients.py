@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from fedrax import tree
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.client_data import ClientData, Layout, Place
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.starting import starting_parameters
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -43,14 +45,17 @@ class Gradients(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """Of the updates that N clients make by their local steps from one point."""
+    """Of the updates Delta_i that N clients make by their local steps from one point, over the draws of batches.
+
+    Estimates from two walks of each client with other draws, whose noise has no product in the mean.
+    """
 
     steps: Array
     """Their mean number of local steps."""
     mean: Array
-    """|mean_i Delta_i|."""
+    """|mean_i E Delta_i|."""
     apart: Array
-    """The root mean square over clients of |Delta_i - mean_j Delta_j|."""
+    """The root mean square over clients of |E Delta_i - mean_j E Delta_j|."""
 
 
 class Spread(NamedTuple):
@@ -93,13 +98,20 @@ class Spread(NamedTuple):
 
 
 class Clients:
-    """The clients of a federation as algorithms see them, outside of any run: one after another, in one program."""
+    """The clients of a federation as algorithms see them, outside of any run: one after another, in one program.
+
+    Gradients are those of the loss in evaluation mode, so that dropout does not count as what sets clients apart; local
+    steps are those of training.
+    """
 
     def __init__(self, task: Task, federation: Federation, seed: int = 0):
         if task.loss_and_statistics is not None:
             raise FedraxError(MIXING)
-        self.task, self.federation = task, federation
-        self.program = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0)
+        self.federation, self.loss = federation, task.evaluation_loss
+        still = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
+        self.still, self.training = (
+            Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0) for of in (still, task)
+        )
         self.samples = Batch(*map(jnp.asarray, federation.train))
         self.key = jax.random.key(seed)
         self._measure = jax.jit(self._gradients)
@@ -111,7 +123,8 @@ class Clients:
         return jax.device_get(self._measure(self.samples, params))
 
     def drift(self, params: Tree, local: LocalSGD, round: int) -> Drift:
-        """One round's local steps of every client, those of ``local``."""
+        """One round's local steps of every client, those of ``local`` with an optimizer that starts anew, twice."""
+        local = dataclasses.replace(local, carry=False)
         return jax.device_get(self._walk(self.samples, params, local, jnp.int32(round)))
 
     def variances(self, params: Tree, rows: np.ndarray) -> np.ndarray:
@@ -122,41 +135,48 @@ class Clients:
         """
         return np.asarray(self._scatter(self.samples, params, jnp.asarray(rows), self.federation.sizes))
 
-    def _each(self, samples: Tree, round: Array, measure: Callable, start: Tree) -> Tree:
-        """``measure(total, i, data)`` over all clients i."""
-        n = self.program.num_clients
+    def _each(self, program: Program, samples: Tree, round: Array, measure: Callable, start: Tree, draws: int) -> Tree:
+        """``measure(total, i, *data)`` over all clients i, whose data differ in their random keys alone."""
+        n = program.num_clients
         numbers = jnp.arange(n, dtype=jnp.int32)
         offsets, sizes = (a.astype(np.int32) for a in (self.federation.offsets[:-1], self.federation.sizes))
         places = Place(numbers, numbers, jnp.asarray(offsets), jnp.asarray(sizes), jnp.ones(n))
         everyone = Rounds(round, jnp.float32(n), jnp.int32(n), places)
-        keys = Keys(jax.random.split(jax.random.fold_in(self.key, round), n), self.key)
+        of_draws = jax.random.split(jax.random.fold_in(self.key, round), draws)
+        keys = [Keys(jax.random.split(key, n), self.key) for key in of_draws]
 
         def body(i: Array, total: Tree) -> Tree:
-            return measure(total, i, client_data(self.program, samples, turn_of(everyone, keys, i)))
+            return measure(total, i, *(client_data(program, samples, turn_of(everyone, k, i)) for k in keys))
 
         return jax.lax.fori_loop(0, n, body, start)
 
     def _gradients(self, samples: Tree, params: Tree) -> Gradients:
-        n = self.program.num_clients
+        n = self.still.num_clients
 
         def add(total: tuple, i: Array, data: ClientData) -> tuple:
             loss, gradient = data.full_gradient(params)
             return total[0] + loss, total[1].with_one(gradient), total[2].at[i].set(tree.norm(gradient))
 
         start = (jnp.zeros(()), Spread.none(params), jnp.zeros(n))
-        loss, all_, norms = self._each(samples, jnp.int32(0), add, start)
+        loss, all_, norms = self._each(self.still, samples, jnp.int32(0), add, start, draws=1)
         return Gradients(loss / n, tree.norm(all_.mean), norms, all_.apart)
 
     def _drift(self, samples: Tree, params: Tree, local: LocalSGD, round: Array) -> Drift:
-        n = self.program.num_clients
+        n = self.training.num_clients
 
-        def add(total: tuple, i: Array, data: ClientData) -> tuple:
-            update = tree.sub(local.run(data, params).params, params)
-            steps = jnp.asarray(local.num_steps(data), float)
-            return total[0] + steps, total[1].with_one(update)
+        def add(total: tuple, i: Array, *data: ClientData) -> tuple:
+            one, other = (tree.sub(local.run(each, params).params, params) for each in data)
+            half = lambda a: tree.scale(0.5, a)  # noqa: E731
+            steps = jnp.asarray(local.num_steps(data[0]), float)
+            sums, differences = half(tree.add(one, other)), half(tree.sub(one, other))
+            return total[0] + steps, total[1].with_one(sums), total[2].with_one(differences)
 
-        steps, all_ = self._each(samples, round, add, (jnp.zeros(()), Spread.none(params)))
-        return Drift(steps / n, tree.norm(all_.mean), all_.apart)
+        none = Spread.none(params)
+        steps, sums, differences = self._each(self.training, samples, round, add, (jnp.zeros(()), none, none), draws=2)
+        # <a, b> = |(a + b) / 2|^2 - |(a - b) / 2|^2, of means and of what is left of them
+        mean = tree.dot(sums.mean, sums.mean) - tree.dot(differences.mean, differences.mean)
+        apart = sums.squares - differences.squares
+        return Drift(steps / n, jnp.sqrt(jnp.maximum(mean, 0)), jnp.sqrt(jnp.maximum(apart / n, 0)))
 
     def _noise(self, samples: Batch, params: Tree, rows: Array, sizes: Array) -> Array:
         one = lambda params, sample: jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))  # noqa: E731
@@ -175,16 +195,16 @@ class Clients:
         return jax.lax.map(of_client, rows) / jnp.maximum(seen - 1, 1) * (sizes - 1) / sizes
 
     def _loss(self, params: Tree, sample: Batch) -> Array:
-        return self.task.evaluation_loss(params, sample).sum()
+        return self.loss(params, sample).sum()
 
 
 def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | None = None, seed: int = 0) -> float:
     """mean_i |grad f_i|^2 / |grad f|^2 with f = mean_i f_i over the N clients, f_i the mean loss of client i.
 
     1 when all gradients agree; the B^2 of (G, B)-bounded dissimilarity with G = 0 (SCAFFOLD, A1; FedProx,
-    Definition 3). ``params``: where; by default the initial parameters of a run with this seed. One pass over
-    the data. Infinite where the mean gradient is zero.
+    Definition 3). ``params``: where; by default the initial parameters of a run with this seed. In evaluation mode:
+    without dropout. One pass over the data. Infinite where the mean gradient is zero.
     """
-    start = task.init(jax.random.fold_in(jax.random.key(seed), 0)) if params is None else params
+    start = starting_parameters(task, jax.random.fold_in(jax.random.key(seed), 0), params)
     found = Clients(task, federation, seed).gradients(start)
     return float(np.mean(found.norms**2) / found.mean**2) if found.mean > 0 else float("inf")

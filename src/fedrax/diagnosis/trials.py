@@ -14,13 +14,14 @@ import numpy as np
 from fedrax.compiled.arithmetic import flops_in
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.starting import shapes_of
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation, hold_out
-from fedrax.diagnosis.diagnosis import batches, synchronous
+from fedrax.diagnosis.diagnosis import batches, plain
 from fedrax.diagnosis.methods import METHODS, RATES, Point
 from fedrax.errors import FedraxError
 from fedrax.simulation import Result, Settings, sweep
-from fedrax.simulation.run import changed_settings
+from fedrax.simulation.arguments import changed_settings
 from fedrax.simulation.tuning import is_lower_better, metric_of
 
 SHARE = 0.2
@@ -28,8 +29,10 @@ SHARE = 0.2
 SEEDS = 3
 EVALUATIONS = 20
 """Of a run; a score is the mean of the last quarter of them."""
-LEAST = 1e5
-"""Operations of a local step below which it takes no less time."""
+LEAST, LEAST_EVALUATION = 1e5, 1e7
+"""Operations of a local step, and of an evaluation, below which it takes no less time."""
+FEWEST = 20
+"""Rows that have to be held out."""
 LITTLE = 2e12
 """Operations that are a minute or two."""
 ROOM = 2**31
@@ -61,6 +64,8 @@ class Trials:
 
     metric: str
     """"accuracy" or "loss"."""
+    rows: int
+    """Rows held out."""
     rounds: int
     tried: tuple[Tried, ...]
     refused: tuple[str, ...]
@@ -86,24 +91,29 @@ def try_methods(
 
     ``methods``: of `fedrax.diagnosis.methods.METHODS`. ``local``: their steps, but for the size. progress: told a
     method, how many are done and of how many. What a task or the settings do not admit, and what diverges at every step
-    size, is said among the refused; FedraxError where nothing is left.
+    size, is said among the refused; FedraxError where nothing is left, where clients hold out fewer than 20 rows, and
+    for a finished local optimizer, whose step size cannot be chosen.
     """
     settings = changed_settings(settings or Settings(), changes)
-    every = max(settings.rounds // EVALUATIONS, 1)
-    plain = {"eval_every": every, "target": None, "epsilon_budget": None, "eval_train": False, "per_client": False}
-    settings = synchronous(changed_settings(settings, plain | {"finetune": None}))
+    settings = plain(settings, evaluated_every(settings))
+    local = local or LocalSGD()
+    if not local.lr_is_step_size:
+        raise FedraxError("a finished local optimizer has its own step size, so that methods cannot be tried at others")
     held, seeds = hold_out(federation, SHARE), range(settings.seed, settings.seed + SEEDS)
+    rows = len(held.test.y)
+    if rows < FEWEST:
+        raise FedraxError(f"clients hold out {rows} row{'s' * (rows != 1)} in all, too few to choose a method by")
     metric = metric_of(task, None)
     lower = is_lower_better(task, metric)
     best = min if lower else max
-    model = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
+    model = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes_of(task)))
     remembered = min(federation.num_clients, max(ROOM // model, settings.cohort_size))
     found, refused = [], []
     for i, name in enumerate(methods):
         progress(name, i, len(methods))
         method, points = METHODS[name], METHODS[name].points()
-        algorithms = [method.at(point, local or LocalSGD(), remembered) for point in points]
-        mode = "auto" if len(points) * federation.num_clients * model <= ROOM else "in turn"
+        algorithms = [method.at(point, local, remembered) for point in points]
+        mode = "auto" if SEEDS * len(points) * federation.num_clients * model <= ROOM else "in turn"
         try:
             results = sweep(algorithms, task, held, seeds, settings, mode=mode, progress=False)
         except FedraxError as error:
@@ -120,7 +130,12 @@ def try_methods(
     if not found:
         raise FedraxError("no method can be tried: " + "; ".join(refused))
     order = sorted(found, key=lambda trial: trial.score, reverse=not lower)
-    return Trials(metric, settings.rounds, tuple(order), tuple(refused))
+    return Trials(metric, rows, settings.rounds, tuple(order), tuple(refused))
+
+
+def evaluated_every(settings: Settings) -> int:
+    """Rounds between a trial's evaluations."""
+    return max(settings.rounds // EVALUATIONS, 1)
 
 
 def _score(run: Result, metric: str) -> float:
@@ -138,13 +153,19 @@ def operations(
     local: LocalSGD,
     methods: Sequence[str],
 ) -> float:
-    """Additions and multiplications that `try_methods` takes, about: those of gradients of the local steps."""
+    """Additions and multiplications that `try_methods` takes, about: those of local steps' gradients, and those of
+    evaluations."""
     held = [batches(local, int(n)) for n in federation.sizes]
     steps = [local.steps or (local.epochs or 1) * len(found) for found in held]
     batch = max(round(mean(mean(found) for found in held)), 1)
-    samples: Any = Batch(*(jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype) for a in federation.train))  # type: ignore[arg-type]
-    params = jax.eval_shape(task.init, jax.random.key(0))
-    forward = flops_in(jax.make_jaxpr(task.evaluation_loss)(params, samples))
+    params = shapes_of(task)
+
+    def forward(rows: int) -> float:
+        samples: Any = Batch(*(jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in federation.train))  # type: ignore[arg-type]
+        return flops_in(jax.make_jaxpr(task.evaluation_loss)(params, samples))
+
     points = sum(len(METHODS[name].points()) for name in methods)
     cohort = min(settings.cohort_size, federation.num_clients)
-    return float(points * SEEDS * settings.rounds * cohort * mean(steps) * max(3 * forward, LEAST))
+    rows, times = SHARE * federation.sizes.sum(), -(-settings.rounds // evaluated_every(settings))
+    of_steps = settings.rounds * cohort * mean(steps) * max(3 * forward(batch), LEAST)
+    return float(points * SEEDS * (of_steps + times * (rows / batch * forward(batch) + LEAST_EVALUATION)))
