@@ -26,6 +26,10 @@ def kind_of(equation: core.JaxprEqn) -> Hashable:
     """
     if equation.effects or any(isinstance(f, core.ClosedJaxpr) and constants_in(f) for f in functions_in(equation)):
         return id(equation)  # arrays that functions inside hold do not show in their text
+    if "callback" in equation.primitive.name or any(
+        "callback" in e.primitive.name for f in functions_in(equation) for e in equations_in(f)
+    ):
+        return id(equation)  # nor what a function of Python is
     own = equation.primitive.name in OWN_DERIVATIVE
     params = sorted((name, value) for name, value in equation.params.items() if not own or not callable(value))
     variables: Any = [*equation.invars, *equation.outvars]

@@ -90,7 +90,7 @@ def _within_blocks(equation: core.JaxprEqn) -> core.JaxprEqn:
     closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
     flat = called_in_place(closed)
     new = in_blocks(flat)
-    if new is flat:
+    if new is flat or (new.consts and closed is not body):
         return equation
     return equation.replace(params={**equation.params, "jaxpr": new if closed is body else new.jaxpr})
 

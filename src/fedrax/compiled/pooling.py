@@ -103,7 +103,8 @@ def sum_of_windows(inputs: list[Array], equation: core.JaxprEqn) -> Array | None
 def largest(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`reduce_max` without axes of length one, as :func:`sum_in_steps`."""
     (x,) = inputs
-    if 1 not in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+    empty = any(x.shape[axis] == 0 for axis in equation.params["axes"])  # of which there is no largest
+    if 1 not in x.shape or empty or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
     return _without_ones(jnp.max, x, equation.params["axes"])
 

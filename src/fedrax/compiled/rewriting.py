@@ -132,7 +132,8 @@ def _inside(value: Any, rules: Rules) -> Any:
     if isinstance(value, core.ClosedJaxpr):  # the same class as the next one in later versions of JAX
         return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
     if isinstance(value, core.Jaxpr) and not value.constvars:  # of jax.checkpoint
-        return _inside(core.ClosedJaxpr(value, ()), rules).jaxpr
+        found = _inside(core.ClosedJaxpr(value, ()), rules)
+        return value if found.consts else found.jaxpr  # arrays of functions inside it, for which it has no place
     return value
 
 

@@ -242,6 +242,10 @@ def _gather(states: Sequence[State], equation: core.JaxprEqn, walk: Walk) -> lis
     (array, rows), numbers = states, equation.params["dimension_numbers"]
     from_rows = [i for i in range(len(_shape(equation.outvars[0]))) if i not in numbers.offset_dims]
     if isinstance(array, Same):
+        if isinstance(rows, Along) and rows.axis in numbers.start_indices_batching_dims:
+            there = numbers.operand_batching_dims[numbers.start_indices_batching_dims.index(rows.axis)]
+            if there not in array.uniform:  # each sample reads a part of its own
+                raise Mixed
         return [Along(from_rows[rows.axis]) if isinstance(rows, Along) and rows.axis < len(from_rows) else _plain(rows)]
     if array.axis in numbers.operand_batching_dims:
         there = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(array.axis)]

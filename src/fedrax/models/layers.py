@@ -63,8 +63,8 @@ def output(layer: Layer, x: Array) -> Array:
     where the long axis is the contiguous one, and a step of softmax regression takes about half the time.
     """
     weight = layer["weight"]
-    small = max(x.shape[0], weight.shape[0]) <= _SMALL
-    return (_small_product if small else _product)(x, weight) + layer["bias"]
+    # by the outputs alone: of any number of samples it is to be one program, see `fedrax.compiled.pieces`
+    return (_small_product if weight.shape[0] <= _SMALL else _product)(x, weight) + layer["bias"]
 
 
 _SMALL = 16
@@ -78,7 +78,7 @@ def _product(x: Array, weight: Array) -> Array:
 
 @jax.custom_vjp
 def _small_product(x: Array, weight: Array) -> Array:
-    """The same; its weight gradient is a sum over samples of outer products.
+    """The same; of few samples its weight gradient is a sum of outer products.
 
     XLA computes such a sum where it is used: in the update of the weights, without a call and a pass of its own.
     """
@@ -91,6 +91,8 @@ def _small_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]
 
 def _small_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, weight = residuals
+    if len(x) > _SMALL:
+        return g @ weight, lax.dot_general(g, x, (((0,), (0,)), ((), ())))
     return g @ weight, sum((jnp.outer(g[b], x[b]) for b in range(1, len(x))), jnp.outer(g[0], x[0]))
 
 

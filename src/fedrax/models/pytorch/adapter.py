@@ -168,7 +168,7 @@ class _Traced:
 
         def both(values: dict, x: Array) -> tuple[Array, Array, dict]:
             found, _, _ = self.evaluation.run(values, x, None, jnp.float32)
-            outputs, moved, random = self.training.run(values, x, None, jnp.float32)
+            outputs, moved, random = self.training.run(values, x, jax.random.key(0), jnp.float32)
             asked.append(random)
             return found, outputs, moved
 

@@ -316,12 +316,13 @@ def _attention(
     scores = query @ key.swapaxes(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if attn_mask is not None and attn_mask.dtype == bool:
-        some = attn_mask.any(-1, keepdims=True)
-        weights = jax.nn.softmax(jnp.where(attn_mask | ~some, scores, -jnp.inf), axis=-1)
-        weights = jnp.where(some, weights, 0)
+    if attn_mask is None:
+        weights = jax.nn.softmax(scores, axis=-1)
     else:
-        weights = jax.nn.softmax(scores if attn_mask is None else scores + attn_mask, axis=-1)
+        seen = attn_mask if attn_mask.dtype == bool else ~jnp.isneginf(attn_mask)
+        some = seen.any(-1, keepdims=True)
+        scores = scores if attn_mask.dtype == bool else scores + jnp.where(seen, attn_mask, 0)
+        weights = jnp.where(some, jax.nn.softmax(jnp.where(seen | ~some, scores, -jnp.inf), axis=-1), 0)
     return dropout(context, weights, dropout_p, True) @ value
 
 

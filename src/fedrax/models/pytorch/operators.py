@@ -269,7 +269,12 @@ def _einsum(equation: str, operands: Sequence[Array], path: Any = None) -> Array
 # --- Reductions ---------------------------------------------------------------------------------------
 
 
-@operator("sum", "nansum")
+@operator("nansum")
+def _nansum(context: Context, x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    return _sum(context, jnp.where(jnp.isnan(x), 0, x), dim, keepdim, dtype=dtype)
+
+
+@operator("sum")
 def _sum(context: Context, x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
     x = x.astype(jnp.int32) if x.dtype == bool else x
     return context.cast(x, dtype).sum(axes(dim, x.ndim), keepdims=keepdim)
@@ -327,7 +332,13 @@ def _var(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False
 
 @operator("std")
 def _std(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
-    return jnp.sqrt(_var(x, dim, unbiased, keepdim, correction=correction))
+    variance = _var(x, dim, unbiased, keepdim, correction=correction)
+    return _rooted(variance, jnp.sqrt)
+
+
+def _rooted(total: Array, root: Callable[[Array], Array]) -> Array:
+    """A root, whose gradient at zero is zero, as in PyTorch."""
+    return jnp.where(total == 0, 0, root(jnp.where(total == 0, 1, total)))
 
 
 @operator("var_mean")
@@ -341,12 +352,12 @@ def _var_mean(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = 
 def _norm(x: Array, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
     over: Any = axes(dim, x.ndim)
     if ord == 2:
-        total = (x * x).sum(over, keepdims=keepdim)
-        positive = jnp.where(total > 0, total, 1)  # at zero the gradient is zero, as in PyTorch
-        return jnp.where(total > 0, jnp.sqrt(positive), 0)
+        return _rooted((x * x).sum(over, keepdims=keepdim), jnp.sqrt)
     if math.isinf(ord):
         return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), over, keepdims=keepdim)
-    return (jnp.abs(x) ** ord).sum(over, keepdims=keepdim) ** (1 / ord)
+    if ord == 0:
+        return (x != 0).sum(over, keepdims=keepdim).astype(x.dtype)
+    return _rooted((jnp.abs(x) ** ord).sum(over, keepdims=keepdim), lambda total: total ** (1 / ord))
 
 
 @operator("softmax", "_softmax")

@@ -41,7 +41,9 @@ class Program:
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
         self._torch, self._name, self._sample = torch, name, list(example.shape[1:])
+        self._whole = example.dtype == torch.int64
         exported = _export(torch, module, function, example, name)
+        _check_range(exported, len(example), name)
         self.graph, signature = exported.graph_module, exported.graph_signature
         self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
         self.outputs = signature.output_specs
@@ -66,7 +68,9 @@ class Program:
         given = []
         for node, spec in self.inputs.items():
             if spec.kind.name == "USER_INPUT":
-                given.append(jnp.asarray(x))
+                x = jnp.asarray(x)
+                whole = self._whole and jnp.issubdtype(x.dtype, jnp.integer)  # short ones would overflow
+                given.append(x.astype(jnp.int32) if whole else x)
             else:
                 value = jnp.asarray(self.constants[node] if node in self.constants else values[_inner(spec.target)])
                 given.append(value.astype(float_type) if jnp.issubdtype(value.dtype, jnp.floating) else value)
@@ -144,6 +148,17 @@ def only_batches_of(size: int, name: str) -> str:
     )
 
 
+def _check_range(exported: Any, size: int, name: str) -> None:
+    """Refuse a module that does something else for larger batches: the tracer has kept what it does for this one."""
+    for bounds in exported.range_constraints.values():
+        if int(bounds.lower) > 2 or bool(bounds.upper < _LARGEST_BATCH):
+            raise FedraxError(
+                f"{name} asks how many samples there are: traced with {size}, it does another thing for fewer than"
+                f" {bounds.lower} or more than {bounds.upper}"
+            )
+
+
+_LARGEST_BATCH = 2**20
 _PYTHON = {"self": "x", "input": "x"}
 """Names that schemas give the first argument."""
 

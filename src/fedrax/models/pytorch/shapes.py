@@ -251,7 +251,11 @@ def _one_hot(x: Array, num_classes: int = -1) -> Array:
 
 
 @operator("embedding")
-def _embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> Array:
+def _embedding(
+    weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Array:
+    if scale_grad_by_freq:
+        raise FedraxError("an embedding whose gradients are divided by counts has no form here: scale_grad_by_freq")
     if padding_idx >= 0:  # its row is not trained
         weight = weight.at[padding_idx].set(lax.stop_gradient(weight[padding_idx]))
     return jnp.take(weight, indices, axis=0)
