@@ -122,7 +122,7 @@ def row_of(data: str, method: str, test: Found, printed: dict[str, str] | None) 
 
 def held_out_row(data: str, method: str, test: Found, held: Found) -> list[str]:
     """Test accuracy at points chosen on held-out rows."""
-    return [data, method, *chosen(test, choose(held, False), choose(held, True))]
+    return [data, method, *chosen(test, held, choose(held, False), choose(held, True))]
 
 
 def server_step_row(data: str, test: Found, held: Found) -> list[str]:
@@ -130,11 +130,11 @@ def server_step_row(data: str, test: Found, held: Found) -> list[str]:
     plain = lambda found: max(  # noqa: E731
         (i for i, (p, _) in enumerate(found) if p["server lr"] == 1), key=lambda i: found[i][1]["devices"].mean()
     )
-    return [data, "FedAvg, server step tuned instead", *chosen(test, plain(held), choose(held, False))]
+    return [data, "FedAvg, server step tuned instead", *chosen(test, held, plain(held), choose(held, False))]
 
 
-def chosen(test: Found, plain: int, up: int) -> list[str]:
-    """Test accuracies over devices at two points, the second one's gain, and both over samples."""
+def chosen(test: Found, held: Found, plain: int, up: int) -> list[str]:
+    """Test accuracies over devices at two points chosen on held-out rows, the second one's gain, both over samples."""
     devices = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
     samples = [test[i][1][kind(test) + "samples"].mean() for i in (plain, up)]
     gain = devices[1] - devices[0]
@@ -142,8 +142,8 @@ def chosen(test: Found, plain: int, up: int) -> list[str]:
         *(spread(d.tolist(), ".2f") for d in devices),
         spread(gain.tolist(), "+.2f").replace("± +", "± "),
         *(f"{s:.2f}" for s in samples),
-        shown(test, plain),
-        shown(test, up),
+        shown(held, plain),
+        shown(held, up),
     ]
 
 
