@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -199,15 +200,22 @@ def test_csv_that_is_not_there(tmp_path):
 # OpenML
 
 
+def bunch(x, y, **categories):
+    return SimpleNamespace(data=x, target=y, feature_names=["a", "b"], categories=categories)
+
+
 def test_openml_arrays_become_a_data_set(monkeypatch):
     x = np.arange(40.0).reshape(20, 2)
     y = np.array(["b", "a"] * 10, object)
-    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: (x, y))
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: bunch(x, y))
     dataset = load("openml", dataset="letters")
     assert dataset.class_names == ("a", "b") and dataset.train.x.dtype == np.float32
     assert len(dataset.train.y) == 16 and list(np.bincount(dataset.test.y)) == [2, 2]
-    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: (x * np.nan, y))
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: bunch(x * np.nan, y))
     with pytest.raises(FedraxError, match="missing, sparse or non-numeric"):
+        load("openml", dataset="letters")
+    monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: bunch(x, y, b=["red", "blue"], class_=["a"]))
+    with pytest.raises(FedraxError, match=r"has nominal features \(b\): read it from a csv file"):
         load("openml", dataset="letters")
 
 

@@ -98,7 +98,7 @@ def _kinds(table: pl.DataFrame, name: str, path: str) -> np.ndarray:
     _refuse_missing(table, name, path)
     values = table[name].to_numpy()
     if values.dtype.kind != "f":
-        return np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)[1]
+        return coded(values)[1]
     if not np.isfinite(values).all():
         raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite.")
     return values
@@ -154,8 +154,15 @@ def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """Floating targets as float32 and no names, or codes int32 of sorted labels and their names."""
     if y.dtype.kind == "f":
         return shortened(y, "targets"), ()
-    labels, codes = np.unique(y.astype(str) if y.dtype.kind == "O" else y, return_inverse=True)
+    labels, codes = coded(y)
     return codes.astype(np.int32), tuple(str(label) for label in labels)
+
+
+def coded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different values in order, and the place among them of each; texts as such, whatever their lengths."""
+    if values.dtype.kind == "O":
+        values = np.array([str(value) for value in values], object)
+    return np.unique(values, return_inverse=True)
 
 
 def in_digits(value: float) -> str:

@@ -81,7 +81,7 @@ def _image(file: BinaryIO, name: str, shape: tuple[int, int, int], mode: str) ->
         with Image.open(file, formats=("JPEG", "PNG")) as image:
             if math.prod(image.size) > MAX_PIXELS:  # known before any pixel is decompressed
                 raise FedraxError(f"{name} announces {image.size} pixels, more than {MAX_PIXELS:,} in all.")
-            if image.mode not in _EIGHT_BITS:
+            if image.mode not in _EIGHT_BITS or any("16" in str(tile[-1]) for tile in image.tile):
                 raise FedraxError(f"{name} has more than 8 bits a channel (mode {image.mode}): convert it first.")
             with _one_at_a_time if math.prod(image.size) > ALONE else nullcontext():
                 resized = image.convert(mode).resize((shape[1], shape[0]), Image.Resampling.BILINEAR)

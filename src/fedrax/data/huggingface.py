@@ -162,6 +162,11 @@ def _joined(
         check_columns(table, chosen.named, name)
     if {tuple(table.schema.items()) for table in tables} != {tuple(tables[0].schema.items())}:
         raise FedraxError(f"{name}: the splits differ in their columns.")
+    for column in filter(None, (chosen.label, chosen.client, chosen.partition_by)):
+        if len({tuple(getattr(part.features[column], "names", None) or ()) for part in parts}) > 1:
+            raise FedraxError(
+                f"{name}: the splits number the classes of {column!r} differently: encode them before the split"
+            )
     return pl.concat(tables), len(tables[0]) if len(parts) == 2 else None, train.features
 
 
@@ -203,13 +208,17 @@ def _kind(dtype: Any) -> str:
 
     if isinstance(dtype, pl.Struct):
         return "image" if {field.name for field in dtype.fields} == {"bytes", "path"} else "structure"
+    if dtype == pl.Binary:
+        return "image"
     if isinstance(dtype, pl.List | pl.Array):
         return "list"
     return "number" if dtype.is_numeric() or dtype == pl.Boolean else "text"
 
 
 def _of_images(column: pl.Series, owners: Owners, size: tuple[int, int] | None, color: str, name: str) -> Dataset:
-    encoded = column.struct.field("bytes")
+    import polars as pl
+
+    encoded = column if column.dtype == pl.Binary else column.struct.field("bytes")
     if encoded.null_count() or encoded.bin.size().max() > MAX_FILE:  # type: ignore[operator]
         raise FedraxError(
             f"{name}: images must be stored as bytes, not as paths, and be of at most {MAX_FILE:,} bytes."

@@ -35,7 +35,8 @@ class User:
     """The samples of a user in one file: x float32 [n, d] or n texts, y numbers float64 [n] or n texts."""
 
     name: str
-    group: str
+    group: str | None
+    """None where the file names none."""
     x: np.ndarray | list[str]
     y: np.ndarray | list[str]
 
@@ -65,6 +66,8 @@ def load_leaf(
     _check_words(clients, labels, tokens)
     parts = [_read_part(folder, text) for folder in _folders(Path(path))]
     users = [user for part in parts for user in part]
+    if clients == "hierarchies" and any(user.group is None for user in users):
+        raise FedraxError(f"{path}: a file names no hierarchies for its users: take clients = 'users'.")
     sizes = [len(user.y) for user in users]
     names = [user.group if clients == "hierarchies" else user.name for user in users]
     found, owner = np.unique(np.array(names, object), return_inverse=True)
@@ -141,7 +144,7 @@ def _read_users(path: Path, text: int) -> list[User]:
     odd = next(iter(sorted(set(names) ^ set(data))), None) if odd is None else odd
     if odd is not None:
         raise FedraxError(f"{path}: user {odd!r} must stand once among users and once in user_data.")
-    groups = _names(found, "hierarchies", path) if "hierarchies" in found else names
+    groups = _names(found, "hierarchies", path) if "hierarchies" in found else [None] * len(names)
     counts = found.get("num_samples", [None] * len(names))
     if len(groups) != len(names) or not isinstance(counts, list) or len(counts) != len(names):
         raise FedraxError(f"{path}: num_samples and hierarchies must have an entry for each of {len(names):,} users.")
@@ -157,7 +160,7 @@ def _names(table: dict[str, Any], key: str, path: Path) -> list[str]:
     return names
 
 
-def _user(path: Path, name: str, group: str, count: Any, samples: Any) -> User:
+def _user(path: Path, name: str, group: str | None, count: Any, samples: Any) -> User:
     where = f"{path}: user {name!r}"
     if isinstance(samples, FedraxError):
         raise FedraxError(f"{where} {samples}")

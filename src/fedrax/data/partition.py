@@ -353,7 +353,7 @@ def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
             f"{clients} clients x {classes} classes are too many for this partition "
             f"(at most {MAX_TABLE:,} entries); iid, shards, similarity and mix have no such limit."
         )
-    return _one_label_a_row(dataset), classes
+    return _one_label_a_row(dataset).astype(np.int64), classes
 
 
 def _check_concentration(name: str, value: float) -> None:

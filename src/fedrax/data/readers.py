@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -195,11 +196,10 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
         raise FedraxError(f"{dataset!r} is no name of openml.org, which are letters, digits and ._-+,=().")
     cache = cache_directory() / "openml"
     try:
-        x, y = fetch_openml(
+        found: Any = fetch_openml(
             dataset,
             version=version,
             data_home=str(cache),
-            return_X_y=True,
             as_frame=False,
             parser="liac-arff",
             n_retries=1,
@@ -209,6 +209,12 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
             f"OpenML data set {dataset!r}, version {version}, could not be fetched ({error}); "
             f"its first use needs the network, later ones the cache {cache}."
         ) from error
+    x, y, nominal = found.data, found.target, set(found.categories or ()) & set(found.feature_names)
+    if nominal:  # they come as numbers of their categories, which are no amounts
+        raise FedraxError(
+            f"OpenML data set {dataset!r} has nominal features ({', '.join(sorted(map(str, nominal)))}): read it from a"
+            " csv file, which makes a feature of each category."
+        )
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "buif" or not np.isfinite(x).all():
         raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
     y, names = classes_or_targets(np.asarray(y))

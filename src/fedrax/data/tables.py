@@ -131,7 +131,14 @@ def _read(path: Path, test_path: str | Path | None, form: CsvForm, chosen: Colum
     differing = next((name for name, (one, two) in zip(table.columns, kinds, strict=True) if one != two), None)
     if differing is not None:
         raise FedraxError(f"{path} and {test_path} differ in column {differing!r}: text in one, numbers in the other.")
-    return pl.concat([table, other], how="vertical_relaxed"), len(table)
+    # a column without any value is of texts, and would make those of the other file's numbers
+    empty = {name for name in table.columns if (table[name].null_count() < len(table)) != (
+        other[name].null_count() < len(other))}  # fmt: skip
+    fitted = [
+        t.with_columns(t[name].cast(u[name].dtype) for name in empty if t[name].null_count() == len(t))
+        for t, u in ((table, other), (other, table))
+    ]
+    return pl.concat(fitted, how="vertical_relaxed"), len(table)
 
 
 def _is_text(column: pl.Series) -> bool:
@@ -188,14 +195,16 @@ def _one_hot(
 
     texts = column.cast(pl.String)
     lost = texts.is_null().to_numpy()
-    words = texts.fill_null("").to_numpy().astype(str)
-    categories = np.unique(words[train][~lost[train]])
+    words = texts.fill_null("").to_numpy()  # not of one length: a long text would make all of them long
+    categories = sorted(set(words[train][~lost[train]]))
     if len(categories) > most:
         raise FedraxError(
             f"{path}: column {name!r} has {len(categories):,} different texts, too many to be categories (limit:"
             f" {most}): leave it out by drop, or raise max_categories."
         )
-    hot = (words[:, None] == categories) & ~lost[:, None]
+    places = {category: place for place, category in enumerate(categories)}
+    codes = np.array([places.get(word, -1) for word in words], int)
+    hot = (codes[:, None] == np.arange(len(categories))) & ~lost[:, None]
     titles, said = [f"{name}={category}" for category in categories], []
     new = ~hot.any(axis=1) & ~lost
     if new.any():
@@ -239,8 +248,12 @@ def _moments(x: np.ndarray, otherwise: tuple[np.ndarray, np.ndarray] | None = No
     """
     known = ~np.isnan(x)
     count = np.maximum(known.sum(0), 1)
-    mean = np.where(known, x, 0).sum(0) / count
-    std = np.sqrt(np.where(known, (x - mean) ** 2, 0).sum(0) / count)
+    low, high = (
+        end(np.where(known, x, none), axis=0, initial=none) for end, none in ((np.min, np.inf), (np.max, -np.inf))
+    )
+    same = low == high  # whose sum over their number may be another number, by a rounding error
+    mean = np.where(same, low, np.where(known, x, 0).sum(0) / count)
+    std = np.where(same, 0, np.sqrt(np.where(known, (x - mean) ** 2, 0).sum(0) / count))
     if otherwise is None:
         return mean, std
     return np.where(known.any(0), mean, otherwise[0]), np.where(std > 0, std, otherwise[1])
@@ -260,7 +273,7 @@ def _lost(features: Features, means: np.ndarray, how: str) -> list[str]:
 
 def spread_notes(x: np.ndarray, names: Sequence[str] = ()) -> list[str]:
     """A warning where the deviations of features [n, features] differ by orders of magnitude."""
-    std = x.std(axis=0, dtype=np.float64)
+    std = np.where(x.min(axis=0) == x.max(axis=0), 0, x.std(axis=0, dtype=np.float64))
     low, high = (int(i) for i in (np.where(std > 0, std, np.inf).argmin(), std.argmax()))
     if not (std > 0).any() or std[high] < FAR_APART * std[low]:
         return []
