@@ -89,7 +89,7 @@ class Attack:
             key = jax.random.fold_in(jax.random.key(seed), k)
             candidate = self._start(key, shape, None if y is not None else classes, start if k == 0 else None)
             found = self._one(view, candidate, y, frames)
-            if best is None or not best.distance <= found.distance:
+            if best is None or found.distance < best.distance or np.isnan(best.distance):
                 best = found
         assert best is not None
         return best

@@ -83,6 +83,7 @@ def main(args: list[str]) -> int:
 
 def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     """The comparison of the files, with what the flags change."""
+    _refuse_flags_of_one_run(args)
     common, args = take_settings(gathered(args, "--grid"))
     count = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
     files = [Path(arg) for arg in args[:count]]
@@ -116,6 +117,13 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     name = spec.name if parsed.experiment.name in ("experiment", spec.name) else parsed.experiment.name
     spec = dataclasses.replace(spec, name=name, methods=methods, run=dataclasses.replace(spec.run, **run))
     return with_options(spec, options), options
+
+
+def _refuse_flags_of_one_run(args: list[str]) -> None:
+    """Flags that would be taken for settings that all methods share, and be without effect."""
+    for flag, instead in (("--algorithm", "--algorithms adds methods"), ("--run.seed", "--seeds gives several")):
+        if any(arg == flag or arg.startswith(f"{flag}=") for arg in args):
+            raise FedraxError(f"{flag} is for a single run: {instead} to a comparison.")
 
 
 def with_options(spec: Comparison, options: CompareOptions) -> Comparison:

@@ -164,7 +164,8 @@ def _name(is_one: bool) -> str:
 
 
 def _state(state: str) -> str:
-    kind = "finished" if state == "finished" else "diverged" if state.startswith("diverged") else "going"
+    kinds = {"finished": "finished", "budget": "finished", "diverged": "diverged"}
+    kind = kinds.get(state.partition(" ")[0], "going")
     return f'<span class="state {kind}">{shown(state)}</span>'
 
 

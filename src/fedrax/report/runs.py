@@ -114,10 +114,20 @@ def find_runs(path: Path) -> list[Run]:
     return [run for run in found if not run.validation] or found
 
 
+def _once(runs: Sequence[Run]) -> list[Run]:
+    """Of runs that differ in nothing, not the seed, the one that is furthest: a run made twice is one seed."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        known = found.setdefault(json.dumps(run.table, sort_keys=True, default=str), run)
+        if len(run.events) > len(known.events):
+            found[json.dumps(run.table, sort_keys=True, default=str)] = run
+    return list(found.values())
+
+
 def group(runs: Sequence[Run]) -> list[Method]:
     """Runs that differ in their seeds only, together, under a name that tells them apart."""
     groups: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in _once(runs):
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
     names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
@@ -263,12 +273,11 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
     took = [entry for entry in reached if entry is not None]
     complete = bool(took) and len(took) == len(method.runs)
     pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}
-    states = {run.state for run in method.runs}
     tops = [top for run in method.runs if (top := best_of(run, metric)) is not None]
     return Row(
         label=method.label,
         seeds=len(method.runs),
-        state=method.failure or (states.pop() if len(states) == 1 else "running"),
+        state=method.failure or _state(method.runs),
         accuracy=Statistic.of([last["test_accuracy"] for last in lasts if "test_accuracy" in last]),
         loss=Statistic.of([last["test_loss"] for last in lasts if "test_loss" in last]),
         reached=len(took),
@@ -285,6 +294,17 @@ def summarise(method: Method, target: float | None, metric: str = "test_accuracy
     )
 
 
+def _state(runs: Sequence[Run]) -> str:
+    """Of all seeds together."""
+    states = {run.state for run in runs}
+    if len(states) == 1:
+        return states.pop()
+    if not all(run.finished for run in runs):
+        return "running"
+    spent = [len(run.events) for run in runs if run.spent]
+    return f"budget spent in rounds {min(spent)} to {max(spent)}" if len(spent) == len(runs) else "finished"
+
+
 def _behind_the_worst(last: dict[str, float]) -> list[int]:
     """How many samples the worst clients of a table's columns have."""
     kind = "accuracy" if any(name.endswith("_accuracy_worst_client") for name in last) else "loss"
@@ -293,9 +313,10 @@ def _behind_the_worst(last: dict[str, float]) -> list[int]:
 
 def default_target(methods: Sequence[Method]) -> float | None:
     """95 % of the best method's mean final accuracy, to the percent; None where there is no accuracy."""
-    finals = [row.accuracy.mean for m in methods if (row := summarise(m, None)).accuracy is not None]
+    sound = [method for method in methods if method.failure is None] or methods
+    finals = [row.accuracy.mean for m in sound if (row := summarise(m, None)).accuracy is not None]
     known = [final for final in finals if math.isfinite(final)]
-    return math.floor(95 * max(known)) / 100 if known else None
+    return (math.floor(95 * max(known)) / 100 or None) if known else None
 
 
 def finite(value: Any) -> Any:

@@ -55,10 +55,11 @@ def legend(target: float | None, given: bool, rows: Sequence[Row]) -> str:
     """What the columns of the target and of the worst clients say; ``given``: somebody chose the target."""
     said = []
     if target is not None:
+        name = "accuracy" if any(row.accuracy is not None for row in rows) else "loss"
         what = "as given" if given else "95 % of the best method's final test accuracy, as none was given"
         said.append(
-            f"target {target:g}: {what}. rounds, MB, s: until the test accuracy first reached it, traffic of all"
-            " clients both ways, seconds without compilation."
+            f"target {target:g}: {what}. rounds, MB, s: until the test {name} first reached it, traffic of all clients"
+            " both ways, seconds without compilation."
         )
     behind = [samples for row in rows for samples in row.worst_samples]
     if behind:

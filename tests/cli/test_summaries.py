@@ -1,0 +1,83 @@
+"""What tables say of runs of unusual kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax.attacks import Attack
+from fedrax.attacks.optimizers import Descent
+from fedrax.attacks.view import View
+from fedrax.report.runs import Method, Run, default_target, group, summarise
+from fedrax.report.tables import legend
+from tests.cli.conftest import TINY, Outcome
+
+
+def run(rounds: int, seed: int = 0, spent: bool = False, failure: str | None = None, **last: float) -> Run:
+    events = [
+        {"round": r + 1, "clients": 1, "bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
+        for r in range(rounds)
+    ]
+    events[-1] |= last
+    table: dict[str, Any] = {"run": {"seed": seed, "rounds": 40}, "algorithm": {"name": "x"}}
+    return Run(Path(f"seed-{seed}"), table, events, failure, spent)
+
+
+def test_budgets_that_end_in_different_rounds():
+    state = lambda *runs: summarise(Method("m", runs), None).state  # noqa: E731
+    assert state(run(7, 0, spent=True), run(9, 1, spent=True)) == "budget spent in rounds 7 to 9"
+    assert state(run(40, 0), run(9, 1, spent=True)) == "finished"
+    assert state(run(40, 0), run(9, 1)) == "running"
+    assert state(run(7, 0, spent=True), run(7, 1, spent=True)) == "budget spent in round 7"
+
+
+def test_a_run_made_twice_is_one_seed(fedrax: Callable[..., Outcome], tmp_path: Path):
+    (made,) = group([run(4, 0), run(40, 0), run(40, 1)])
+    assert [len(one.events) for one in made.runs] == [40, 40]
+    (tmp_path / "x.toml").write_text(TINY)
+    assert [fedrax("run", "x.toml", "--quiet").status for _ in range(2)] == [0, 0]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    assert '"seeds": 1' in fedrax("show", "runs", "--json").out
+
+
+def test_the_default_target_is_of_methods_that_did_not_diverge():
+    good, lost = Method("a", [run(40, test_accuracy=0.8)]), Method("b", [run(9, failure="x", test_accuracy=0.9)])
+    assert default_target([good, lost]) == 0.76
+    assert default_target([lost]) == 0.85
+    assert default_target([Method("c", [run(40, test_accuracy=0.01)])]) is None
+
+
+def test_a_target_of_a_loss_is_called_so():
+    row = lambda **last: summarise(Method("m", [run(40, **last)]), 0.5)  # noqa: E731
+    assert "until the test loss first" in legend(0.5, True, [row(test_loss=0.4)])
+    assert "until the test accuracy first" in legend(0.5, True, [row(test_loss=0.4, test_accuracy=0.9)])
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"), [("--algorithm", "--algorithms adds methods"), ("--run.seed", "--seeds gives several")]
+)
+def test_flags_of_one_run_do_not_pass_unnoticed(
+    flag: str, instead: str, fedrax: Callable[..., Outcome], tmp_path: Path
+):
+    (tmp_path / "x.toml").write_text(TINY)
+    for flags in ([flag, "7"], [f"{flag}=7"]):
+        refused = fedrax("compare", "x.toml", *flags)
+        assert refused.status == 2 and instead in refused.err
+
+
+def test_a_start_that_is_no_number_does_not_replace_a_sound_one():
+    def predict(known: Any, data: Any, classes: Any) -> Any:
+        return ({"w": jnp.sqrt(data.x).sum(0)},)
+
+    view = View(predict, (), ({"w": jnp.array([1.0])},))
+    pairs = []
+    for seed in range(12):
+        attacks = (Attack(Descent(0.01), 5, "squared", restarts=n) for n in (1, 2))
+        pairs.append([attack.invert(view, (1, 1), y=[0], seed=seed).distance for attack in attacks])
+    sound = [pair for pair in pairs if np.isfinite(pair[0])]
+    assert sound and all(two <= one for one, two in sound)
