@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars
 import pytest
 from PIL import Image
 
@@ -157,3 +158,27 @@ def test_a_data_sets_code_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "hub/hub.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     load("huggingface", path=tmp_path / "hub", label="ill")
     assert not (tmp_path / "ran").exists()
+
+
+def test_splits_that_number_classes_differently_are_refused():
+    """Encoded each by itself, a split without one of the classes has other numbers for the rest."""
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "label": ["a", "b", "c"]}),
+        test=datasets.Dataset.from_dict({"x": [2.0, 3.0], "label": ["b", "c"]}),
+    )
+    with pytest.raises(FedraxError, match="number the classes of 'label' differently"):
+        from_huggingface(splits.class_encode_column("label"))
+    assert from_huggingface(splits).class_names == ("a", "b", "c")
+
+
+def test_a_column_of_encoded_images(tmp_path):
+    def png(shade: int) -> bytes:
+        file = io.BytesIO()
+        Image.new("RGB", (4, 4), (shade, 0, 0)).save(file, "PNG")
+        return file.getvalue()
+
+    polars.DataFrame({"image": [png(20 * i) for i in range(8)], "label": [0, 1] * 4}).write_parquet(
+        tmp_path / "b.parquet"
+    )
+    made = load("huggingface", path=tmp_path / "b.parquet", size=(4, 4))
+    assert made.pixels and made.train.x.dtype == np.uint8 and made.train.x.shape[1:] == (4, 4, 3)
