@@ -25,6 +25,7 @@ from fedrax import (
     OutputPerturbation,
     Phase,
     SampleDP,
+    Script,
     Settings,
     Task,
     classification,
@@ -37,7 +38,7 @@ from fedrax.models import Logistic
 from fedrax.privacy.guessing import tell_apart
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
 from fedrax.report.forecast import forecast
-from fedrax.simulation import Asynchronous, Availability, Turns, WeightedBySamples
+from fedrax.simulation import Asynchronous, Availability, Turns, Uniform, WeightedBySamples
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import FEDERATION, run
 
@@ -123,6 +124,18 @@ def test_models_of_ones_own_around_a_bound_that_moves():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), first.client_state(3).own, still.client_state(3).own
     )
+
+
+def test_a_script_says_how_many_there_are(tmp_path: Path):
+    """Whatever the settings would draw: its cohorts are means over their own size."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("round,client\n0,0\n0,1\n")
+    script = Script(cohorts=[[1, 2, 3, 5]])
+    method = ClientDP(FedAvg(local=LOCAL), noise=0.0)
+    drawn = (Uniform(), Availability(trace), Turns())
+    ends = [run(method, rounds=1, script=script, participation=draw, cohort_size=2).params for draw in drawn]
+    for end in ends[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), end, ends[0])
 
 
 # -- audits --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli.arguments import parse_experiment
@@ -19,6 +19,9 @@ from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import Asynchronous, use_all_cores
 from fedrax.text import plain
+
+if TYPE_CHECKING:
+    from fedrax.diagnosis import Diagnosis
 
 DESCRIPTION = """A task and its partition measured: `fedrax diagnose [FILE.toml] [flags]`.
 
@@ -94,20 +97,26 @@ def main(args: list[str]) -> int:
         shown = {"advice": first, "trials": found and found.to_dict(), "pictures": [str(path) for path in pictures]}
         print(json.dumps((made.to_dict() if made else {}) | shown | reasons))
         return 0
-    console = wide_console()
     for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
         print(plain(note), file=sys.stderr)
+    told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
+    told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
+    _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
+    return 0
+
+
+def _print(name: str, made: Diagnosis | None, told: list[str]) -> None:
+    """The table of what was measured, if anything was, and what it says."""
+    from fedrax.diagnosis import show
+
+    console = wide_console()
     if made is not None:
         rounds = made.points[-1].round
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
-        console.print(f"{plain(federation.name)}: {about}", highlight=False, markup=False)
+        console.print(f"{plain(name)}: {about}", highlight=False, markup=False)
         console.print(show.points_table(made))
-    told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
-    for line in [*told, *advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]:
+    for line in told:
         console.print(line, highlight=False, markup=False)
-    for path in pictures:
-        console.print(f"picture: {path}", highlight=False, markup=False)
-    return 0
 
 
 def set_aside(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]:

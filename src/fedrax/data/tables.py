@@ -132,10 +132,8 @@ def _read(path: Path, test_path: str | Path | None, form: CsvForm, chosen: Colum
     if differing is not None:
         raise FedraxError(f"{path} and {test_path} differ in column {differing!r}: text in one, numbers in the other.")
     # a column without any value is of texts, and would make those of the other file's numbers
-    empty = {name for name in table.columns if (table[name].null_count() < len(table)) != (
-        other[name].null_count() < len(other))}  # fmt: skip
     fitted = [
-        t.with_columns(t[name].cast(u[name].dtype) for name in empty if t[name].null_count() == len(t))
+        t.with_columns(t[name].cast(u[name].dtype) for name in t.columns if t[name].null_count() == len(t))
         for t, u in ((table, other), (other, table))
     ]
     return pl.concat(fitted, how="vertical_relaxed"), len(table)

@@ -107,20 +107,10 @@ def watch_a_client(
     other_labels = _other_labels(federation, y, changed)
     worlds = Batch(x, y), Batch(x, y if drawn == "poisson" else other_labels)
     rates = (rate, 0.0) if drawn == "poisson" else (rate, rate)
-    sampling: dict[str, Any] = {"drawn": drawn, "bystander": Batch(x, _other_labels(federation, other_labels, changed))}
+    shared: dict[str, Any] = {"rounds": rounds, "seen": seen, "drawn": drawn}
+    shared["bystander"] = Batch(x, _other_labels(federation, other_labels, changed))
     own, other = (
-        watch(
-            algorithm,
-            task,
-            start,
-            world,
-            runs,
-            rounds=rounds,
-            seen=seen,
-            seed=settings.seed + k,
-            rate=rates[k],
-            **sampling,
-        )
+        watch(algorithm, task, start, world, runs, seed=settings.seed + k, rate=rates[k], **shared)
         for k, world in enumerate(worlds)
     )
     told = tell_apart(own, other, settings.delta, confidence)

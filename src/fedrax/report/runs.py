@@ -118,9 +118,9 @@ def _once(runs: Sequence[Run]) -> list[Run]:
     """Of runs that differ in nothing, not the seed, the one that is furthest: a run made twice is one seed."""
     found: dict[str, Run] = {}
     for run in runs:
-        known = found.setdefault(json.dumps(run.table, sort_keys=True, default=str), run)
-        if len(run.events) > len(known.events):
-            found[json.dumps(run.table, sort_keys=True, default=str)] = run
+        key = json.dumps(run.table, sort_keys=True, default=str)
+        if key not in found or len(run.events) > len(found[key].events):
+            found[key] = run
     return list(found.values())
 
 

@@ -91,8 +91,8 @@ def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool
                 digested = _Digested(member)
                 _write(digested, leaf)
             digests[name] = digested.digest()
-            if _is_foreign(leaf.dtype):
-                types[name] = leaf.dtype.name
+            if _is_foreign(dtype := leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype):
+                types[name] = dtype.name
         with archive.open("meta.npy", "w") as member:
             text = json.dumps({"format": FORMAT, "digests": digests, "types": types, "meta": meta})
             np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)

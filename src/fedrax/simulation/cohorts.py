@@ -99,9 +99,9 @@ class Sampler:
 
     @property
     def expected(self) -> float | None:
-        """The S that was asked for, where a round may have fewer clients or more."""
+        """The S that was asked for, where a round that is drawn may have fewer clients or more."""
         may_vary = isinstance(self.settings.participation, Poisson | Asynchronous | Availability | Turns)
-        return float(self.settings.cohort_size) if may_vary else None
+        return float(self.settings.cohort_size) if may_vary and self.given is None else None
 
     @property
     def delays(self) -> dict[str, np.ndarray]:

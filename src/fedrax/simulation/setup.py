@@ -130,8 +130,7 @@ def prepare(
     start, statistics = drawn()  # until here shapes were enough
     initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
-    cuts = cuts_in(traced.program)
-    joining = _joining(planner, cuts, initial) if plan == "scan" and not streamed else 0
+    joining = _joining(planner, cuts_in(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
     words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0) + widened
     identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
