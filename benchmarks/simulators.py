@@ -68,6 +68,7 @@ def settings() -> list[Setting]:
         Setting("pfl-research", f"1 process, {n} threads", "run_pfl", "pfl", threads, workloads=LARGE),
         Setting("pfl-research", f"{n} processes", "run_pfl", "pfl", processes=n),
         Setting("FedJAX", "jit", "run_fedjax", "fedjax", variables=jax_on_cpu),
+        Setting("FedJAX", f"pmap, {n} devices", "run_fedjax", "fedjax", ("--devices", str(n)), variables=jax_on_cpu),
         Setting("FedLab", "1 thread", "run_fedlab", "fedlab"),
         Setting("FedLab", f"{n} threads", "run_fedlab", "fedlab", threads, workloads=LARGE),
         Setting(

@@ -1,4 +1,4 @@
-"""FedJAX: ``fed_avg`` with the ``jit`` backend."""
+"""FedJAX: ``fed_avg`` with the ``jit`` backend, or on several devices with ``pmap``."""
 
 # pyright: reportMissingImports=false
 
@@ -8,16 +8,42 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 still calls what newer JAX has moved
     setattr(jax, "tree_map", jax.tree_util.tree_map)  # noqa: B010 - FedJAX looks it up there
 
 import fedjax
 from fedjax.algorithms import fed_avg
+from fedjax.core import for_each_client
 from fedjax.version import __version__ as fedjax_version
 
 from benchmarks.runners.jax_models import cross_entropy, evaluate, model_of, parameters
 from benchmarks.timing import RoundClock, report, runner_arguments
+
+
+
+class JaxOfItsTime:
+    """What the pmap backend calls and JAX 0.10 has no longer, and shards without their axis of devices."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+    @staticmethod
+    def _on_devices(stacked: Any, devices: list[jax.Device]) -> Any:
+        return jax.device_put(stacked, NamedSharding(Mesh(np.array(devices), "devices"), PartitionSpec("devices")))
+
+    def device_put_sharded(self, shards: list[Any], devices: list[jax.Device]) -> Any:
+        return self._on_devices(jax.tree.map(lambda *each: np.stack(each), *shards), devices)
+
+    def device_put_replicated(self, value: Any, devices: list[jax.Device]) -> Any:
+        return self._on_devices(jax.tree.map(lambda each: np.stack([each] * len(devices)), value), devices)
+
+    def device_put(self, shard: jax.Array, device: jax.Device) -> jax.Array:
+        return jax.device_put(np.asarray(shard)[0], device)
+
+
+for_each_client.jax = JaxOfItsTime()
 
 
 class Ragged(fedjax.ClientDataset):
@@ -31,7 +57,8 @@ class Ragged(fedjax.ClientDataset):
 
 
 def main() -> None:
-    _, workload, arrays = runner_arguments("FedJAX.", channels_last=True)
+    options, workload, arrays = runner_arguments("FedJAX.", channels_last=True, devices=1)
+    jax.config.update("jax_num_cpu_devices", options.devices)
     predict = model_of(workload)
     x, y = arrays.x, arrays.y.astype(np.int32)
     kind = Ragged if (np.diff(arrays.offsets) % workload.batch).any() else fedjax.ClientDataset
@@ -41,7 +68,7 @@ def main() -> None:
         return cross_entropy(predict(params, batch["x"]), batch["y"], batch.get(fedjax.EXAMPLE_MASK_KEY))
 
     gradient = jax.grad(loss)
-    with fedjax.for_each_client_backend("jit"):
+    with fedjax.for_each_client_backend("pmap" if options.devices > 1 else "jit"):
         algorithm = fed_avg.federated_averaging(
             gradient,
             fedjax.optimizers.sgd(workload.learning_rate),
