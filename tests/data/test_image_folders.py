@@ -149,3 +149,33 @@ def test_sizes_that_are_none(size: object, tmp_path: Path) -> None:
         load("image_folder", path=tmp_path, size=size)
     with pytest.raises(FedraxError, match="cannot be read as a folder"):
         load("image_folder", path="nul\0", size=(1, 1))
+
+
+@pytest.mark.parametrize("way", range(1, 9))
+def test_images_are_as_the_camera_was_held(tmp_path: Path, way: int) -> None:
+    """By the EXIF orientation; a damaged block of it says nothing."""
+    upright = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    # What is stored for each orientation (EXIF 2.3): the row and the column at which the seen image begins.
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: upright.transpose(1, 0, 2)[::-1],
+        7: upright.transpose(1, 0, 2)[::-1, ::-1],
+        8: upright.transpose(1, 0, 2)[:, ::-1],
+    }[way]
+    exif = Image.Exif()
+    exif[0x0112] = way
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(stored)).save(buffer, "PNG", exif=exif)
+    write(tmp_path / "c/a.png", buffer.getvalue())
+    made = load("image_folder", path=tmp_path, size=(4, 6), test_fraction=0.0)
+    np.testing.assert_array_equal(made.train.x[0], upright)
+    broken = io.BytesIO()
+    Image.fromarray(upright).save(broken, "PNG", exif=b"Exif\0\0no block")
+    write(tmp_path / "c/a.png", broken.getvalue())
+    np.testing.assert_array_equal(
+        load("image_folder", path=tmp_path, size=(4, 6), test_fraction=0.0).train.x[0], upright
+    )

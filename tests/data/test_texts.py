@@ -16,7 +16,7 @@ def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
         ["a", "man's", "dog", ",", "2", "cats", "-", "-", "isn't", "it", "?"]
     )
     assert tokenise(" \n\t") == []
-    assert tokenise("naïve 日本") == ["na", "ï", "ve", "日", "本"]
+    assert tokenise("naïve 日本") == ["naïve", "日", "本"]
 
 
 def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
@@ -111,3 +111,9 @@ def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
     write(tmp_path / "sent140" / "leaf_k30_by_user.parquet", user=["a"], text=["b"], label=[4])
     with pytest.raises(FedraxError, match="labels are 0 and 1"):
         load("sent140", tmp_path)
+
+
+def test_words_of_other_alphabets():
+    assert tokenise("Grüße, l'été à 5 Äpfeln") == ["grüße", ",", "l'été", "à", "5", "äpfeln"]
+    assert tokenise("cafe\u0301 мир_мир") == ["café", "мир", "_", "мир"]
+    assert tokenise("東京へ行く") == list("東京へ行く")

@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import numpy as np
 
 from fedrax.data.files import MAX_BYTES
 from fedrax.errors import FedraxError, unknown
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MAX_SIDE = 4096
 """Pixels of a side that images are resized to."""
@@ -23,6 +26,8 @@ MAX_PIXELS, MAX_FILE = 50_000_000, 256 << 20
 MODES = {"rgb": ("RGB", 3), "grey": ("L", 1)}
 ALONE = 2_000_000
 """Pixels beyond which an image is decoded by itself: it takes some 6 bytes a pixel, on a machine of many cores."""
+UPRIGHT, ON_A_SIDE = 1, 5
+"""The orientation of an image whose pixels lie as it is to be seen, and the first of those with sides exchanged."""
 TOGETHER = 1024
 """Images under way at once."""
 _one_at_a_time = threading.Lock()
@@ -74,8 +79,17 @@ def _blocks(rows: int) -> Iterator[range]:
     return (range(start, min(start + TOGETHER, rows)) for start in range(0, rows, TOGETHER))
 
 
+def orientation(image: Image.Image) -> int:
+    """How a camera was held, 1 to 8 (EXIF 2.3, tag 0x0112): its pixels lie as the sensor did."""
+    try:
+        found = image.getexif().get(0x0112, UPRIGHT)
+    except Exception:  # of a damaged block the decoder raises anything; it tells of no orientation
+        return UPRIGHT
+    return found if found in range(1, 9) else UPRIGHT
+
+
 def _image(file: BinaryIO, name: str, shape: tuple[int, int, int], mode: str) -> np.ndarray:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file, formats=("JPEG", "PNG")) as image:
@@ -84,7 +98,10 @@ def _image(file: BinaryIO, name: str, shape: tuple[int, int, int], mode: str) ->
             if image.mode not in _EIGHT_BITS or any("16" in str(tile[-1]) for tile in image.tile):
                 raise FedraxError(f"{name} has more than 8 bits a channel (mode {image.mode}): convert it first.")
             with _one_at_a_time if math.prod(image.size) > ALONE else nullcontext():
-                resized = image.convert(mode).resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
+                held = image.convert(mode)
+                if orientation(image) != UPRIGHT:
+                    ImageOps.exif_transpose(held, in_place=True)
+                resized = held.resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
                 return np.asarray(resized).reshape(shape)
     except FedraxError:
         raise

@@ -22,19 +22,25 @@ MAX_BYTES = 16 << 30  # the largest array taken from a file
 IDX_UINT8 = 0x08
 
 
+def given_directory(data_dir: str | Path | None) -> Path | None:
+    """``data_dir``, or the directory that the environment variable FEDRAX_DATA names; None where there is neither."""
+    chosen = data_dir or os.environ.get("FEDRAX_DATA")
+    return Path(chosen) if chosen else None
+
+
 def data_directory(data_dir: str | Path | None, dataset: str, files: Sequence[str]) -> Path:
     """The directory of data files: ``data_dir``, or the environment variable FEDRAX_DATA.
 
     Raises FedraxError, naming what ``dataset`` needs and where, if neither is given or a file is missing.
     """
-    chosen = data_dir or os.environ.get("FEDRAX_DATA")
+    chosen = given_directory(data_dir)
     wanted = ", ".join(files)
-    if not chosen:
+    if chosen is None:
         raise FedraxError(f"data set {dataset!r} needs a data directory with {wanted}; set --data-dir or FEDRAX_DATA.")
     for file in files:
-        if find_file(Path(chosen) / file) is None:
+        if find_file(chosen / file) is None:
             raise FedraxError(f"data set {dataset!r} needs {wanted} in {chosen}, where {file} is missing.")
-    return Path(chosen)
+    return chosen
 
 
 def cache_directory() -> Path:

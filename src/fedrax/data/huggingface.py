@@ -17,7 +17,7 @@ import numpy as np
 
 from fedrax.data.columns import Columns, Owners, check_columns
 from fedrax.data.dataset import Dataset
-from fedrax.data.decoding import MAX_FILE, check_form, decoded, moments
+from fedrax.data.decoding import MAX_FILE, ON_A_SIDE, check_form, decoded, moments, orientation
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.tables import dataset_of
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
@@ -239,7 +239,8 @@ def _size_of(data: bytes, name: str) -> tuple[int, int]:
 
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
-            return image.size[1], image.size[0]
+            width, height = image.size
+            return (width, height) if orientation(image) >= ON_A_SIDE else (height, width)
     except Exception as error:
         raise FedraxError(f"{name}, row 0 is not a readable JPEG or PNG image ({error}).") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,12 +24,17 @@ MAX_DIMENSION = 4096
 MAX_LINE = 64 * MAX_DIMENSION
 """Bytes of a line of a file of word vectors."""
 
-_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|[^\sa-z0-9]")
+_WHOLE = r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+"""Kana and Han: written without spaces, so that each sign is taken for a word."""
+_WORD = re.compile(rf"(?:(?!{_WHOLE})[^\W_])+(?:['’](?:(?!{_WHOLE})[^\W\d_])+)?|\S")
 
 
 def tokenise(text: str) -> list[str]:
-    """Words in lower case: letters and digits with what follows an apostrophe, and every other sign by itself."""
-    return _WORD.findall(text[:MAX_CHARACTERS].lower())
+    """Words in lower case: letters and digits with what follows an apostrophe, and every other sign by itself.
+
+    Letters are those of any alphabet, accents composed (Unicode's form NFC); signs of Kana and Han are words.
+    """
+    return _WORD.findall(unicodedata.normalize("NFC", text[:MAX_CHARACTERS]).lower())
 
 
 def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
