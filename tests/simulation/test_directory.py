@@ -147,7 +147,7 @@ def test_a_run_of_other_numbers_does_not_resume(name: str, tmp_path: Path):
 def test_another_activation_does_not_resume(tmp_path: Path):
     often = {"eval_every": 2, "task": task(jnp.tanh)}
     run(SCAFFOLD, **often, rounds=2, directory=tmp_path)
-    with pytest.raises(FedraxError, match="its program differ"):
+    with pytest.raises(FedraxError, match="its program and evaluation differ"):
         run(SCAFFOLD, **often | {"task": task(jnp.sin)}, rounds=4, directory=tmp_path, resume=True)
     again = often | {"task": task(jnp.tanh)}  # another object, the same program
     assert_identical(run(SCAFFOLD, **again, rounds=4, directory=tmp_path, resume=True), run(SCAFFOLD, **often))

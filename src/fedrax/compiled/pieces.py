@@ -20,6 +20,7 @@ from jax.extend import core
 from fedrax import tree
 from fedrax.compiled.any_number import alike_but_for_rows
 from fedrax.compiled.draws import Drawn, drawn_before
+from fedrax.compiled.edits import Code
 from fedrax.compiled.samples import LookedAt, each_by_itself
 from fedrax.compiled.scopes import GRADIENT, scope
 from fedrax.compiled.tracing import KEPT, equations_in, in_fast_forms, parts_of_scan, settings, shape_of, trace_of
@@ -120,7 +121,7 @@ def as_traced(losses: Callable) -> Callable:
 
 def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | None]:
     leaves, structure = jax.tree.flatten(args)
-    return _looked_at(losses, structure, tuple(map(shape_of, leaves)), settings())
+    return _looked_at(losses, structure, tuple(map(shape_of, leaves)), (Code(losses), *settings()))
 
 
 @lru_cache(KEPT)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
+from fedrax.compiled.edits import Code
 from fedrax.compiled.lengths import of_differences
 
 P = ParamSpec("P")
@@ -70,7 +72,7 @@ def traced_once(
 def trace_of(function: Callable, *args: Any) -> core.ClosedJaxpr:
     """The trace of a function of pytrees of arrays that holds none of a program which is being traced; remembered."""
     leaves, structure = jax.tree.flatten(args)
-    return _trace_of(function, structure, tuple(map(shape_of, leaves)), settings())
+    return _trace_of(function, structure, tuple(map(shape_of, leaves)), (Code(function), *settings()))
 
 
 @lru_cache(KEPT)
@@ -122,8 +124,10 @@ def equations_in(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[core.JaxprE
 
 def constants_in(program: core.ClosedJaxpr) -> list[Any]:
     """The arrays that the program holds and those that functions inside it do."""
-    inside = [function for equation in equations_in(program) for function in functions_in(equation)]
-    return [array for one in [program, *inside] for array in getattr(one, "consts", ())]
+    equations = list(equations_in(program))
+    inside = [function for equation in equations for function in functions_in(equation)]
+    standing = [v.val for e in equations for v in e.invars if isinstance(v, core.Literal) and np.ndim(v.val) > 0]
+    return [array for one in [program, *inside] for array in getattr(one, "consts", ())] + standing
 
 
 def functions_in(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]:

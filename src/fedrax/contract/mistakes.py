@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import inspect
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 
+from fedrax.compiled.edits import FOREIGN
 from fedrax.errors import FedraxError
 
 _SENTENCES = {
@@ -27,7 +27,8 @@ _SENTENCES = {
     " the program runs: use jnp.where",
     jax.errors.ConcretizationTypeError: "needs a value that is known only when the program runs: annotate the field"
     " as int, or compute with jax.numpy",
-    jax.errors.UnexpectedTracerError: "keeps a traced value outside of the function that made it: return it as state",
+    jax.errors.UnexpectedTracerError: "keeps a traced value outside of the function that made it: return it as state;"
+    " and take local steps, local.run(...), outside of jax.lax.cond, scan and vmap",
 }
 """What JAX refuses to trace; of a kind and a kind of it the latter first."""
 _HINTS = {
@@ -141,8 +142,4 @@ def _place(algorithm: Any, error: Exception) -> str:
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The last place on an error's way that lies in code of the user's own, in no package."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((frame for frame in frames if not frame.filename.startswith((*_FOREIGN, "<"))), None)
-
-
-_FOREIGN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-"""Where code lies that is nobody's own."""
+    return next((frame for frame in frames if not frame.filename.startswith((*FOREIGN, "<"))), None)

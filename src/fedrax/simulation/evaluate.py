@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedrax.compiled.edits import Code
 from fedrax.compiled.layers import in_loops
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.pieces import AXIS
@@ -33,30 +35,48 @@ def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
 
 def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """The values of each sample, and the model's outputs where metrics of all samples ask for them."""
+    return fast_on_cpu(in_loops(partial(_found, task)))(params, samples)
 
-    def found(params: Tree, samples: Any) -> dict[str, Array]:
-        outputs = cache(lambda: task.outputs(params, samples.x))  # once for all that look at them
 
-        def value(metric: Any) -> Array:
-            shared = isinstance(metric, OfOutputs) and metric.outputs is task.outputs
-            return metric.value(outputs(), samples.y) if shared else metric(params, samples)
+def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+    outputs = cache(lambda: task.outputs(params, samples.x))  # once for all that look at them
 
-        metrics = {"loss": task.evaluation_loss, **task.metrics}
-        values = {name: value(metric) for name, metric in metrics.items()}
-        return values | {_OUTPUTS: outputs()} if task.whole_set else values
+    def value(metric: Any) -> Array:
+        shared = isinstance(metric, OfOutputs) and metric.outputs is task.outputs
+        return metric.value(outputs(), samples.y) if shared else metric(params, samples)
 
-    return fast_on_cpu(in_loops(found))(params, samples)
+    metrics = {"loss": task.evaluation_loss, **task.metrics}
+    values = {name: value(metric) for name, metric in metrics.items()}
+    return values | {_OUTPUTS: outputs()} if task.whole_set else values
+
+
+class TracedEvaluation(NamedTuple):
+    """What is computed where parameters are evaluated."""
+
+    programs: tuple[ClosedJaxpr, ...]
+    words: str
+    """The metrics' names, and of those of all samples together what they do."""
+
+
+def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> TracedEvaluation:
+    """What evaluation makes of parameters and a few samples of these shapes. variables: as ``Setup.variables``."""
+    few = jax.tree.map(lambda a: jax.ShapeDtypeStruct((min(len(a), _ROWS_ON_CPU), *a.shape[1:]), a.dtype), samples)
+    made = [jax.make_jaxpr(partial(_found, task))(variables, few)]
+    if task.measures is not None:
+        made.append(jax.make_jaxpr(task.measures)(params))
+    names = sorted(task.metrics), {name: Code(metric).described() for name, metric in sorted(task.whole_set.items())}
+    return TracedEvaluation(tuple(made), repr(names))
 
 
 def measured(task: Any, params: Tree) -> dict[str, float]:
     """What the task says of parameters without any data."""
     if task.measures is None:
         return {}
-    return {name: float(value) for name, value in _compiled_measures(task)(params).items()}
+    return {name: float(value) for name, value in _compiled_measures(task, Code(task))(params).items()}
 
 
 @lru_cache(maxsize=16)
-def _compiled_measures(task: Any) -> Callable:
+def _compiled_measures(task: Any, code: Code) -> Callable:
     return jax.jit(task.measures)
 
 
@@ -72,7 +92,7 @@ def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
 
 
 @lru_cache(maxsize=16)
-def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.ndarray]:
+def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: Code) -> tuple[Callable, np.ndarray]:
     """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk)."""
     chunk, starts = chunk_starts(rows, mesh.devices.size)
 
@@ -89,7 +109,7 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int) -> tuple[Callable, np.
 
 
 @lru_cache(maxsize=16)
-def compiled_piece(task: Any, mesh: Mesh) -> Callable:
+def compiled_piece(task: Any, mesh: Mesh, code: Code) -> Callable:
     """Function (params, samples in chunks [chunks, rows of a chunk, ...]) -> values by name, shaped alike."""
 
     def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
@@ -107,7 +127,7 @@ class Evaluator:
         self.rows = len(jax.tree.leaves(samples)[0])
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
         self.task, self.offsets = task, offsets
-        self._run, self._starts = compiled_evaluation(task, mesh, self.rows)
+        self._run, self._starts = compiled_evaluation(task, mesh, self.rows, Code(task))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
         """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where they are asked for."""
@@ -179,7 +199,7 @@ class StreamedEvaluator(Evaluator):
         self.task, self.offsets = task, offsets
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
-        self._run, self._sharding = compiled_piece(task, mesh), NamedSharding(mesh, P(AXIS))
+        self._run, self._sharding = compiled_piece(task, mesh, Code(task)), NamedSharding(mesh, P(AXIS))
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
         # two at least: a loop of a single trip is compiled to other code, which may round otherwise
         at_once = max(2, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))

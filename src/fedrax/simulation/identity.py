@@ -17,6 +17,7 @@ from fedrax import version
 from fedrax.compiled.tracing import constants_in
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
+from fedrax.simulation.evaluate import TracedEvaluation
 from fedrax.simulation.settings import Script, Settings
 from fedrax.tree import Tree
 
@@ -36,6 +37,7 @@ def identify(
     script: Script | None,
     from_file: Sequence[np.ndarray],
     program: ClosedJaxpr,
+    evaluation: TracedEvaluation,
     start: Tree,
 ) -> dict[str, str]:
     """A digest by what it is of. Equal ones mean equal numbers, on equal devices.
@@ -47,13 +49,18 @@ def identify(
         settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
     return {
         **of_data(federation),
-        "method": _digest([repr(algorithm)]),
+        "method": _digest([_without_places(repr(algorithm))]),
         **{_SETTING + f.name: _digest([repr(getattr(settings, f.name))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
-        "program": _digest([_text(program), *constants_in(program)]),
+        "program": _of_programs([program]),
+        "evaluation": _digest([evaluation.words, _of_programs(evaluation.programs)]),
     }
+
+
+def _of_programs(programs: Sequence[ClosedJaxpr]) -> str:
+    return _digest(part for program in programs for part in (_text(program), *constants_in(program)))
 
 
 def _deciding(settings: Settings) -> list[dataclasses.Field]:
@@ -88,7 +95,7 @@ def difference(kept: Any, now: dict[str, str]) -> str | None:
     parts = [name for name in differing if not name.startswith(_SETTING)]
     if settings := [name.removeprefix(_SETTING) for name in differing if name.startswith(_SETTING)]:
         parts.append(f"settings ({', '.join(settings)})")
-    differ = "differs" if parts in (["method"], ["program"]) else "differ"
+    differ = "differs" if parts in (["method"], ["program"], ["evaluation"]) else "differ"
     return f"its {' and '.join(parts)} {differ}" if parts else None
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.edits import Code
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.products import Format
 from fedrax.compiled.tracing import traced_once, untraced
@@ -46,6 +47,8 @@ class Program(NamedTuple):
     """Clients of a round in the mean, where each joins by chance."""
     joining: int = 0
     """Devices that work together on some clients; 0: each client is one device's."""
+    code: Code | None = None
+    """Of the user's own functions: edited ones make another program."""
 
 
 class Rounds(NamedTuple):

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from fedrax import tree
+from fedrax.compiled.edits import Code
 from fedrax.compiled.pieces import Cut, cuts_in, speed_of
 from fedrax.compiled.tracing import computed, uncollected
 from fedrax.contract.algorithm import Algorithm
@@ -32,7 +34,7 @@ from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
 from fedrax.simulation.engine import Engine
-from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator
+from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator, trace_evaluation
 from fedrax.simulation.events import RunInfo
 from fedrax.simulation.given import given_work
 from fedrax.simulation.identity import identify
@@ -107,6 +109,7 @@ def prepare(
     directory: Path | None = None,
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
+    algorithm = jax.tree.map(_anywhere, algorithm)
     _check(algorithm, settings, federation)
     drawn, start, statistics, widened = _start(task, params, settings)
     samples = Batch(*federation.train)
@@ -114,7 +117,7 @@ def prepare(
     initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
-    algorithm.requirements.check_task(_name(algorithm), task, bool(statistics))
+    algorithm.requirements.check_task(_name(algorithm), task, statistics)
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
@@ -124,7 +127,13 @@ def prepare(
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
     streamed, spilled = choose(settings, mesh, samples, planner.capacity * tree.num_bytes(initial))
     fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
-    program = Program(*fixed, precision=settings.precision, own_samples=streamed, expected=sampler.expected)
+    program = Program(
+        *fixed,
+        precision=settings.precision,
+        own_samples=streamed,
+        expected=sampler.expected,
+        code=Code(algorithm, task),
+    )
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     start, statistics = drawn()  # until here shapes were enough
@@ -133,7 +142,9 @@ def prepare(
     joining = _joining(planner, cuts_in(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
     words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0) + widened
-    identity = partial(identify, algorithm, settings, federation, script, sampler.from_file, traced.program, start)
+    variables = Variables(start, statistics) if statistics else start
+    of_run = (algorithm, settings, federation, script, sampler.from_file, traced.program)
+    identity = lambda: identify(*of_run, trace_evaluation(task, start, variables, samples), start)  # noqa: E731
     return Setup(
         algorithm=algorithm,
         task=task,
@@ -166,6 +177,12 @@ def _at_first(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kep
     with noted(algorithm, broken):
         initial = jax.eval_shape(partial(Kept.at_first, algorithm), params, statistics)
     return initial, broken
+
+
+def _anywhere(leaf: Any) -> Any:
+    """An array that lies on the devices of an earlier run, as its parameters do, without its place."""
+    committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+    return np.asarray(leaf) if committed and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> None:

@@ -160,7 +160,8 @@ def program_of(algorithm: Algorithm, task: Task, federation: Federation, setting
     use_all_cores()
     with arithmetic(settings.dtype):
         known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
-    return f"{form_of(algorithm)} {settings_in(known)}", f"{known['program']} {known['starting parameters']}"
+    computed = " ".join(known[part] for part in ("program", "evaluation", "starting parameters"))
+    return f"{form_of(algorithm)} {settings_in(known)}", computed
 
 
 def _alone(

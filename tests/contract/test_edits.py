@@ -1,0 +1,110 @@
+"""Functions that are edited between two runs, as cells of a notebook are: the second run is of the new ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.compiled.edits import Code
+from tests.simulation.problems import FEDERATION, TASK, run
+
+METHOD = """
+import jax, jax.numpy as jnp, fedrax
+from fedrax.contract.algorithm import Algorithm, ClientOutput
+
+STRENGTH = 1.0
+
+def changed(update):
+    return STRENGTH * update
+
+def near(predicted, y):
+    return predicted == y
+
+@fedrax.hyperparameters
+class Mine(fedrax.FedAvg):
+    def client(self, message, state, data):
+        output = super().client(message, state, data)
+        return output._replace(upload=jax.tree.map(changed, output.upload))
+
+def hits(params, batch):
+    return near(TASK.outputs(params, batch.x).argmax(-1), batch.y).astype(jnp.float32)
+"""
+"""A cell: a method, a metric, and what they call."""
+
+
+def notebook() -> dict[str, Any]:
+    cells: dict[str, Any] = {"__name__": "__main__", "TASK": TASK}
+    exec(compile(METHOD, "cell-1.py", "exec"), cells)
+    return cells
+
+
+def moved(algorithm: fedrax.Algorithm, **options: Any) -> np.ndarray:
+    """What one round adds to the starting parameters."""
+    result = run(algorithm, rounds=1, trajectory=True, **options)
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)]) - start()
+
+
+def start() -> np.ndarray:
+    params = TASK.init(jax.random.fold_in(jax.random.key(0), 0))
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
+@pytest.mark.parametrize("edit", ["STRENGTH = 3.0", "def changed(update):\n    return 3.0 * update"])
+def test_an_edited_helper_or_number(plan: str, edit: str):
+    cells = notebook()
+    method = cells["Mine"](local=fedrax.LocalSGD(lr=0.05, steps=2, batch_size=2))
+    before = moved(method, plan=plan)
+    exec(compile(edit, "cell-2.py", "exec"), cells)
+    np.testing.assert_allclose(moved(method, plan=plan), 3 * before, rtol=1e-4, atol=1e-6)
+
+
+def test_an_edited_metric():
+    cells = notebook()
+    task = fedrax.Task(TASK.init, TASK.loss, {"hits": cells["hits"]}, outputs=TASK.outputs)
+    share = fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=1, cohort_size=3).events[-1]["test_hits"]
+    assert 0 < share < 1
+    exec(compile("def near(predicted, y):\n    return predicted != y", "cell-2.py", "exec"), cells)
+    again = fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=1, cohort_size=3).events[-1]["test_hits"]
+    assert again == pytest.approx(1 - share)
+
+
+def test_what_was_not_edited_is_the_same():
+    """Counts, histories and fields are no edits, nor is a cell that is run again as it was."""
+    cells, other = notebook(), notebook()
+    assert Code(cells["Mine"]()) == Code(cells["Mine"](local=fedrax.LocalSGD(lr=0.3)))
+    assert hash(Code(cells["Mine"]())) == hash(Code(other["Mine"]())) and Code(cells["Mine"]()) == Code(other["Mine"]())
+    cells["STRENGTH"] = 2.0
+    assert Code(cells["Mine"]()) != Code(other["Mine"]())
+    assert Code(fedrax.FedAvg()) == Code(fedrax.Scaffold())  # the package's own are not looked at
+
+
+def test_a_metric_that_was_edited_is_another_run(tmp_path: Any):
+    """A finished run's numbers are of the old one: they are not gone on with."""
+    cells = notebook()
+    task = fedrax.Task(TASK.init, TASK.loss, {"hits": cells["hits"]}, outputs=TASK.outputs)
+    fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=1, cohort_size=3, directory=tmp_path)
+    exec(compile("def near(predicted, y):\n    return predicted != y", "cell-2.py", "exec"), cells)
+    with pytest.raises(fedrax.FedraxError, match="its evaluation differs"):
+        fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=2, cohort_size=3, directory=tmp_path, resume=True)
+
+
+def test_a_field_that_is_a_function_is_known_again(tmp_path: Any):
+    """By its name: where it lies in memory differs from process to process."""
+
+    @fedrax.hyperparameters
+    class Bent(fedrax.FedAvg):
+        bend: Any = abs
+
+    def made() -> Any:
+        def bend(x: Any) -> Any:
+            return x
+
+        return bend
+
+    run(Bent(bend=made()), rounds=1, directory=tmp_path)
+    assert len(run(Bent(bend=made()), rounds=2, directory=tmp_path, resume=True).events) == 2
