@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+import types
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,37 @@ def is_of_jax(equation: core.JaxprEqn) -> bool:
     """Whether JAX itself wrote a function and its derivative: they treat number by number, or along some axes."""
     told = [getattr(getattr(value, "jaxpr", value), "debug_info", None) for value in equation.params.values()]
     sources = [str(getattr(one, "func_src_info", None)) for one in told if one is not None]
-    return len(sources) > 1 and all(_OF_JAX in source for source in sources)
+    return len(sources) > 1 and all(_OF_JAX in source for source in sources) and _are_of_jax(equation.params.values())
+
+
+def _are_of_jax(values: Iterable[Any]) -> bool:
+    """Whether all functions that some hold are JAX's: what ``defjvps`` was given lies within one of JAX's own."""
+    waiting, seen = list(values), {}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            if not value.__code__.co_filename.startswith(_OF_JAX):
+                return False
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        elif isinstance(value, tuple | list):
+            waiting += value
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args]
+        elif isinstance(value, jax.custom_jvp):
+            waiting += [value.fun, value.jvp]
+        elif hasattr(value, "f_transformed") or hasattr(value, "call_wrapped"):  # a function under transformations
+            waiting.append(value.f)
+    return True
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def derivative_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
@@ -81,7 +113,8 @@ def _derivative(equation: core.JaxprEqn) -> Hashable:
         made = jax.make_jaxpr(pulled_back)(*_shapes(equation))
     except Exception:  # it has none in reverse mode, or wants it asked for otherwise
         return id(equation)
-    return id(equation) if constants_in(made) else str(made)
+    hidden = constants_in(made) or any("callback" in e.primitive.name for e in equations_in(made))
+    return id(equation) if hidden else str(made)
 
 
 def _of_real(equation: core.JaxprEqn, inputs: Sequence, real: Sequence) -> list:

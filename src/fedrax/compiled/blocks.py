@@ -55,10 +55,14 @@ def in_blocks(closed: core.ClosedJaxpr, least: int | None = None) -> core.Closed
     equations = [_within_blocks(equation) for equation in jaxpr.eqns]
     if any(new is not old for new, old in zip(equations, jaxpr.eqns, strict=True)):
         closed = core.ClosedJaxpr(jaxpr.replace(eqns=equations), closed.consts)
-    segments = {id(segment.equations[-1]): segment for segment in _segments(closed, least)}
+    segments, taken = {}, set()
+    for segment in sorted(_segments(closed, least), key=lambda segment: len(segment.equations)):
+        mine = {id(equation) for equation in segment.equations}
+        if taken.isdisjoint(mine):  # the inner one of two that overlap
+            segments[id(segment.equations[-1])] = segment
+            taken |= mine
     if not segments:
         return closed
-    taken = {id(equation) for segment in segments.values() for equation in segment.equations}
 
     def function(*args: Array) -> list:
         jaxpr = closed.jaxpr

@@ -13,7 +13,7 @@ height, width and the like, and k for these axes of a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -43,17 +43,22 @@ from fedrax.compiled.windows import (
 
 _MOST_GROUPS = 64
 """Groups of channels up to which each gets a product of its own; of more, or of very few channels, neighbours share."""
+_MOST_COLUMNS = 256 << 20
+"""Bytes of what kernels of 64 bits see at all places, which is laid out."""
 _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
 
-def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone."""
+def convolution(inputs: list[Array], equation: core.JaxprEqn, apart: bool = False) -> Array | None:
+    """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone.
+
+    apart: groups of channels may be samples, of which one that is not finite must not touch the others.
+    """
     (x, kernel), params = inputs, equation.params
     numbers, out_type = params["dimension_numbers"], params["preferred_element_type"]
     if is_short(x.dtype) and is_short(kernel.dtype):
         wide = equation.replace(params=params | {"preferred_element_type": None})
-        y = convolution([a.astype(jnp.float32) for a in inputs], wide)
+        y = convolution([a.astype(jnp.float32) for a in inputs], wide, apart)
         return None if y is None else y.astype(equation.outvars[0].aval.dtype)  # type: ignore[attr-defined]
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and x.dtype == kernel.dtype and out_type in (None, x.dtype):
         return _of_parts(x, kernel, equation)
@@ -65,16 +70,17 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
         return None
     batch, channel, *pixels = numbers.lhs_spec
     out, into, *entries = numbers.rhs_spec
-    places = out_space([x.shape[axis] for axis in pixels], [kernel.shape[axis] for axis in entries], window)
-    if 0 in places:
+    given = tuple(kernel.shape[axis] for axis in entries)
+    places = out_space([x.shape[axis] for axis in pixels], given, window)
+    seen = x.size // math.prod(x.shape[axis] for axis in pixels) * math.prod(places) * math.prod(given)
+    if 0 in places or (x.dtype == jnp.float64 and seen * x.dtype.itemsize > _MOST_COLUMNS):
         return None
     by_batch = params["batch_group_count"]
-    given = tuple(kernel.shape[axis] for axis in entries)
     few = math.prod(places) <= MOST_TAPS or is_patches(window, tuple(x.shape[axis] for axis in pixels), given, places)
     if batch > channel and few:  # as in the gradient of a kernel
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         form = _kernel_gradient if groups == 1 else _kernel_gradients
-        y = form(images, upstream, window, places, by_batch * groups, params["precision"])
+        y = form(images, upstream, window, places, by_batch * groups, params["precision"], apart)
         y = jnp.moveaxis(y, -2, 0)
     else:
         x, window = without_needless(x.transpose(batch, *pixels, channel), window)
@@ -87,7 +93,7 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
             if by_batch > 1:
                 groups = by_batch
                 x = _groups_of_batch_to_channels(x, groups)
-            y = _merged_groups(x, kernel, window, groups, params["precision"])
+            y = _merged_groups(x, kernel, window, groups, params["precision"], apart)
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
@@ -106,11 +112,13 @@ def _of_parts(x: Array, kernel: Array, equation: core.JaxprEqn) -> Array:
 
 
 def _kernel_gradient(
-    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any
+    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any, apart: bool
 ) -> Array:
     """[k, C / groups, D]: each group of channels in goes to a group of channels out."""
     if groups == images.shape[-1] > 1:
         return depthwise_kernel_gradient(images, upstream, window, places)[..., None, :]
+    if apart and groups > 1:
+        return _one_by_one(_by_group(groups, images, upstream), kernel_gradient, window, places, precision)
     several = _together(groups, min(images.shape[-1], upstream.shape[-1]) // groups)
     parts = zip(jnp.split(images, groups // several, -1), jnp.split(upstream, groups // several, -1), strict=True)
     found = [kernel_gradient(*part, window, places, precision) for part in parts]
@@ -118,13 +126,22 @@ def _kernel_gradient(
 
 
 def _kernel_gradients(
-    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any
+    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any, apart: bool
 ) -> Array:
     """[k, C, groups D]: of each group of samples a gradient of its own, one after another."""
     images = images.reshape(groups, -1, *images.shape[1:])
     upstream = jnp.moveaxis(upstream.reshape(*upstream.shape[:-1], groups, -1), -2, 0)
-    each = lax.map(lambda of: kernel_gradient(of[0], of[1], window, places, precision), (images, upstream))
-    found = jnp.moveaxis(each, 0, -2)
+    return _one_by_one((images, upstream), kernel_gradient, window, places, precision)
+
+
+def _by_group(groups: int, *arrays: Array) -> tuple[Array, ...]:
+    """[..., G C] -> [G, ..., C] of each."""
+    return tuple(jnp.moveaxis(a.reshape(*a.shape[:-1], groups, -1), -2, 0) for a in arrays)
+
+
+def _one_by_one(groups: tuple[Array, ...], function: Callable[..., Array], *rest: Any) -> Array:
+    """``function`` of the parts of each group, [G, ...]: [..., D] as [..., G D]."""
+    found = jnp.moveaxis(lax.map(lambda parts: function(*parts, *rest), groups), 0, -2)
     return found.reshape(*found.shape[:-2], -1)
 
 
@@ -173,14 +190,14 @@ def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
     return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)
 
 
-def _merged_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
+def _merged_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any, apart: bool) -> Array:
     """As :func:`_in_groups`, of neighbouring groups as one where they are many or of few channels."""
-    if groups > 1 and not _is_depthwise(kernel, groups):
+    if groups > 1 and not apart and not _is_depthwise(kernel, groups):
         kernel, groups = _merged(kernel, groups)
-    return _in_groups(x, kernel, window, groups, precision)
+    return _in_groups(x, kernel, window, groups, precision, apart)
 
 
-def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any) -> Array:
+def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any, apart: bool) -> Array:
     """[N, space, G C], [k, C, G D] -> [N, space, G D]."""
     if groups == 1:
         return _dense(x, kernel, window, precision)
@@ -188,13 +205,11 @@ def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: 
     axis, depthwise = _single(x, kernel, out), _is_depthwise(kernel, groups)
     # sums of many channels each are faster than products of few in each
     if axis is not None and not (depthwise and x.shape[1 + axis] > 1 and kernel.shape[-1] > _FEW):
-        return _along_others(x, kernel, window, out, groups, precision, axis)
+        return _along_others(x, kernel, window, out, groups, precision, axis, apart)
     if depthwise:
         return _depthwise(x, kernel, window, out)
-    if len(x) == 1:  # samples with kernels of their own
-        each = [jnp.moveaxis(a.reshape(*a.shape[:-1], groups, -1), -2, 0) for a in (x, kernel)]
-        y = jnp.moveaxis(lax.map(lambda of: _dense(of[0], of[1], window, precision), tuple(each)), 0, -2)
-        return y.reshape(*y.shape[:-2], -1)
+    if len(x) == 1 or apart:  # samples with kernels of their own
+        return _one_by_one(_by_group(groups, x, kernel), _dense, window, precision)
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
 
@@ -216,7 +231,7 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         return _by_columns(x, kernel, window, out, precision)
     axis = _single(x, kernel, out)
     if axis is not None:
-        return _along_others(x, kernel, window, out, 1, precision, axis)
+        return _along_others(x, kernel, window, out, 1, precision, axis, False)
     if reaches_far(x, kernel, window, out):
         return spread(x, kernel, window, out, precision).reshape(len(x), *out, -1)
     if window.gaps != unit and window.strides == window.dilation == unit:
@@ -262,22 +277,22 @@ def _single(x: Array, kernel: Array, out: tuple[int, ...]) -> int | None:
 
 
 def _along_others(
-    x: Array, kernel: Array, window: Window, out: tuple[int, ...], groups: int, precision: Any, axis: int
+    x: Array, kernel: Array, window: Window, out: tuple[int, ...], groups: int, precision: Any, axis: int, apart: bool
 ) -> Array:
     """Of images with one pixel along an axis, or of results with one: this axis of the kernel as channels."""
-    rest, entries, apart = window.without_axis(axis), kernel.shape[axis], window.dilation[axis]
+    rest, entries, wide = window.without_axis(axis), kernel.shape[axis], window.dilation[axis]
     if x.shape[1 + axis] > 1:
-        x, kernel = as_channels(x, window, axis, entries, apart), jnp.moveaxis(kernel, axis, -3)
+        x, kernel = as_channels(x, window, axis, entries, wide), jnp.moveaxis(kernel, axis, -3)
         x = jnp.swapaxes(x.reshape(*x.shape[:-1], entries, groups, -1), -3, -2).reshape(x.shape)
         kernel = kernel.reshape(*kernel.shape[:-3], -1, kernel.shape[-1])
-        return jnp.expand_dims(_merged_groups(x, kernel, rest, groups, precision), 1 + axis)
+        return jnp.expand_dims(_merged_groups(x, kernel, rest, groups, precision, apart), 1 + axis)
     places = [window.pads[axis][0] - i * window.strides[axis] for i in range(out[axis])]  # where each meets the pixel
-    entry = lambda at: lax.index_in_dim(kernel, at // apart, axis, keepdims=False)  # noqa: E731
+    entry = lambda at: lax.index_in_dim(kernel, at // wide, axis, keepdims=False)  # noqa: E731
     none = jnp.zeros_like(entry(0))
-    met = [entry(at) if at % apart == 0 and 0 <= at // apart < entries else none for at in places]
+    met = [entry(at) if at % wide == 0 and 0 <= at // wide < entries else none for at in places]
     each = [one.reshape(*one.shape[:-1], groups, -1) for one in met]
     kernel = jnp.concatenate(each, -1).reshape(*none.shape[:-1], -1)
-    y = _merged_groups(jnp.squeeze(x, 1 + axis), kernel, rest, groups, precision)
+    y = _merged_groups(jnp.squeeze(x, 1 + axis), kernel, rest, groups, precision, apart)
     y = jnp.swapaxes(y.reshape(*y.shape[:-1], groups, out[axis], -1), -3, -2)
     return jnp.moveaxis(y.reshape(*y.shape[:-2], -1), -2, 1 + axis)
 

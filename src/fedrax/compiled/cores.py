@@ -47,7 +47,7 @@ def use_all_cores() -> None:
     asked_for = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
     if not asked_for and "host_platform_device_count" not in flags:
         try:
-            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+            jax.config.update("jax_num_cpu_devices", cores())
         except RuntimeError:  # JAX has started; its devices stay as they are
             os.environ["XLA_FLAGS"] = flags
             _warn_of_one_core()
@@ -55,6 +55,13 @@ def use_all_cores() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     give_back_memory_of_compilations()
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # of Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def join_processes(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
@@ -84,10 +91,9 @@ def abandon_processes() -> None:
 @cache
 def _warn_of_one_core() -> None:
     """Say once that the other cores are idle."""
-    cores = len(os.sched_getaffinity(0))
-    if cores > 1 and len(jax.devices()) == 1 and jax.default_backend() == "cpu":
+    if cores() > 1 and len(jax.devices()) == 1 and jax.default_backend() == "cpu":
         warnings.warn(
-            f"JAX was in use before fedrax, so simulations run on one of {cores} cores: call fedrax.use_all_cores()"
+            f"JAX was in use before fedrax, so simulations run on one of {cores()} cores: call fedrax.use_all_cores()"
             " before the program's first use of JAX",
             stacklevel=3,
         )

@@ -22,24 +22,30 @@ from fedrax.compiled.sums_of_rows import narrower_first
 from fedrax.compiled.tracing import in_fast_forms
 
 
-def fast_on_cpu(function: Callable) -> Callable:
+def fast_on_cpu(function: Callable, apart: bool = False) -> Callable:
     """``function`` with operations on floating-point numbers in other forms, on a CPU.
 
     Values differ by rounding only; those of 16 bits are computed in float32, as XLA does.
-    To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``.
+    To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``. apart: where samples have gradients of their
+    own, a number that is not finite stays with its sample.
     """
-    return rewritten(function, _RULES, fewer_residuals) if in_fast_forms() else function
+    return rewritten(function, _RULES[apart], fewer_residuals) if in_fast_forms() else function
 
 
-_RULES: dict[str, Rule] = {
-    "conv_general_dilated": convolution,
-    "select_and_scatter_add": max_pool_gradient,
-    "reduce_window_sum": sum_of_windows,
-    "reduce_sum": sum_in_steps,
-    "reduce_max": largest,
-    "random_bits": many_at_once,
-    "dot_general": narrower_first,
-    "sin": sine,
-    "cos": cosine,
-}
-_RULES["scan"] = partial(products_taken_out, _RULES)
+def _rules(apart: bool) -> dict[str, Rule]:
+    made: dict[str, Rule] = {
+        "conv_general_dilated": partial(convolution, apart=apart),
+        "select_and_scatter_add": max_pool_gradient,
+        "reduce_window_sum": sum_of_windows,
+        "reduce_sum": sum_in_steps,
+        "reduce_max": largest,
+        "random_bits": many_at_once,
+        "dot_general": narrower_first,
+        "sin": sine,
+        "cos": cosine,
+    }
+    made["scan"] = partial(products_taken_out, made)
+    return made
+
+
+_RULES = {apart: _rules(apart) for apart in (False, True)}

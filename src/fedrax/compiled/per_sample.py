@@ -55,7 +55,7 @@ def bytes_written(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -
 
 def _traced(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> tuple[Any, Any, list[_Found | None]]:
     """(the gradients of all samples as a jaxpr, their structure, which leaves are products of what)."""
-    batched = fast_on_cpu(jax.vmap(gradient, (None, *(0 for _ in samples))))
+    batched = fast_on_cpu(jax.vmap(gradient, (None, *(0 for _ in samples))), apart=True)
     closed, structure = laid_out(batched, params, *samples)
     makers = {v: equation for equation in closed.jaxpr.eqns for v in equation.outvars}
     return closed, structure, [_outer_product(v, makers) for v in closed.jaxpr.outvars]

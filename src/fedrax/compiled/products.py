@@ -44,6 +44,7 @@ def _product(primitive: Any, format: Format, inputs: list[Array], equation: core
         rounded = [lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_MANTISSA_BITS[format]) for x in inputs]
         return primitive.bind(*rounded, **params)
     if format == "bfloat16":
+        sums = params["preferred_element_type"] or jnp.float32
         short = [x.astype(jnp.bfloat16) for x in inputs]
-        return primitive.bind(*short, **{**params, "precision": None, "preferred_element_type": jnp.float32})
+        return primitive.bind(*short, **{**params, "precision": None, "preferred_element_type": sums})
     return primitive.bind(*inputs, **{**params, "precision": (lax.Precision.HIGH, lax.Precision.HIGH)})

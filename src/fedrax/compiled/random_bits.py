@@ -15,10 +15,12 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
+from fedrax.compiled.tracing import equations_in, functions_in
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _ROUNDS = 20
-_KEYS = "key<fry>"
+KEYS = "key<fry>"
 """The type of JAX's keys of its default kind."""
 _LEAST = 1 << 12
 """Numbers: fewer are not worth a longer program."""
@@ -52,7 +54,20 @@ def many_at_once(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 def is_threefry(keys: Any) -> bool:
     """Whether an array of keys, or its shape, is of JAX's default kind, and each bit follows from its place alone."""
-    return str(keys.dtype) == _KEYS and bool(jax.config.values["jax_threefry_partitionable"])
+    return str(keys.dtype) == KEYS and bool(jax.config.values["jax_threefry_partitionable"])
+
+
+def is_of_one(equation: core.JaxprEqn) -> bool:
+    """Whether under ``vmap`` it is not what it is by itself, or fails: most generators take one key for all then."""
+    inside = (e for function in functions_in(equation) for e in equations_in(function))
+    return any(map(_is_alone, (equation, *inside)))
+
+
+def _is_alone(equation: core.JaxprEqn) -> bool:
+    name = equation.primitive.name
+    if name == "random_bits":
+        return str(equation.invars[0].aval.dtype) != KEYS  # type: ignore[attr-defined]
+    return name in ("rng_bit_generator", "rng_uniform") or "callback" in name or "ffi" in name
 
 
 def bits_from(words: Array, first: Array, count: int) -> Array:

@@ -8,9 +8,12 @@ parts, calls with a derivative of their own) are rewritten inside; all else is b
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 Rule = Callable[[list, core.JaxprEqn], Any]
@@ -99,14 +102,21 @@ def outputs_of(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     if equation.primitive.name in rules and not equation.primitive.multiple_results:
         names = names.extend(equation.primitive.name)
-    with source_info_util.set_name_stack(names):
+    with source_info_util.set_name_stack(names), _numbers_of(equation):
         return _evaluate(equation, inputs, rules)
+
+
+def _numbers_of(equation: core.JaxprEqn) -> AbstractContextManager:
+    """JAX's setting, on which drawn numbers depend, as it was where the equation was traced."""
+    was: bool = equation.ctx.threefry_partitionable  # type: ignore[attr-defined]
+    is_now: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    return nullcontext() if was == is_now else jax.threefry_partitionable(was)
 
 
 def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     primitive, params = equation.primitive, equation.params
     if primitive.name in rules:
-        out = rules[primitive.name](inputs, equation)
+        out = rules[primitive.name]([_as_array(x, v) for x, v in zip(inputs, equation.invars, strict=True)], equation)
         if out is not None:
             outputs = out if primitive.multiple_results else [out]
             for given, variable in zip(outputs, equation.outvars, strict=True):
@@ -123,11 +133,17 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     return list(out) if primitive.multiple_results else [out]
 
 
+def _as_array(x: Any, atom: Any) -> Any:
+    """A number or an array of NumPy that stands in a program as what a rule takes."""
+    standing = isinstance(x, bool | int | float | complex | np.ndarray | np.generic)
+    return jnp.asarray(x, atom.aval.dtype) if standing and atom.aval.dtype != jax.dtypes.float0 else x
+
+
 def _inside(value: Any, rules: Rules) -> Any:
     """A parameter of an equation, rewritten where it is or holds a function."""
     if type(value) is tuple:  # branches; named tuples hold no functions
         return tuple(_inside(v, rules) for v in value)
-    if not _concerns(value, rules):
+    if not _concerns(value, rules) or _holds_references(value):
         return value
     if isinstance(value, core.ClosedJaxpr):  # the same class as the next one in later versions of JAX
         return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
@@ -135,6 +151,12 @@ def _inside(value: Any, rules: Rules) -> Any:
         found = _inside(core.ClosedJaxpr(value, ()), rules)
         return value if found.consts else found.jaxpr  # arrays of functions inside it, for which it has no place
     return value
+
+
+def _holds_references(value: Any) -> bool:
+    """Whether a function is given references to arrays that change, which it cannot be traced anew with."""
+    variables = getattr(getattr(value, "jaxpr", value), "invars", ())
+    return any(hasattr(v.aval, "inner_aval") for v in variables)
 
 
 def _concerns(value: Any, rules: Rules) -> bool:

@@ -344,7 +344,7 @@ RULES: dict[str, Rule] = {
     "unstack": _unstack,
     "tile": _tile,
     "fft": _whole_axis(lambda params, eqn, axis: axis < len(_shape(eqn.invars[0])) - len(params["fft_lengths"])),
-    "top_k": _whole_axis(lambda params, eqn, axis: axis < len(_shape(eqn.invars[0])) - 1),
+    "top_k": _whole_axis(lambda params, eqn, axis: axis != params.get("axis", len(_shape(eqn.invars[0])) - 1)),
     "slice": _whole_axis(_slice_leaves),
     "dynamic_slice": _whole_axis(lambda params, eqn, axis: params["slice_sizes"][axis] == _shape(eqn.invars[0])[axis]),
     "pad": _whole_axis(lambda params, eqn, axis: tuple(params["padding_config"][axis]) == (0, 0, 0)),

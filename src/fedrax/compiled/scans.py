@@ -21,13 +21,15 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.compiled.once import computed_once
-from fedrax.compiled.rewriting import Rules, called_in_place, evaluated
+from fedrax.compiled.random_bits import is_of_one
+from fedrax.compiled.rewriting import Rules, called_in_place, evaluated, needed
 from fedrax.compiled.tracing import parts_of_scan
 
 _MOST = 1 << 28
 """Bytes of factors that are kept, and of products made ahead."""
 _WORTH = 8
 """How many times as large as its factors a product is at least; with less, adding it up in the cache is as fast."""
+_WORK = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call")
 _LARGE = 4
 """How many times as large as what they are multiplied by and what they give weights are at least; with less, a turn
 takes no longer to read them."""
@@ -155,7 +157,7 @@ def _only_of(body: Body, sources: Iterable) -> set:
     """Variables that are computed from no others than these."""
     found = {*sources, *body.closed.jaxpr.constvars}
     for equation in body.closed.jaxpr.eqns:
-        if all(v in found for v in _variables(equation.invars)):
+        if all(v in found for v in _variables(equation.invars)) and not is_of_one(equation):
             found.update(equation.outvars)
     return found
 
@@ -181,10 +183,19 @@ def _before(body: Body) -> list:
     known = _only_of(body, (*body.fixed, *body.cut))
     found, room = [], _MOST
     for equation in body.closed.jaxpr.eqns:
-        if _weighed(equation, weights) in known and (size := body.length * _bytes(equation.outvars)) <= room:
+        if _weighed(equation, weights) not in known:
+            continue
+        between = needed(body.closed, equation.outvars, weights.union(body.cut, found))
+        size = body.length * sum(_bytes(each.outvars) for each in between)
+        if size <= room and not any(map(_is_work, between[:-1])):
             found.extend(equation.outvars)
             room -= size
     return found
+
+
+def _is_work(equation: core.JaxprEqn) -> bool:
+    """Whether it is worth not being done twice: gradients need in the loop what lies before a product."""
+    return equation.primitive.name in _WORK
 
 
 # -- in it ------------------------------------------------------------------------------------------------------------
@@ -368,7 +379,8 @@ def _total(root: core.JaxprEqn, factors: Sequence[Array]) -> tuple[Array, bool]:
     """
     params = root.params
     if root.primitive.name == "reduce_sum":
-        return jnp.sum(factors[0], (0, *(axis + 1 for axis in params["axes"]))), False
+        kind: Any = root.outvars[0].aval
+        return jnp.sum(factors[0], (0, *(axis + 1 for axis in params["axes"])), kind.dtype), False
     (summed, batch) = params["dimension_numbers"]
     summed = tuple((0, *(axis + 1 for axis in axes)) for axes in summed)
     if not batch[0] and all(axes == tuple(range(len(axes))) for axes in summed):
