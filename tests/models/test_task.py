@@ -101,7 +101,10 @@ def test_half_precision_parameters_stay_half():
     task = classification(Logistic().build((6,), 3))
     params = jax.tree.map(lambda v: v.astype(jnp.bfloat16), task.init(KEY))
     batch = Batch(jnp.zeros((2, 6), jnp.uint8), jnp.zeros(2, int))
-    assert task.loss(params, batch, KEY).dtype == jnp.bfloat16
+    mean = lambda params: task.loss(params, batch, KEY).mean()  # noqa: E731
+    found = jax.grad(mean)(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    assert mean(params).dtype == jnp.float32  # losses are summed
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int32", "uint32", "bool"])

@@ -19,6 +19,7 @@ from fedrax.profiling.advice import heaviest, judge
 from fedrax.profiling.attribution import Spent
 from fedrax.profiling.program import Description, ProgramText
 from fedrax.simulation import plans
+from fedrax.simulation.personal import PersonalEvaluator
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.wrappers.upcycle import Upcycled
 from tests.thinning import thinned
@@ -32,7 +33,7 @@ LIMITS = Limits(gflops=100.0, gigabytes=10.0)
 @pytest.fixture(autouse=True)
 def given_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured by a test of their own."""
-    monkeypatch.setattr(limits, "measure", lambda mesh, dtype: LIMITS)
+    monkeypatch.setattr(limits, "measure", lambda mesh, dtype, precision: LIMITS)
 
 
 def federation(*shape: int, sizes: tuple[int, ...] = (ROWS,) * CLIENTS) -> fedrax.Federation:
@@ -174,6 +175,22 @@ def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     assert 1 < made.gflops < 1e6 and 0.5 < made.gigabytes < 1e5
 
 
+def test_the_limit_of_products_is_that_of_the_runs_precision(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(limits, "measure", lambda mesh, dtype, precision: seen.append(precision) or LIMITS)
+    run(precision="bfloat16", plan="loop")
+    monkeypatch.undo()
+    monkeypatch.setattr(limits, "_best_seconds", lambda function, *_, **__: seen.append(function) or 1.0)
+    limits.measure(plans.make_mesh(None), precision=seen[0])
+    assert seen[0] == "bfloat16" and "reduce_precision" in str(jax.make_jaxpr(seen[1])(jnp.ones((4, 4))))
+
+
+def test_evaluations_of_clients_own_models_are_timed(monkeypatch: pytest.MonkeyPatch):
+    calls, whole = [], PersonalEvaluator.__call__
+    monkeypatch.setattr(PersonalEvaluator, "__call__", lambda *given: calls.append(1) or whole(*given))
+    assert run(finetune=1, plan="loop").evaluation_ms > 0 and len(calls) > 1
+
+
 # --- Advice, on operations made by hand -------------------------------------------------------------------
 
 
@@ -240,3 +257,15 @@ def test_the_verdict(setup: Setup, kinds: dict[str, float], bound: str, advice: 
     made = judge(setup, kinds, products_of_limit=0.1, compile_seconds=0.0)
     assert made.bound == bound and (made.advice is None if advice is None else advice in (made.advice or ""))
     assert judge(setup, kinds, products_of_limit=0.1, compile_seconds=9.0).bound == "compile"
+
+
+def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
+    def advice(setup: Setup) -> str:
+        return judge(setup, {"gather": 9.0, "memory": 1.0}, products_of_limit=0.1, compile_seconds=0.0).advice or ""
+
+    def of(width: int) -> Setup:
+        algorithm, task, _, settings = arguments(None, None, (width,), devices=1)
+        return prepare(algorithm, task, federation(width, sizes=(12, 24, 18)), settings)
+
+    assert "not shuffled" in advice(of(300))
+    assert "stored" not in advice(of(20)) + advice(setup)

@@ -60,6 +60,31 @@ def test_a_convolution():
     assert total(text)[0] == 2 * (2 * 8 * 8 * 4) * (5 * 5 * 3)
 
 
+@pytest.mark.parametrize(
+    ("operands", "result", "kind", "products"),
+    [
+        ("%x, %k", "f32[2,8,8,4]", "Forward", 1),
+        ("%g, %k", "f32[2,12,12,3]", "BackwardInput", 1),
+        ("%x, %g", "f32[5,5,3,4]", "BackwardFilter", 1),
+        ("%k, %x", "f32[5,5,3,4]", "ReorderFilter", 0),
+    ],
+)
+def test_convolutions_of_cudnn_and_their_gradients(operands: str, result: str, kind: str, products: int):
+    attributes = f'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$conv{kind}"'
+    text = ProgramText(f"""HloModule m
+
+ENTRY %e (x: f32[2,12,12,3], k: f32[5,5,3,4], g: f32[2,8,8,4]) -> {result} {{
+  %x = f32[2,12,12,3]{{3,2,1,0}} parameter(0)
+  %k = f32[5,5,3,4]{{3,2,1,0}} parameter(1)
+  %g = f32[2,8,8,4]{{3,2,1,0}} parameter(2)
+  %conv = ({result}{{3,2,1,0}}, u8[0]{{0}}) custom-call({operands}), window={{size=5x5}}, {attributes}
+  ROOT %out = {result}{{3,2,1,0}} get-tuple-element(%conv), index=0
+}}
+""")
+    assert text.cost("conv").flops == products * 2 * (2 * 8 * 8 * 4) * (5 * 5 * 3)
+    assert text.describe("conv").side == 3 * products
+
+
 def test_rows_of_a_table_count_as_rows():
     table, rows = jnp.ones((10_000, 8)), jnp.array([3, 5, 7])
     assert 2 * 3 * 8 * 4 <= total(compiled(lambda t, i: t[i] * 2, table, rows))[1] < 10 * 3 * 8 * 4

@@ -42,6 +42,11 @@ _WIDE = 1024
 """Bytes of a sample from which consecutive rows are better sliced than gathered."""
 
 
+def is_wide(samples: Tree) -> bool:
+    """Whether consecutive samples [n, ...] are read as slices, not gathered."""
+    return sum(a.nbytes // len(a) for a in jax.tree.leaves(samples)) >= _WIDE
+
+
 class ClientData(Ruled):
     """One client's data and circumstances in one round; read by algorithms.
 
@@ -254,7 +259,8 @@ class ClientData(Ruled):
         """A batch's summed loss and gradient as a rule takes them."""
         if self.carried.statistics and not self._frozen:
             raise FedraxError(
-                "gradients by a rule of with_gradients take no care of running statistics (batch norm): use group norm"
+                "gradients by a rule of with_gradients take no care of running statistics: use group norm instead of"
+                " batch norm"
             )
         return sums(rule(self.losses(), params, samples, weights, key), params)
 
@@ -348,7 +354,7 @@ class ClientData(Ruled):
     @scope(GATHER)
     def _slice(self, start: Array | int, rows: int) -> Tree:
         """Consecutive rows. XLA computes a slice anew in every operation that reads it, a gather once."""
-        if sum(a.nbytes // len(a) for a in jax.tree.leaves(self.samples)) < _WIDE:
+        if not is_wide(self.samples):
             return self.gather(start + jnp.arange(rows, dtype=jnp.int32))
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.place.offset + start, rows)  # noqa: E731
         return jax.tree.map(take, self.samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fedrax import tree
 from fedrax.errors import FedraxError
 
 
@@ -25,7 +26,7 @@ class Requirements:
     per_sample_losses: bool = False
     """The loss must be one number a sample, not one a batch."""
     no_statistics: bool = False
-    """Running statistics (batch norm) would not go the way that the method prescribes for what leaves a client."""
+    """Running statistics would not go the way that the method prescribes for what leaves a client."""
 
     plain_sum: bool = False
     """What is summed on the server must be what clients sent, for noise is measured by it: no wrapper outside may
@@ -53,11 +54,16 @@ class Requirements:
             limit = f"a memory of {self.largest_cohort} clients is smaller than a cohort of {cohort_size}"
             raise FedraxError(f"{name} remembers every client of the cohort: {limit}")
 
-    def check_task(self, name: str, task: Any, statistics: bool) -> None:
-        """Refuse a task that lacks what ``name`` needs of it."""
+    def check_task(self, name: str, task: Any, statistics: tree.Tree) -> None:
+        """Refuse a task that lacks what ``name`` needs of it. statistics: the model's, empty where it has none."""
         if self.features and task.features is None:
             raise FedraxError(f"{name} needs a model with features: give Model(..., features=...)")
         if self.blocks and not getattr(task, "blocks", None):
             raise FedraxError(f"{name} needs a model made of blocks: give Model(..., blocks=...)")
-        if self.no_statistics and statistics:
-            raise FedraxError(f"{name} takes no care of running statistics: use group norm instead of batch norm")
+        kept = tree.leaf_names(statistics)
+        if self.no_statistics and kept:
+            what = kept[0] if len(kept) == 1 else f"{kept[0]} and {len(kept) - 1} more"
+            raise FedraxError(
+                f"{name} takes no care of running statistics, and the model keeps {what}: use group norm instead of"
+                " batch norm, and plain arrays for what never moves"
+            )

@@ -256,10 +256,10 @@ def supervised(
         return lambda params, x, key=None: function(params, inputs(params, x), key)
 
     def apply(params: Params, x: Array | np.ndarray, *key: Array) -> Array:
-        outputs = model.apply(params, inputs(params, x), *key)
-        if not hasattr(outputs, "shape"):
-            raise FedraxError(f"a model's outputs are an array, not {type(outputs).__name__}.")
-        return outputs
+        return _wide(model.apply(params, inputs(params, x), *key))
+
+    def loss_of_outputs(outputs: Array, y: Any) -> Array:
+        return loss(_wide(outputs), y)
 
     def training_loss(params: Params, batch: Batch, key: Array) -> Array:
         return loss(apply(params, batch.x, key), batch.y)
@@ -267,7 +267,7 @@ def supervised(
     def loss_and_statistics(variables: Variables, batch: Batch, key: Array) -> tuple[Array, Any]:
         assert model.train is not None
         outputs, statistics = model.train(variables, inputs(variables, batch.x), key)
-        return loss(outputs, batch.y), statistics
+        return loss_of_outputs(outputs, batch.y), statistics
 
     measures = model.measures
     return Task(
@@ -279,11 +279,19 @@ def supervised(
         loss_and_statistics=None if model.train is None else loss_and_statistics,
         outputs=apply,
         blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
-        loss_of_outputs=loss,
+        loss_of_outputs=loss_of_outputs,
         measures=None if measures is None else lambda params: measures(params, truth),
         lower_is_better=lower_is_better,
         whole_set=dict(whole_set or {}),
     )
+
+
+def _wide(outputs: Any) -> Array:
+    """A model's outputs, floating numbers in 32 bits at least: losses and metrics add up many."""
+    if not hasattr(outputs, "shape"):
+        raise FedraxError(f"a model's outputs are an array, not {type(outputs).__name__}.")
+    short = jnp.issubdtype(outputs.dtype, jnp.floating) and jnp.finfo(outputs.dtype).bits < 32
+    return outputs.astype(jnp.float32) if short else outputs
 
 
 def _pick(logits: Array, labels: Array) -> Array:

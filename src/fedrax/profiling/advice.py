@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from fedrax.contract.client_data import is_wide
 from fedrax.contract.local import LocalSGD
 from fedrax.profiling.attribution import NAMES, Spent
 from fedrax.profiling.limits import Limits
@@ -183,8 +184,11 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
     devices = setup.engine.mesh.devices.size
     if kind == "small":
         return _batch(setup)
-    if kind == "gather" and isinstance(local, LocalSGD) and local.order != "stored" and local.blocks is None:
-        return 'Batches in stored order (algorithm.local.order = "stored") are read as slices.'
+    if kind == "gather" and isinstance(local, LocalSGD) and local.order != "stored" and _are_slices(setup, local):
+        return (
+            'Batches in stored order (algorithm.local.order = "stored") are read as slices; they are then not shuffled,'
+            " and the same in every epoch."
+        )
     if kind == "exchange":
         return "More clients a round, or more local steps, make the exchange rarer."
     if kind == "waiting" and setup.info.cohort_size % devices:
@@ -196,6 +200,14 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
     if kind == "rounds" and setup.plan != "scan":
         return "The plan scan compiles all rounds into one program (run.plan)."
     return None
+
+
+def _are_slices(setup: Setup, local: LocalSGD) -> bool:
+    """Whether batches in stored order would be read as slices: all of them whole, and of samples that are large."""
+    if local.batch_size == "full" or local.blocks is not None:
+        return False
+    layout = setup.engine.program.layout
+    return layout.divisor % min(local.batch_size, layout.largest) == 0 and is_wide(setup.samples)
 
 
 def _batch(setup: Setup) -> str | None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.compiled.pieces import AXIS
+from fedrax.compiled.products import Format, with_operands
 
 
 class Limits(NamedTuple):
@@ -25,15 +26,15 @@ class Limits(NamedTuple):
     """10^9 bytes a second, read and written, of arrays too large for caches, changed in place."""
 
 
-def measure(mesh: Mesh, dtype: str = "float32", budget: float = 0.5) -> Limits:
-    """The limits of the mesh's devices; ``budget`` seconds for each, and the time to compile.
+def measure(mesh: Mesh, dtype: str = "float32", precision: Format = "highest", budget: float = 0.5) -> Limits:
+    """The limits of the mesh's devices, of products in a run's precision; ``budget`` seconds each and time to compile.
 
     Arrays are changed in place: into new ones, the operating system's work for fresh pages would be measured.
     """
     devices, on_cpu = mesh.devices.size, mesh.devices.flat[0].platform == "cpu"
     size = max(2**29 // devices, 2**25) if on_cpu else 2**30  # bytes on each device
     n, columns = 1024 if on_cpu else 8192, 4096 // np.dtype(dtype).itemsize
-    product = _best_seconds(lambda a: a @ a, (n, n), dtype, mesh, budget, donate=())
+    product = _best_seconds(with_operands(lambda a: a @ a, precision), (n, n), dtype, mesh, budget, donate=())
     streaming = _best_seconds(jnp.negative, (size // 4096, columns), dtype, mesh, budget, donate=(0,))
     return Limits(2 * n**3 * devices / product / 1e9, 2 * devices * size / streaming / 1e9)
 

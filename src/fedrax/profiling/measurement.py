@@ -175,9 +175,12 @@ class Stopwatch:
             with compiling_anew():
                 for name, evaluator in sim.evaluators.items():
                     evaluator(sim.variables(params, self._carry.statistics), name, sim.settings.per_client)
+                if sim.personal is not None:
+                    store, rows = self._storage.store(self._carry), sim.planner.rows()
+                    sim.personal(sim.algorithm, params, self._carry.statistics, store, rows, sim.initial)
             times.append(time.perf_counter() - began)
         made.evaluate = float(np.median(times[1:]))
-        made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators else 0.0
+        made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators or sim.personal else 0.0
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
         """Trace as many rounds as fit the time, or a part of one round's clients."""

@@ -95,7 +95,7 @@ def profile(
     with arithmetic(settings.dtype):
         setup = prepare(algorithm, task, federation, settings)
         measured = Stopwatch(setup, rounds, keep_trace).measure()
-        return assemble(setup, measured, limits.measure(setup.engine.mesh, settings.dtype))
+        return assemble(setup, measured, limits.measure(setup.engine.mesh, settings.dtype, settings.precision))
 
 
 def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:

@@ -19,6 +19,7 @@ _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"while", "call", "conditional", "async-start", "async-update", "async-done"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
@@ -195,9 +196,9 @@ class ProgramText:
         read = [self.operations[o] for o in (product or op).operands]
         if product is not None:
             shapes = " · ".join(map(_shape, read[:2]))
-            labels = re.search(r"dim_labels=\w+_(\w+)->", product.text)
+            _, kernel, labels = self._convolution(product) or ((), (), "")
             left, right = (o.shapes[0][1] for o in read[:2])
-            side = min([right[labels[1].index(c)] for c in "io"] if labels else [*left, *right], default=1)
+            side = min([kernel[labels.index(c)] for c in "io"] if labels else [*left, *right], default=1)
         else:
             largest, side = max(read, key=lambda o: o.bytes, default=op), 0
             shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
@@ -222,12 +223,23 @@ class ProgramText:
             found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.text)
             dims = [int(n) for n in re.findall(r"\d+", found[1])] if found else []
             return 2.0 * math.prod(op.shapes[0][1]) * math.prod(left[d] for d in dims)
-        if op.opcode == "convolution":
-            kernel = self.operations[op.operands[1]].shapes[0][1]
-            labels = re.search(r"dim_labels=\w+_(\w+)->", op.text)
-            outputs = kernel[labels[1].index("o")] if labels else 1
-            return 2.0 * math.prod(op.shapes[0][1]) * math.prod(kernel) / max(outputs, 1)
+        convolution = self._convolution(op)
+        if convolution is not None:
+            outputs, kernel, labels = convolution
+            channels = kernel[labels.index("o")] if labels else 1
+            return 2.0 * math.prod(outputs) * math.prod(kernel) / max(channels, 1)
         return 0.0
+
+    def _convolution(self, op: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], str] | None:
+        """(shape of the outputs, of the kernel, the kernel's axes) of a convolution, or of the one that it is a
+        gradient of: cuDNN reads outputs where it gives inputs or a kernel."""
+        role = "Forward" if op.opcode == "convolution" else (_CUDNN.search(op.text) or ["", ""])[1]
+        if len(op.operands) < 2 or not ("Forward" in role or role in ("BackwardInput", "BackwardFilter")):
+            return None
+        first, second = (self.operations[name].shapes[0][1] for name in op.operands[:2])
+        result, labels = op.shapes[0][1], re.search(r"dim_labels=[\w?]+_([\w?]+)->", op.text)
+        of_role = {"BackwardInput": (first, second), "BackwardFilter": (second, result)}
+        return *of_role.get(role, (result, second)), labels[1] if labels else ""
 
     def _read(self, op: Instruction, inside: list[Instruction]) -> float:
         """Bytes; of an array that is only sliced the slices, of one that is changed in place none."""
