@@ -228,10 +228,11 @@ class MIFA(Method):
         self.updates = np.zeros((len(self.clients), len(self.x)))
 
     def round(self, parts):
+        scale = factor(self.clients[0].local.schedule, parts[0].round)
         renewed = {p.client: self.clients[p.client].descend(self.x, p).params - self.x for p in parts}
         for i, update in renewed.items():
-            self.updates[i] = update
-        self.x = self.rule.step(self.x, self.updates.mean(0), parts[0].round)
+            self.updates[i] = update / scale
+        self.x = self.rule.step(self.x, scale * self.updates.mean(0), parts[0].round)
 
     def server_state(self):
         kept = {"memory": self.updates} if self.memory == "server" else {}

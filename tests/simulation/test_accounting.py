@@ -27,8 +27,8 @@ BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
         (fedrax.FedAvg(local=LOCAL), 1, 1),  # x; Delta_i
         (fedrax.Scaffold(local=LOCAL), 2, 2),  # x, c; Delta_i, Delta c_i
         (fedrax.LoSAC(local=BLOCKS), 2, 2),  # x, phi; Delta x_i, Delta phi_i
-        (fedrax.MimeSVRG(local=LOCAL), 3, 2),  # x, then x and c; the full gradient, then Delta_i
-        (fedrax.Episode(local=LOCAL, gamma=0.1), 3, 2),  # x, then x and G; G_i, then Delta_i
+        (fedrax.MimeSVRG(local=LOCAL), 2, 2),  # x, then c; the full gradient, then Delta_i
+        (fedrax.Episode(local=LOCAL, gamma=0.1), 2, 2),  # x, then G; G_i, then Delta_i
         (fedrax.MIFA(local=LOCAL, memory="server"), 1, 1),  # x; Delta_i
         (fedrax.MIFA(local=LOCAL, memory="clients"), 1, 1),  # x; the change of Delta_i
         (fedrax.FedSaga(local=BLOCKS), 1, 1),  # x; Delta_i
@@ -45,7 +45,7 @@ def test_bytes(algorithm: Algorithm, down: int, up: int):
 def test_bytes_add_up_over_clients_and_rounds(dtype: str):
     events = run(fedrax.MimeSVRG(local=LOCAL), dtype=dtype, rounds=3).events
     each = MODEL_BYTES * (2 if dtype == "float64" else 1)
-    assert [event["bytes_down"] for event in events] == [3 * each * 3 * r for r in (1, 2, 3)]
+    assert [event["bytes_down"] for event in events] == [2 * each * 3 * r for r in (1, 2, 3)]
     assert [event["bytes_up"] for event in events] == [2 * each * 3 * r for r in (1, 2, 3)]
 
 

@@ -123,6 +123,7 @@ class NaiveParallelClip(Algorithm):
         return ClientOutput(upload=self.local.decayed(gradient, message), info=info)
 
     def server(self, server: ParallelServer, cohort: Cohort) -> tuple[ParallelServer, Info]:
-        """The clipped step."""
+        """The clipped step; none where nobody came."""
         lr = self.local.step_size(cohort.round)
-        return ParallelServer(self.local.move(server.params, cohort.mean, lr, cohort.round)), {}
+        moved = self.local.move(server.params, cohort.mean, lr, cohort.round)
+        return ParallelServer(tree.where(cohort.size > 0, moved, server.params)), {}

@@ -157,7 +157,11 @@ class SagaClient(NamedTuple):
 
 @hyperparameters
 class FedSaga(Algorithm):
-    """FedAvg with SAGA on each client: d = M grad f_ij(x_i) - M y_ij + phi~_i (LoSAC paper, Eq. 9)."""
+    """FedAvg with SAGA on each client: d = M grad f_ij(x_i) - M y_ij + phi~_i (LoSAC paper, Eq. 9).
+
+    The server steps by the mean over the cohort. The paper prints (1/N) sum_S Delta_i (Algorithm 1, line 6), which is a
+    ``server_optimizer`` of ``lr = S / N``.
+    """
 
     local: LocalSGD = LocalSGD(steps=5, blocks=5)
     server_optimizer: ServerOptimizer = SGD()

@@ -31,12 +31,17 @@ class Server(NamedTuple):
 
 @hyperparameters
 class MIFA(Algorithm):
-    """The server steps on the mean of all N clients' last updates, absent ones included (zero at first)."""
+    """The server steps on the mean of all N clients' last updates, absent ones included (zero at first).
+
+    What is remembered of a client is G_i = Delta_i / eta of the round that it took part in, and the server's step is
+    eta of its own round (Algorithm 1): under a ``local.schedule`` no older update weighs more than a new one. Where
+    eta does not change that is Delta_i itself.
+    """
 
     local: LocalSGD = LocalSGD()
     server_optimizer: ServerOptimizer = SGD()
     memory: Literal["clients", "server"] = "clients"
-    """Who keeps Delta_i: each client its own, sending the change, or the server all N, clients sending Delta_i."""
+    """Who keeps G_i: each client its own, sending the change, or the server all N, clients sending G_i."""
 
     @property
     def requirements(self) -> Requirements:
@@ -50,13 +55,13 @@ class MIFA(Algorithm):
         return Server(params, zeros, memory, self.server_optimizer.init(params))
 
     def init_client(self, params: Tree) -> Tree:
-        """Delta_i = 0."""
+        """G_i = 0."""
         return tree.zeros_like(params) if self.memory == "clients" else ()
 
     def client(self, message: Tree, state: Tree, data: ClientData) -> ClientOutput:
         """Local SGD; the update, or its change since the client's last one."""
-        result = self.local.run(data, message)
-        delta = tree.sub(result.params, message)
+        result, factor = self.local.run(data, message), self.local.schedule(data.round)
+        delta = tree.scale(1 / jnp.where(factor > 0, factor, 1), tree.sub(result.params, message))
         if self.memory == "server":
             return ClientOutput(upload=(), each=Vectors.of(delta), info=result.info)
         return ClientOutput(upload=tree.sub(delta, state), state=delta, info=result.info)
@@ -70,5 +75,6 @@ class MIFA(Algorithm):
         else:
             share = jnp.asarray(cohort.size, float) / cohort.num_clients
             mean = tree.add_scaled(server.mean, share, cohort.mean)
-        params, optimizer = self.server_optimizer.step(server.params, server.optimizer, mean, cohort.round)
+        step = tree.scale(self.local.schedule(cohort.round), mean)
+        params, optimizer = self.server_optimizer.step(server.params, server.optimizer, step, cohort.round)
         return Server(params, mean, memory, optimizer), {}

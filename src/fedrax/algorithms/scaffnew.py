@@ -47,8 +47,9 @@ class Scaffnew(Algorithm):
     second exchange of the round sends it to those it is the mean of, who renew h_i by it (Algorithm 2). Where all
     clients take part in every round that x is also what opens the next round, and need travel but once.
 
-    The paper has all clients take part. With a part of them this is TAMUNA without compression (Condat et al. 2023):
-    the h_i still sum to zero, as only means over the cohort are taken off.
+    The paper has all clients take part. With S of N this is TAMUNA without compression (Condat et al. 2023) at chi = 1:
+    the h_i still sum to zero, as only means over the cohort are taken off, but the proof asks for a
+    chi <= N (S - 1) / (S (N - 1)) < 1. With S = 1 all h_i stay zero, and it is local SGD.
     """
 
     local: LocalSGD = LocalSGD()

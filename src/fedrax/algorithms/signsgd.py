@@ -75,10 +75,11 @@ class SignSGD(Algorithm):
         return upload.values()
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """One step along the signs that most clients have."""
+        """One step along the signs that most clients have; none where nobody came."""
         votes = majority(cohort.mean, jnp.asarray(cohort.size))
         direction = self.local.decayed(votes, server.params)
-        return Server(tree.add_scaled(server.params, -self.local.step_size(cohort.round), direction)), {}
+        step = jnp.where(cohort.size > 0, -self.local.step_size(cohort.round), 0)
+        return Server(tree.add_scaled(server.params, step, direction)), {}
 
 
 def majority(mean: Tree, voters: Array) -> Tree:

@@ -55,7 +55,8 @@ class Counting(Alone):
     def _client(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         gathered = super().clients(p, message, statistics)
         output = self.finished[-1].output
-        self.received.append(message)
+        known = set(map(id, jax.tree.leaves(self.received)))  # from earlier phases of the round: it is not sent twice
+        self.received.append([leaf for leaf in jax.tree.leaves(message) if id(leaf) not in known])
         self.sent.append((output.upload, output.each, output.total))
         # running statistics go down with the first message and up with the last upload
         if p == 0 and not self.algorithm.statistics_at_home:

@@ -28,7 +28,7 @@ class Upcycled(Wrapper):
 
     inner: Algorithm = FedAvg()
     a: NonNegative = 0.5
-    """Extrapolation: mu / (mu + lambda_m) for FedProx (Eq. 6), lambda_m / 2 in Algorithm 1; tuned in 0.1-0.9."""
+    """Extrapolation: mu / (mu + lambda_m) for FedProx (Eq. 6), lambda_m / 2 in Algorithm 1."""
     schedule: Schedule = Constant()
     """Factor on ``a`` by round."""
     extrapolate: Literal["none", "server", "both"] = "none"
