@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 
 import fedrax
 from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, cli, hyperparameters, tree
+from fedrax.contract.checks import checked_server
 from fedrax.data import load
 from fedrax.models import Logistic
 from tests.simulation.problems import TASK, make_federation, run
@@ -67,6 +69,10 @@ CASES = {
     "Mine.client returns in its total something else": client(lambda m, s, d: ClientOutput(upload=m, total="x")),
     "Mine.client gives the info nothing": client(lambda m, s, d: ClientOutput(upload=m, info=None)),  # type: ignore[arg-type]
     r"info 'loss' of shape \(2,\): one": client(lambda m, s, d: ClientOutput(upload=m, info={"loss": jnp.ones(2)})),
+    "Mine.client gives the info 'test_accuracy', a name that events": client(
+        lambda m, s, d: ClientOutput(upload=m, info={"test_accuracy": 1.0})
+    ),
+    "Mine.server gives the info 'bytes_up', a name that events": counted({"bytes_up": 1.0}),
     "hands a traced value to NumPy": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(np.asarray, m))),
     "asks for the truth of a traced": client(lambda m, s, d: ClientOutput(upload=m if d.size > 3 else s)),
     "as a Python index or size": client(lambda m, s, d: ClientOutput(upload=[m for _ in range(d.size)])),
@@ -143,6 +149,23 @@ def test_misuse_ends_in_a_sentence(sentence: str, use: Callable):
 def test_a_number_of_pythons_is_a_number():
     events = run(counted({"x": 1.5}), FEDERATION, rounds=2, devices=1).events
     assert [event["x"] for event in events] == [1.5, 1.5]
+
+
+def test_every_name_of_an_event_is_taken():
+    event = run(FedAvg(local=LocalSGD(steps=1)), rounds=1, devices=1).events[0]
+    assert event.keys() >= {"train_loss", "test_accuracy", "clients", "seconds"}
+    for name in (*event, "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad", "noted", "seconds_a_client"):
+        if name != "gradients":  # which a method counts
+            with pytest.raises(FedraxError, match=f"gives the info '{name}'"):
+                checked_server(FedAvg(), (jnp.ones(2), {name: 1.0}))
+
+
+def test_an_info_that_is_not_finite_is_left_out(tmp_path: Path):
+    mine = counted({"x": float("nan"), "y": float("inf"), "z": 2.0})
+    events = run(mine, FEDERATION, rounds=2, devices=1, directory=tmp_path / "run").events
+    assert [{name: event[name] for name in "xyz" if name in event} for event in events] == [{"z": 2.0}] * 2
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == events
 
 
 def test_an_upload_of_pythons_is_a_number():

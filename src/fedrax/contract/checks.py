@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedrax import tree
 from fedrax.contract.mistakes import explained, refuse
@@ -15,6 +16,16 @@ from fedrax.contract.table import is_table
 from fedrax.contract.vectors import holds_vectors, is_vectors
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
+
+_OF_NUMPY = (np.ndarray, np.generic)
+_SMALL = 1 << 20
+"""Entries of an array in which a mark of one's own is looked for."""
+_OF_EVENTS = (
+    "round", "clients", "bytes_down", "bytes_up", "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad",
+    "noted",
+)  # fmt: skip
+_BEGINNINGS = ("train_", "test_", "seconds")
+"""Names, and how names begin, that the simulator gives to numbers of its own."""
 
 
 def check_method(algorithm: Any) -> None:
@@ -62,7 +73,7 @@ def checked_client(algorithm: Any, state: Tree) -> Tree:
     """A client's state from ``init_client``, if it is made of arrays."""
     if state is None:
         raise FedraxError(f"{type(algorithm).__name__}.init_client returns nothing: return the state, or () for none")
-    return _arrays(f"{type(algorithm).__name__}.init_client", "state", state)
+    return _kept(f"{type(algorithm).__name__}.init_client", state)
 
 
 def checked_personal(algorithm: Any, model: Tree | None, params: Tree) -> Tree | None:
@@ -87,7 +98,7 @@ def checked_received(algorithm: Any, received: Tree) -> Tree:
 def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
     """A server state from ``init``, if its parameters can be read and are those it was made of."""
     name = type(algorithm).__name__
-    server = _arrays(f"{name}.init", "state", server)
+    server = _kept(f"{name}.init", server)
     try:
         found = algorithm.params(server)
         algorithm.with_params(server, found)
@@ -98,6 +109,18 @@ def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
         ) from error
     _same(f"the parameters in {name}'s server state", found, params, "the model has it")
     return server
+
+
+def require_finite_start(algorithm: Any, server: Any) -> None:
+    """Refuse a server state that begins with what a run takes for a sign that it diverged, its parameters apart."""
+    apart = set(map(id, jax.tree.leaves(algorithm.params(server))))
+    for name, leaf in zip(tree.leaf_names(server), jax.tree.leaves(server), strict=True):
+        looked_at = leaf.size <= _SMALL and jnp.issubdtype(leaf.dtype, jnp.inexact) and id(leaf) not in apart
+        if looked_at and not np.isfinite(np.asarray(leaf)).all():
+            raise FedraxError(
+                f"{type(algorithm).__name__}.init returns a state whose {name or 'array'} is not finite, by which a run"
+                " that diverges is known: begin with jnp.finfo(x.dtype).max, or count what is known in another field"
+            )
 
 
 def checked_message(algorithm: Any, message: Tree) -> Tree:
@@ -125,8 +148,19 @@ def checked_output(algorithm: Any, output: Any) -> Any:
     return ClientOutput(*(_arrays(f"{name}.client", field, part) for field, part in output._asdict().items()))
 
 
+def _kept(where: str, state: Tree) -> Tree:
+    """A state, if it is made of arrays that can be written to disk."""
+    state = _arrays(where, "state", state)
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
+        raise FedraxError(
+            f"{where} returns a random key in its state: keep its numbers, jax.random.key_data(key), and make a key of"
+            " them where it is used, jax.random.wrap_key_data(numbers)"
+        )
+    return state
+
+
 def _arrays(where: str, what: str, values: Tree) -> Tree:
-    fits = lambda leaf: hasattr(leaf, "dtype") or is_vectors(leaf)  # noqa: E731
+    fits = lambda leaf: is_vectors(leaf) or (hasattr(leaf, "dtype") and not isinstance(leaf, _OF_NUMPY))  # noqa: E731
     try:
         return jax.tree.map(lambda leaf: leaf if fits(leaf) else jnp.asarray(leaf), values, is_leaf=is_vectors)
     except (TypeError, ValueError) as error:
@@ -138,6 +172,8 @@ def _numbers(where: str, info: Any) -> dict:
         raise FedraxError(f"{where} gives the info {kind(info)}: a dictionary of numbers is needed")
     info = {name: _arrays(where, "info", value) for name, value in info.items()}
     for name, value in info.items():
+        if not isinstance(name, str) or name in _OF_EVENTS or name.startswith(_BEGINNINGS):
+            raise FedraxError(f"{where} gives the info {name!r}, a name that events do not leave free: choose another")
         if not hasattr(value, "dtype") or jnp.ndim(value):
             shape = f"of shape {jnp.shape(value)}" if hasattr(value, "dtype") else kind(value)
             raise FedraxError(f"{where} gives the info {name!r} {shape}: one number is needed")
@@ -156,9 +192,16 @@ def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
 
 def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
     """Refuse a client state unlike the one that ``init_client`` makes (leaves: anything with a shape)."""
+    from fedrax.contract.algorithm import Algorithm
+
     name = type(algorithm).__name__
     if not jax.tree.leaves(before) and jax.tree.leaves(after):
-        raise FedraxError(f"{name}.client returns a state, but no client has one: define init_client(params)")
+        if type(algorithm).init_client is Algorithm.init_client:
+            raise FedraxError(f"{name}.client returns a state, but no client has one: define init_client(params)")
+        raise FedraxError(
+            f"{name}.client returns a state, but init_client's holds no numbers: give it arrays in place of None, such"
+            " as tree.zeros_like(params)"
+        )
     what = f"the state that {name}.client returns"
     _same(what, after, before, "init_client makes it")
     _same_types(what, after, before, "init_client makes it")

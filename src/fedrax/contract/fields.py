@@ -202,8 +202,8 @@ def _acts_as(value: Any, classes: tuple[type, ...]) -> bool:
     """
     if len(classes) < 2 or not dataclasses.is_dataclass(value):
         return False
-    public = lambda cls: {name for name in vars(cls) if name == "__call__" or not name.startswith("_")}  # noqa: E731
-    names = [{name for name in public(cls) if callable(getattr(cls, name))} for cls in classes]
+    public = lambda cls: {name for name in dir(cls) if name == "__call__" or not name.startswith("_")}  # noqa: E731
+    names = [{name for name in public(cls) if callable(getattr(cls, name)) and name != "check"} for cls in classes]
     shared = set.intersection(*names)
     return bool(shared) and all(callable(getattr(value, name, None)) for name in shared)
 

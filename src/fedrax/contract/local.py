@@ -29,7 +29,8 @@ class Step:
     """One local step: its number, and gradients on its batch at any parameters."""
 
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
-        self.index = index
+        self.index = jnp.asarray(index, jnp.int32)
+        """t, from 0: int32."""
         self.key = data.step_key(index)
         self._local, self._data, self._asked = local, data, False
         self.block: Array | None = None
@@ -57,9 +58,13 @@ class Step:
             return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
         if data.carried.statistics:
             raise FedraxError(
-                "a model with running statistics (batch norm) takes steps on batches: set local.batch_size"
+                "a model with running statistics, such as batch norm's, takes steps on batches: set local.batch_size"
             )
         return *found, ()
+
+    def stream(self, name: str) -> Array:
+        """A key for a method's own randomness in this step: others in every step, round and client."""
+        return jax.random.fold_in(self._data.stream(name), self.index)
 
     @property
     def batch(self) -> Tree:
@@ -312,12 +317,13 @@ class LocalSGD:
             x = change(x)
         carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)
+        shared = 1 / jnp.maximum(count, 1)  # of no step at all the loss is 0
         return LocalResult(
             params=x,
             steps=count,
             memory=memory,
-            mean_gradient=tree.scale(1 / count, total) if mean_gradient else None,
-            info={"loss": loss / count, "gradients": self.samples(data, steps)},
+            mean_gradient=tree.scale(shared, total) if mean_gradient else None,
+            info={"loss": loss * shared, "gradients": self.samples(data, steps)},
         )
 
     def one_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -99,11 +100,25 @@ class Optax:
 
     def init(self, params: Tree) -> Tree:
         """The optimizer's state."""
-        return self.made(1.0).init(params)
+        state = self.made(1.0).init(params)
+        holding = lambda part: hasattr(part, "hyperparams")  # noqa: E731
+        if self.wants_lr and any(map(holding, jax.tree.leaves(state, is_leaf=holding))):
+            raise FedraxError(
+                f"{self._name} keeps its learning rate in its state, where local.lr does not reach it: leave"
+                " optax.inject_hyperparams out, what Optax.of is given are inputs of the program already"
+            )
+        return state
 
     def move(self, x: Tree, state: Tree, direction: Tree, lr: Any, factor: Any = 1.0) -> tuple[Tree, Tree]:
         """(x + factor * update, state) for a direction to descend along."""
-        updates, state = self.made(lr).update(direction, state, x)
+        try:
+            updates, state = self.made(lr).update(direction, state, x)
+        except TypeError as error:
+            if not _MISSING.search(str(error)):
+                raise
+            raise FedraxError(
+                f"{self._name} needs more than a direction ({error}): give an optimizer that moves by gradients alone"
+            ) from error
         return tree.add_scaled(x, factor, updates), state
 
     def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
@@ -113,6 +128,9 @@ class Optax:
     def __repr__(self) -> str:
         """What decides the numbers, the same in every process: functions by their names and what they hold."""
         return f"Optax({_described(self.transform)}, {self.floats!r}, {_described(self.fixed)})"
+
+
+_MISSING = re.compile(r"missing \d+ required .*argument")
 
 
 def _is_finished(transform: Any) -> bool:

@@ -1,7 +1,8 @@
 """What the server does with the cohort's mean update Delta = sum_i p_i Delta_i.
 
 The adaptive rules follow Reddi et al. 2021 (Adaptive Federated Optimization, Algorithm 2): no bias correction,
-v starts at tau^2, and tau is added outside the square root. optax's rules of the same name differ in all three;
+v starts at tau^2, and tau is added outside the square root. optax's rules of the same names differ: adam and yogi
+correct the biases and start v at 0 and 1e-6, adagrad adds its eps inside the root and starts v at 0.1.
 :class:`Optax` brings any of optax's optimizers, applied to the pseudo-gradient -Delta.
 """
 

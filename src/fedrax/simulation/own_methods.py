@@ -1,4 +1,4 @@
-"""``check_algorithm``: whether a class of one's own keeps the rules of the contract, in seconds."""
+"""``check_algorithm``: whether a class of one's own keeps the rules of the contract, in about half a minute."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _is_finite(algorithm: Algorithm, base: Result) -> str | None:
 
 def _floats_are_inputs(algorithm: Algorithm, base: Result) -> str | None:
     leaves = jax.tree.leaves(algorithm)
-    wrong = [leaf for leaf in leaves if not isinstance(leaf, float | int | jax.Array | np.ndarray)]
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, float | int | jax.Array | np.ndarray | np.generic)]
     return f"has a field that is no number: {wrong[0]!r}; annotate it so that it is static" if wrong else None
 
 
@@ -165,7 +165,7 @@ def _keeps_float64(algorithm: Algorithm, base: Result) -> str | None:
 
 def _close(a: Result, b: Result) -> bool:
     pairs = zip(_leaves(_everything(a)), _leaves(_everything(b)), strict=True)
-    return all(np.allclose(x, y, rtol=_CLOSE, atol=_CLOSE) for x, y in pairs)
+    return all(np.allclose(x, y, rtol=_CLOSE, atol=_CLOSE, equal_nan=True) for x, y in pairs)
 
 
 def _everything(result: Result) -> Tree:

@@ -21,6 +21,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_personal
 from fedrax.contract.client_data import Carried, Place
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.mistakes import explained
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -64,7 +65,8 @@ class PersonalEvaluator:
     ) -> PersonalEvaluator | None:
         """The evaluator that a run needs, None if it needs none."""
         personal = lambda x, state: checked_personal(algorithm, algorithm.personal(x, state), x)  # noqa: E731
-        own = jax.eval_shape(personal, start, initial.state) is not None
+        with explained(algorithm):
+            own = jax.eval_shape(personal, start, initial.state) is not None
         kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
         if kinds and jax.process_count() > 1:
             raise FedraxError(

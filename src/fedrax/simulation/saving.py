@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.compiled.tracing import computed
+from fedrax.contract.checks import require_finite_start
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation import checkpoint
@@ -37,7 +37,8 @@ class Saved(NamedTuple):
 
 def fresh(setup: Setup, storage: Storage) -> Carry:
     """The state before the first round."""
-    server = computed(partial(setup.algorithm.init, num_clients=setup.info.num_clients), setup.params)
+    server = computed(lambda params: setup.algorithm.init(params, setup.info.num_clients), setup.params)
+    require_finite_start(setup.algorithm, server)
     carry, store = setup.engine.put(server, setup.statistics, ()), setup.initial
     if setup.stateful:
         away = storage.spill is not None

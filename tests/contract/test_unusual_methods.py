@@ -1,0 +1,206 @@
+"""Methods that others would write: other names, states, optimizers and places than those of the package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedrax
+from fedrax import FedAvg, FedraxError, LocalSGD, Optax, tree
+from fedrax.contract.algorithm import ClientOutput, Cohort
+from fedrax.contract.fields import Leaf
+from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.contract.server_optimizers import SGD
+from fedrax.simulation.own_methods import check_algorithm
+from tests.simulation.problems import LOCAL, run, travels
+
+PLANS = ["scan", "vmap", "loop", "debug"]
+
+
+class State(NamedTuple):
+    params: Any
+    extra: Any = ()
+
+
+@hyperparameters
+class Own(FedAvg):
+    """FedAvg with a server state of its own."""
+
+    def init(self, params: Any, n: int) -> State:
+        return State(params, self.extra(n))
+
+    def extra(self, n: int) -> Any:
+        return ()
+
+    def server(self, server: State, cohort: Cohort) -> Any:
+        return server._replace(params=tree.add(server.params, cohort.mean)), {}
+
+
+def test_arguments_may_have_other_names():
+    jax.tree.map(np.testing.assert_array_equal, run(Own(LOCAL)).params, run(FedAvg(LOCAL)).params)
+
+
+def test_numbers_of_numpy_in_a_state():
+    """JAX computes in float32 with them; their own type is none that the server could keep."""
+
+    @hyperparameters
+    class Counting(Own):
+        def extra(self, n: int) -> Any:
+            return np.zeros(n), np.log(n), np.arange(n)
+
+    kept = run(Counting(LOCAL)).server.extra
+    assert [leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)] == [4, 4, 4]
+
+
+def test_marks_that_are_not_finite():
+    @hyperparameters
+    class Best(Own):
+        def extra(self, n: int) -> Any:
+            return {"best": jnp.inf}
+
+    for plan in ("scan", "debug"):
+        with pytest.raises(FedraxError, match=r"Best.init returns .*best is not finite.*finfo"):
+            run(Best(LOCAL), plan=plan)
+
+
+@pytest.mark.parametrize("where", ["server", "client"])
+def test_random_keys_are_kept_as_numbers(where: str):
+    @hyperparameters
+    class Drawing(Own):
+        def extra(self, n: int) -> Any:
+            return jax.random.key(0) if where == "server" else ()
+
+        def init_client(self, params: Any) -> Any:
+            return jax.random.key(0) if where == "client" else ()
+
+    with pytest.raises(FedraxError, match=r"random key in its state: keep its numbers, jax\.random\.key_data"):
+        run(Drawing(LOCAL))
+
+
+def test_states_that_begin_as_none():
+    @hyperparameters
+    class Later(FedAvg):
+        def init_client(self, params: Any) -> Any:
+            return {"before": None}
+
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            output = super().client(message, state, data)
+            return output._replace(state={"before": output.upload})
+
+    with pytest.raises(FedraxError, match="init_client's holds no numbers: give it arrays in place of None"):
+        run(Later(LOCAL))
+
+
+@hyperparameters
+class Halving:
+    """A server rule of one's own."""
+
+    lr: float = 0.5
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def step(self, params: Any, state: Any, delta: Any, round: Any) -> Any:
+        return tree.add_scaled(params, self.lr, delta), state
+
+
+def test_a_server_optimizer_of_ones_own():
+    one, other = run(FedAvg(LOCAL, Halving())), run(FedAvg(LOCAL, SGD(lr=0.5)))  # type: ignore[arg-type]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one.params, other.params)
+
+
+class Half:
+    """None: it lacks ``step``."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+
+def test_a_server_optimizer_that_is_none():
+    with pytest.raises(FedraxError, match="server_optimizer must be of class"):
+        run(FedAvg(LOCAL, hyperparameters(Half)()))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_number_of_a_step_is_an_array(plan: str):
+    """Whatever the plan, and another random number in each step."""
+
+    @hyperparameters
+    class Slowing(FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            def direction(gradient: Any, x: Any, memory: Any, step: Any) -> Any:
+                drawn = jax.random.normal(step.stream("noise"))
+                return tree.scale(1 / (1 + step.index.astype(jnp.float32)), gradient), memory.at[step.index].set(drawn)
+
+            result = self.local.run(data, message, direction, memory=jnp.zeros(3))
+            drawn = jnp.sort(result.memory)
+            info = {"apart": jnp.min(drawn[1:] - drawn[:-1]), "sum": result.memory.sum()}
+            return ClientOutput(upload=tree.sub(result.params, message), info={**result.info, **info})
+
+    made = run(Slowing(LOCAL), plan=plan, rounds=2)
+    assert all(event["apart"] > 0 for event in made.events)
+    assert made.events[0]["sum"] != pytest.approx(made.events[1]["sum"])
+    assert made.events[0]["sum"] == pytest.approx(run(Slowing(LOCAL), rounds=2).events[0]["sum"], rel=1e-5)
+
+
+def test_no_local_step_at_all():
+    @hyperparameters
+    class Chance(FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            steps = jnp.where(data.place.client % 2 == 0, 0, 2)
+            result = self.local.run(data.with_steps(steps), message, mean_gradient=True)
+            return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
+
+    made = run(Chance(LocalSGD(lr=0.05, batch_size=2)), rounds=4)
+    assert all(np.isfinite(event["train_loss"]) for event in made.events) and made.stopped != "diverged"
+
+
+@pytest.mark.parametrize("options", [{"plan": "debug"}, {"plan": "loop"}, {"devices": 1}], ids=str)
+def test_a_field_that_holds_the_parameters_of_an_earlier_run(options: dict[str, Any]):
+    @hyperparameters
+    class Towards(FedAvg):
+        teacher: Leaf[Any] = ()
+
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            output = super().client(message, state, data)
+            near = tree.sub(self.teacher, message)
+            return output._replace(upload=tree.add_scaled(output.upload, 0.1, near))
+
+    first = run(FedAvg(LOCAL))
+    assert len(run(Towards(LOCAL, teacher=first.params), **options).events) == 4
+
+
+def test_learning_rates_in_the_state_of_an_optimizer():
+    rule = Optax.of(optax.inject_hyperparams(optax.adamw))
+    with pytest.raises(FedraxError, match="keeps its learning rate in its state"):
+        run(FedAvg(LocalSGD(lr=0.001, steps=1, optimizer=rule)))
+
+
+def test_optimizers_that_need_more_than_gradients():
+    with pytest.raises(FedraxError, match="needs more than a direction"):
+        run(FedAvg(LocalSGD(steps=1, optimizer=Optax(optax.polyak_sgd()))))
+
+
+def test_a_number_of_numpy_as_a_field():
+    @hyperparameters
+    class Weighed(FedAvg):
+        mu: float = 0.1
+
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            output = super().client(message, state, data)
+            return output._replace(upload=tree.scale(1 - self.mu, output.upload))
+
+    check_algorithm(Weighed(mu=np.float32(0.1)))  # type: ignore[arg-type]
+
+
+def test_what_was_sent_in_a_round_is_not_sent_again():
+    """EPISODE's second phase sends G, MimeSVRG's the mean gradient, Mime's that and s: not x once more."""
+    model, _ = travels(FedAvg(LOCAL))
+    assert travels(fedrax.Episode(LOCAL)) == (2 * model, 2 * model)
+    assert travels(fedrax.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
+    assert travels(fedrax.Mime(LOCAL))[0] == 3 * model
