@@ -121,11 +121,11 @@ def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: 
 OPTIONS = (
     "import jax.numpy as jnp\n"
     "from fedrax.models import MLP\n"
-    "def model(input_shape, num_outputs, rate, rank=4, wide=False, kind='relu', name='mine', sizes=(3, 4),\n"
+    "def model(input_shape, num_outputs, rate, rank=4, wide=False, kind='relu', sizes=(3, 4),\n"
     "          more=[], top=None, act=jnp.tanh, *rest, **others):\n"
     "    assert act is jnp.tanh\n"
-    "    made = [rate, rank, wide, kind, name, sizes, more, top]\n"
-    "    assert made == [(1, 'a'), 8, True, 'tanh', 'mine', (5,), [0.5], 2.5], made\n"
+    "    made = [rate, rank, wide, kind, sizes, more, top]\n"
+    "    assert made == [(1, 'a'), 8, True, 'tanh', (5,), [0.5], 2.5], made\n"
     "    return MLP(hidden=(rank,), activation=kind).build(input_shape, num_outputs)\n"
 )
 

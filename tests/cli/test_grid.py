@@ -13,6 +13,7 @@ import pytest
 from fedrax.data import hold_out
 from fedrax.experiments import comparison, experiment, own_code, running, search
 from fedrax.experiments.comparing import compare
+from fedrax.report.material import gather
 from fedrax.simulation import simulate
 from tests.cli.conftest import TINY, Outcome
 
@@ -176,6 +177,26 @@ def test_in_python(quick: Path, tmp_path: Path) -> None:
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
         assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
     assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
+
+
+def test_after_a_wider_grid_each_method_is_shown_once(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the settings that were chosen last; the runs of those before are kept beside them."""
+    monkeypatch.setattr("fedrax.experiments.search.pays", lambda *_: False)
+    alike = TINY.replace('"shards"', '"iid"').replace("rounds = 4", "rounds = 1")
+    (tmp_path / "w.toml").write_text(alike + '[[compare]]\nlabel = "mine"\n')
+    for values in ("1e-12", "1e-12,0.1"):
+        flags = ("--grid", f"algorithm.local.lr={values}", "--metric", "loss", "--seeds", 0)
+        outcome = fedrax("compare", "w.toml", *flags, "--out", "c", "--quiet")
+        assert outcome.status == 0, outcome.err
+    made = json.loads((tmp_path / "c/comparison.json").read_text())
+    assert made["search"]["methods"]["mine"]["best"] == {"algorithm.local.lr": 0.1}
+    assert len(list((tmp_path / "c/mine").glob("*/seed-0"))) == 2
+    (row,), (shown,) = made["methods"], json.loads(fedrax("show", "c", "--json").out)["methods"]
+    assert shown["label"] == row["label"] == "mine" and shown["loss"] == row["loss"]
+    (method,) = gather([tmp_path / "c"]).methods
+    assert (method.label, method.settings, len(method.runs)) == ("mine", "local.lr 0.1", 1)
 
 
 @pytest.mark.exhaustive

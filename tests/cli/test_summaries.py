@@ -13,8 +13,8 @@ import pytest
 from fedrax.attacks import Attack
 from fedrax.attacks.optimizers import Descent
 from fedrax.attacks.view import View
-from fedrax.report.runs import Method, Run, default_target, group, summarise
-from fedrax.report.tables import legend
+from fedrax.report.runs import Method, Run, curve, default_target, group, summarise
+from fedrax.report.tables import cells, legend
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -56,6 +56,22 @@ def test_a_target_of_a_loss_is_called_so():
     row = lambda **last: summarise(Method("m", [run(40, **last)]), 0.5)  # noqa: E731
     assert "until the test loss first" in legend(0.5, True, [row(test_loss=0.4)])
     assert "until the test accuracy first" in legend(0.5, True, [row(test_loss=0.4, test_accuracy=0.9)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"), [(3.14159e-6, "3.142e-06"), (0.25, "0.25"), (12.3456, "12.35"), (1e30, "1e+30")]
+)
+def test_what_is_no_share_has_four_digits_whatever_its_size(loss: float, says: str):
+    row = summarise(Method("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
+    shown = [text for text, _ in cells([row], None, "test_loss").rows[0]]
+    assert {says, f"{says} (40)", "0.7500"} <= set(shown)
+
+
+def test_seeds_without_a_metric_do_not_hide_the_others():
+    table = curve(Method("m", [run(3, 0, test_auc=0.5), run(3, 1, test_auc=0.7), run(3, 2)]), "test_auc")
+    assert table["round"].to_list() == [3] and table["mean"].to_list() == [pytest.approx(0.6)]
+    apart = curve(Method("m", [run(2, 0, test_auc=0.5), run(3, 1, test_auc=0.7)]), "test_auc")
+    assert table.columns == apart.columns and apart.is_empty()
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 where a method of a comparison diverged or an audit refuted a claim,
-    2 for input that cannot be used, 130 after Ctrl-C."""
+    """Run a command; returns the exit status: 0; 1 where a method of a comparison diverged, an audit refuted a claim or
+    a directory is damaged; 2 for input that cannot be used; 128 + the signal that stopped it, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("fedrax: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
-        _forget_output()
+        forget_output()
         return 0
     except BaseException as error:
         sentence = _sentence(error)
@@ -150,7 +150,7 @@ def _sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _OUTPUT:
-        _forget_output()
+        forget_output()
         return f"cannot write the output: {error.strerror}"
     return None
 
@@ -158,7 +158,7 @@ def _sentence(error: BaseException) -> str | None:
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 
 
-def _forget_output() -> None:
+def forget_output() -> None:
     """What is still to be written goes nowhere, or Python would try once more at its end, and complain."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -109,6 +109,23 @@ def take_choices(table: Table, args: list[str], reader: config.Reader) -> tuple[
     return table, [token for i, token in enumerate(tokens) if i not in taken]
 
 
+def _of_one_method(table: Table, args: list[str], parts: tuple[str, ...]) -> Table:
+    """The table of a comparison whose [algorithm] names no method, since it holds what several share: with the name
+    that ``args`` give, where that one has all of its keys; without it, where no algorithm is asked for.
+    """
+    shared = table.get("algorithm", {})
+    if not isinstance(shared, Mapping) or "name" in shared:
+        return table
+    if "algorithm" not in parts:
+        return {key: value for key, value in table.items() if key != "algorithm"}
+    tokens = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--algorithm=") else [arg])]
+    for name in [value for flag, value in itertools.pairwise(tokens) if flag == "--algorithm"]:
+        cls = config.ALGORITHM.find(name, Path.cwd(), "typed")
+        if shared.keys() <= fields_of(cls).keys():
+            return table | {"algorithm": {"name": config.own_name(cls) or name, **shared}}
+    return table
+
+
 def _choose(table: Table, chosen: Chosen, name: str) -> None:
     """Put the class called ``name`` into ``table``."""
     *parents, last = chosen.path.split(".")
@@ -186,6 +203,8 @@ def parse_experiment(
     trust = "beside" if path is None else own_code.trust_in(path)
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder, trust)  # explains that this is a file for `fedrax compare`
+    if "compare" in table:
+        table = _of_one_method(table, args, parts)
     left_out = [key for key in table if key in experiment.OF_COMPARISONS]
     table = {key: value for key, value in table.items() if key not in left_out}
     reader = config.Reader(source, folder, tyro.MISSING, trust)

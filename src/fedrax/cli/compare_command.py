@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, grid
 from fedrax.experiments.comparing import Outcome, compare
 from fedrax.experiments.comparison import SHARED, Comparison, Job
-from fedrax.experiments.config import ALGORITHM
+from fedrax.experiments.config import ALGORITHM, replaced_by
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.running import ProgressWatcher
 from fedrax.report import tables
@@ -104,8 +105,8 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
         for name, cls in ((name, ALGORITHM.find(name, Path.cwd(), "typed")) for name in options.algorithms)
     ]
     shared = {part: getattr(parsed.experiment, part) for part in SHARED}
-    flags = {arg.removeprefix("--run.").split("=")[0].split(".")[0] for arg in args if arg.startswith("--run.")}
-    run = {name: getattr(parsed.experiment.run, name) for name in (flag.replace("-", "_") for flag in flags)}
+    of_runs = _settings_of_runs(args)
+    run = {name: getattr(parsed.experiment.run, name) for name in (path.split(".")[1] for path in of_runs)}
     methods = tuple(
         grid.changed(
             dataclasses.replace(method, run=dataclasses.replace(method.run, **run), **shared),
@@ -116,7 +117,9 @@ def read_arguments(args: list[str]) -> tuple[Comparison, CompareOptions]:
     )
     name = spec.name if parsed.experiment.name in ("experiment", spec.name) else parsed.experiment.name
     spec = dataclasses.replace(spec, name=name, methods=methods, run=dataclasses.replace(spec.run, **run))
-    return with_options(spec, options), options
+    spec = with_options(spec, options)
+    _refuse_what_grids_have(spec, [*common, *of_runs])
+    return spec, options
 
 
 def _refuse_flags_of_one_run(args: list[str]) -> None:
@@ -124,6 +127,24 @@ def _refuse_flags_of_one_run(args: list[str]) -> None:
     for flag, instead in (("--algorithm", "--algorithms adds methods"), ("--run.seed", "--seeds gives several")):
         if any(arg == flag or arg.startswith(f"{flag}=") for arg in args):
             raise FedraxError(f"{flag} is for a single run: {instead} to a comparison.")
+
+
+def _settings_of_runs(args: list[str]) -> list[str]:
+    """The paths of settings among ``args``: ``--run.rounds=5`` is about run.rounds, ``--run.no-per-client`` too."""
+    flags = [arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--run.")]
+    return [f"run.{flag.removeprefix('run.').removeprefix('no_')}" for flag in flags]
+
+
+def _refuse_what_grids_have(spec: Comparison, flags: Sequence[str]) -> None:
+    """Flags for all methods that would be without effect, since a grid tries other values."""
+    for method in spec.methods:
+        tried = [path for path, _ in spec.grids[method.name].axes] if method.name in spec.grids else []
+        lost = {flag for flag in flags if flag in (*tried, *(replaced_by(path, method) for path in tried))}
+        if lost:
+            raise FedraxError(
+                f"--{min(lost)} would be without effect, for the grid of {method.name} tries values of its own: leave"
+                " it out, or give another --grid."
+            )
 
 
 def with_options(spec: Comparison, options: CompareOptions) -> Comparison:
@@ -210,8 +231,8 @@ class Shown(ProgressWatcher):
 
 
 def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
-    """Table, curves, JSON; what to try next."""
-    pictures, spec, out = outcome.save(), outcome.comparison, outcome.directory
+    """Table, JSON, where everything is kept; what to try next."""
+    spec, out = outcome.comparison, outcome.directory
     if options.json:
         print(json.dumps(outcome.summary()))
     elif not options.quiet:
@@ -219,7 +240,7 @@ def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
         tables.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
         for line in outcome.lines():
             console.print(plain(line))
-        shown = " and ".join(str(picture) for picture in pictures)
+        shown = " and ".join(str(picture) for picture in outcome.pictures)
         console.print(f"curves: {shown}, and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
         console.print(next_step(spec, args))
 

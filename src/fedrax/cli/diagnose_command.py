@@ -6,11 +6,13 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli.arguments import parse_experiment
+from fedrax.cli.pictures import save
 from fedrax.cli.run_command import not_of_one_run
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local import LocalSGD
@@ -85,23 +87,20 @@ def main(args: list[str]) -> int:
         left_out = f"{', '.join(names)}: with --tune always each is trained here{cost}"
     if unmeasured is not None and found is None and task.loss_and_statistics is None:
         raise unmeasured
-    pictures: tuple[Path, ...] = ()
-    if options.picture is not None and made is not None:
-        from fedrax.report.curves import save_curves
-
-        path = options.picture.with_suffix("") if options.picture.suffix in (".png", ".svg") else options.picture
-        pictures = save_curves(show.draw(made), path)
+    pictures, failed = ((), None) if made is None else save(partial(show.draw, made), options.picture)
     if options.json:
         first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
         reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": left_out, "set_aside": aside}
         shown = {"advice": first, "trials": found and found.to_dict(), "pictures": [str(path) for path in pictures]}
         print(json.dumps((made.to_dict() if made else {}) | shown | reasons))
-        return 0
-    for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
-        print(plain(note), file=sys.stderr)
-    told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
-    told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
-    _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
+    else:
+        for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
+            print(plain(note), file=sys.stderr)
+        told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
+        told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
+        _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
+    if failed is not None:
+        raise failed
     return 0
 
 

@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
 from fedrax.cli.arguments import parse_experiment
+from fedrax.cli.pictures import save
 from fedrax.data import Federation, has_one_label, heterogeneity, label_counts
 from fedrax.diagnosis import gradient_dissimilarity
 from fedrax.errors import FedraxError
@@ -21,6 +22,9 @@ from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
 from fedrax.text import plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DESCRIPTION = """Divide a data set among clients: `fedrax partition [FILE.toml] [flags]`.
 
@@ -59,11 +63,13 @@ def main(args: list[str]) -> int:
     measures = dataclasses.asdict(heterogeneity(federation))
     measures["gradient_dissimilarity"] = gradient_dissimilarity(task, federation, seed=parsed.experiment.run.seed)
     counts = label_counts(federation) if has_one_label(federation) else None
-    pictures: tuple[Path, ...] = ()
-    if options.picture is not None and counts is not None:
-        from fedrax.data.picture import save_labels
 
-        pictures = save_labels(federation, options.picture, options.show)
+    def drawn() -> Figure:
+        from fedrax.data.picture import draw_labels  # which takes a while
+
+        return draw_labels(federation, options.show)
+
+    pictures, failed = save(drawn, None if counts is None else options.picture)
     if options.json:
         table: dict[str, Any] = {
             "sizes": federation.sizes.tolist(),
@@ -71,12 +77,14 @@ def main(args: list[str]) -> int:
         }
         table["clients"] = [federation.client_name(i) for i in range(federation.num_clients)]
         print(json.dumps({"measures": measures, **table, "pictures": [str(path) for path in pictures]}))
-        return 0
-    for note in federation.notes:
-        print(plain(note))
-    _print(federation, counts, measures, options.show)
-    for path in pictures:
-        print(f"picture: {path}")
+    else:
+        for note in federation.notes:
+            print(plain(note))
+        _print(federation, counts, measures, options.show)
+        for path in pictures:
+            print(f"picture: {path}")
+    if failed is not None:
+        raise failed
     return 0
 
 

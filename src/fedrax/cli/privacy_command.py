@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from fedrax.cli.arguments import parse_experiment
+from fedrax.cli.pictures import save
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.forecast import Forecast, Part, draw, forecast
@@ -53,18 +54,15 @@ def main(args: list[str]) -> int:
     asked = sorted({*options.epsilons, *filter(None, [spec.run.epsilon_budget])})
     made = forecast(algorithm, spec.run, federation.sizes, asked)
     prepare(algorithm, task, federation, spec.run)  # of a method that lets out more than it says no number holds
-    pictures: tuple[Path, ...] = ()
-    if options.picture is not None:
-        from fedrax.report.curves import save_curves
-
-        path = options.picture.with_suffix("") if options.picture.suffix in (".png", ".svg") else options.picture
-        pictures = save_curves(draw(made, spec.run.epsilon_budget), path)
+    pictures, failed = save(lambda: draw(made, spec.run.epsilon_budget), options.picture)
     if options.json:
         print(json.dumps(made.to_dict() | {"pictures": [str(path) for path in pictures]}))
-        return 0
-    _print(made, spec.run, spec.algorithm_name)
-    for path in pictures:
-        print(f"picture: {path}")
+    else:
+        _print(made, spec.run, spec.algorithm_name)
+        for path in pictures:
+            print(f"picture: {path}")
+    if failed is not None:
+        raise failed
     return 0
 
 

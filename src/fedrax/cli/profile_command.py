@@ -12,6 +12,8 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.directory import CHECKPOINT
+from fedrax.simulation.events import FILE
 
 DESCRIPTION = """Where a round's time goes: `fedrax profile [FILE.toml] [flags]`.
 
@@ -43,6 +45,8 @@ def main(args: list[str]) -> int:
     spec, options = parsed.experiment, parsed.options
     if options.rounds is not None and not 1 <= options.rounds < 2**31:
         raise FedraxError(f"--rounds must be 1 or more and fit into 32 bits, not {options.rounds}")
+    if options.out is not None and any((options.out / name).exists() for name in (FILE, CHECKPOINT)):
+        raise FedraxError(f"{options.out} holds a run, whose experiment.toml would be replaced: choose another --out.")
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
     from fedrax.profiling import profile, show

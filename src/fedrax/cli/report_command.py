@@ -13,9 +13,10 @@ from fedrax.errors import FedraxError
 
 DESCRIPTION = """One page of HTML about runs: `fedrax report DIR...`.
 
-DIR is a run, or holds runs (such as a comparison's directory); they may still be running. The page holds curves, the
-table, how settings were chosen, the spread over clients, the partition, what differs between methods, settings and
-machines. It loads nothing, so that it can be kept, sent and read anywhere."""
+DIR is a run, or holds runs (such as a comparison's directory); they may still be running. Runs that differ in their
+seeds only are one method. The page holds curves, the table, how settings were chosen, the spread over clients, the
+partition, what differs between methods, settings and machines. It loads nothing, so that it can be kept, sent and read
+anywhere."""
 
 
 @dataclass

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedrax.cli import forget_output
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
@@ -18,7 +20,8 @@ from fedrax.experiments.running import ExperimentFile
 from fedrax.report import sinks
 from fedrax.report.runs import finite, summary_line
 from fedrax.report.tables import wide_console
-from fedrax.simulation import Interrupted, Result, simulate, use_all_cores
+from fedrax.simulation import Event, Interrupted, Result, simulate, use_all_cores
+from fedrax.simulation.process import stop_runs
 from fedrax.simulation.progress import ProgressSink
 from fedrax.text import plain
 
@@ -29,6 +32,9 @@ Every key of the file is a flag (--algorithm.local.lr 0.05 --run.rounds 20), and
 of your own runs by `fedrax run file.py:MyMethod`, once it takes and returns what it must; that it is pure, also in
 float64 and whatever the order of clients, fedrax.check_algorithm(MyMethod) checks, in half a minute. The run is kept in
 a directory: experiment.toml, events.jsonl, checkpoint/, environment.json, clients.json."""
+
+
+_PIPE = getattr(signal, "SIGPIPE", 13)
 
 
 @dataclass
@@ -98,11 +104,23 @@ def say_notes(notes: Sequence[str], options: Reporting) -> None:
             print(plain(note), file=sys.stderr)
 
 
+class Lines(sinks.JsonSink):
+    """Events as lines of JSON. The run stops where their reader leaves, as by Ctrl-C."""
+
+    def event(self, event: Event) -> None:
+        """Write the line."""
+        try:
+            super().event(event)
+        except BrokenPipeError:
+            forget_output()
+            stop_runs(_PIPE)
+
+
 def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[Any]:
     """The experiment's file, and the sinks that the options ask for."""
     made: list[Any] = [ExperimentFile(spec, directory)]
     if options.json:
-        made.append(sinks.JsonSink())
+        made.append(Lines())
     elif not options.quiet:
         made.append(ProgressSink(spec.method_name))
     return made + make_trackers(spec, directory, directory.name, options)

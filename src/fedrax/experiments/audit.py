@@ -208,11 +208,12 @@ def _unit(releases: tuple, unit: Unit | None) -> Unit:
 
 def _check_admitted(algorithm: Algorithm, task: Task, settings: Settings, start: Any) -> None:
     """Refuse what a run of the method would."""
-    name, needs, statistics = type(algorithm).__name__, algorithm.requirements, isinstance(start, Variables)
+    name, needs = type(algorithm).__name__, algorithm.requirements
+    statistics = start.statistics if isinstance(start, Variables) else ()
     needs.check_run(name, settings.weights, 1, varying_cohort=False)
     needs.check_task(name, task, statistics)
     if statistics:
-        raise FedraxError("an audit takes models without running statistics (batch norm): use group norm")
+        raise FedraxError("an audit takes models without running statistics: use group norm instead of batch norm")
 
 
 def _other_labels(federation: Federation, y: np.ndarray, rows: np.ndarray) -> np.ndarray:

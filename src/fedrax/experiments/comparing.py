@@ -15,11 +15,12 @@ from fedrax import files
 from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, engines, experiment, running, search
 from fedrax.experiments import grid as grids_of
-from fedrax.experiments.comparison import Comparison
+from fedrax.experiments.comparison import AnotherExperiment, Comparison
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.ownership import check_ours
 from fedrax.experiments.running import Executors, Problem, ProgressWatcher, Watcher, Workers
 from fedrax.report import curves, grids, tables
-from fedrax.report.runs import Method, Row, default_target, main_metric, summarise
+from fedrax.report.runs import COMPARISON, Method, Row, Run, default_target, main_metric, summarise
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.progress import somebody_looks_on
 from fedrax.simulation.tuning import Choice
@@ -41,6 +42,10 @@ class Outcome:
     def metric(self) -> str:
         """What methods are compared by."""
         return main_metric(self.methods)
+
+    @property
+    def _runs(self) -> list[Run]:
+        return [run for method in self.methods for run in method.runs]
 
     @property
     def target(self) -> float | None:
@@ -75,6 +80,7 @@ class Outcome:
             "target": self.target,
             "target_is_default": spec.target is None,
             "methods": tables.values(self.rows),
+            "places": sorted({run.directory.parent.relative_to(self.directory).as_posix() for run in self._runs}),
         }
         if self.choices:
             how = {"validation": spec.search.validation, "seeds": list(spec.search_seeds), "trials": spec.search.trials}
@@ -82,17 +88,19 @@ class Outcome:
             found["search"] = {**how, "methods": grids.values(self.choices), "lines": said}
         return found
 
-    def save(self) -> list[Path]:
-        """Write table.md, comparison.json and the pictures; returns the pictures, PNG files."""
+    @property
+    def pictures(self) -> list[Path]:
+        """The curves and, where settings were searched, what was tried, as PNG; each is there as SVG, too."""
+        return [self.directory / f"{name}.png" for name in ["curves", *["grid"] * bool(self.choices)]]
+
+    def save(self) -> None:
+        """Write table.md, comparison.json and the pictures, as :func:`compare` does."""
         out, name = self.directory, self.comparison.name
-        pictures = [
-            curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
-        ]
+        curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
         if self.choices:
-            pictures.append(curves.save_curves(grids.draw_grids(self.choices, name), out / "grid"))
-        files.write_text(out / "comparison.json", json.dumps(self.summary(), indent=2) + "\n")
+            curves.save_curves(grids.draw_grids(self.choices, name), out / "grid")
+        files.write_text(out / COMPARISON, json.dumps(self.summary(), indent=2) + "\n")
         files.write_text(out / "table.md", tables.markdown(self.rows, self.target, self.metric))
-        return [png for png, _ in pictures]
 
     def __repr__(self) -> str:
         """The table, and what it does not say."""
@@ -158,7 +166,7 @@ def compare(
     if isinstance(executor, str):
         executor = engines.engine(executor)
     out = default_directory(spec) if directory is None else Path(directory)
-    _check_ours(spec, out)  # before anything runs
+    check_ours(spec, out)  # before anything runs
     if watcher is None:
         use_all_cores()
         watcher = ProgressWatcher() if progress and somebody_looks_on() else Watcher()
@@ -167,7 +175,9 @@ def compare(
         workers = None if executor is None else Workers(executor)
         if workers is not None:
             at_end.callback(workers.close)
-        return _run(spec, out, data_dir, workers, watcher)
+        outcome = _run(spec, out, data_dir, workers, watcher)
+        outcome.save()
+        return outcome
 
 
 def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -179,26 +189,23 @@ def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: list(values) if isinstance(values, tuple) else values for path, values in grid.items()}
+    """The grid with lists in place of tuples, ranges and arrays."""
+    one = (str, Mapping)
+    return {path: list(v) if isinstance(v, Iterable) and not isinstance(v, one) else v for path, v in grid.items()}
 
 
 def default_directory(spec: Comparison) -> Path:
-    """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison."""
+    """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison.
+
+    FedraxError where one of them cannot be read."""
     stem = Path("runs") / comparison.safe_name(spec.name)
     number = 1
     while True:
         out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with contextlib.suppress(FedraxError):
-            _check_ours(spec, out)
+        with contextlib.suppress(AnotherExperiment):
+            check_ours(spec, out)
             return out
         number += 1
-
-
-def _check_ours(spec: Comparison, out: Path) -> None:
-    """FedraxError where a directory holds runs of another comparison."""
-    for job in spec.possible():
-        comparison.state_of(job.spec, job.inside(out))
-    comparison.check_sampled(spec, out)
 
 
 def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, watcher: Watcher) -> Outcome:

@@ -27,7 +27,6 @@ the common one. A method's table ``run`` changes settings of the run for it alon
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,7 +40,7 @@ from fedrax.contract.fields import Bound, describe
 from fedrax.contract.hyperparameters import Count, check
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, grid
-from fedrax.experiments.config import Reader
+from fedrax.experiments.config import METHODS, Reader, is_another
 from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
 from fedrax.experiments.grid import Grid, Point
 from fedrax.experiments.own_code import Trust, trust_in
@@ -57,6 +56,12 @@ SHARED = ("data", "partition", "model", "task")
 """What all methods have in common."""
 OF_ROWS, OF_ALL = ("normalise", "validation"), ("seeds", "target", "search")
 """And besides: of an experiment, and of the comparison itself, where a file gives it."""
+OF_METHODS = (*SHARED, *OF_ROWS)
+"""All that may not differ between methods."""
+
+
+class AnotherExperiment(FedraxError):
+    """A directory holds what another comparison has left."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,21 @@ class Comparison:
         seeds, target = ", ".join(map(str, self.seeds)), "" if self.target is None else f", target {self.target:g}"
         lines = [f"Comparison {self.name!r}: {len(self.methods)} methods, seeds {seeds}{target}"]
         for method in self.methods:
-            tried = f"; a grid of {len(self.grids[method.name].points())} points" if method.name in self.grids else ""
-            lines.append(f"  {method.name}: {method.algorithm!r}{tried}")
+            lines.append(f"  {method.name}: {method.algorithm!r}{self._tried(method.name)}")
         return "\n".join(lines)
+
+    def _tried(self, label: str) -> str:
+        mine = self.grids.get(label)
+        if mine is None:
+            return ""
+        return f"; {self.search.trials} trials" if self.is_sampled(label) else f"; a grid of {mine.size} points"
 
     def check(self) -> None:
         """Refuse a comparison that is none."""
         self._check_labels()
         if not self.methods:
             raise FedraxError("there is nothing to compare: give [[compare]] tables, or several files or algorithms.")
+        self._check_shared()
         for what, seeds in (("seeds", self.seeds), ("the seeds of the search", self.search_seeds)):
             if not seeds or len(set(seeds)) != len(seeds):
                 raise FedraxError(f"{what} must be different whole numbers, not {list(seeds)}.")
@@ -114,6 +125,17 @@ class Comparison:
                 job.spec.check()
             except FedraxError as error:
                 raise FedraxError(f"{job.title}: {error}") from error
+
+    def _check_shared(self) -> None:
+        """All methods are run on the data of the first one, with its model and task."""
+        first, *others = self.methods
+        wanted = experiment.to_table(first)
+        for method in others:
+            other = differing(experiment.to_table(method), wanted)
+            if other is not None:
+                raise FedraxError(
+                    f"{method.name} and {first.name} differ in {other}: a comparison needs the same for all."
+                )
 
     def _check_search(self) -> None:
         trials = self.search.trials
@@ -161,7 +183,7 @@ class Comparison:
     def candidates(self) -> dict[str, list[tuple[Point, Experiment]]]:
         """The points of each method's grid and its experiments there; of a method without grid the one it has.
 
-        Where points are sampled, two of them: the ends of all ranges.
+        Where points are sampled, those in which every value and every end of a range stands once: see `Grid.ends`.
         """
         found: dict[str, list[tuple[Point, Experiment]]] = {}
         for method in self.methods:
@@ -254,6 +276,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     run = reader.fields(Settings, shared.get("run", {}), "run", Settings())
     for number, entry in enumerate(entries, 1):
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
+        _refuse_seed(entry, where)
         own = {key: value for key, value in entry.items() if key not in ("label", "grid", "run")}
         parts = {**shared, "algorithm": merged(base, own), "run": merged(shared.get("run", {}), entry.get("run", {}))}
         made = Reader(where, folder, trust=trust).fields(Experiment, parts, "", Experiment())
@@ -268,20 +291,37 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     return Comparison(name, tuple(methods), seeds, target, grids, search, run)
 
 
+def _refuse_seed(table: Mapping[str, Any], where: str) -> None:
+    """The runs of a comparison have its seeds; one in [run] would be without effect."""
+    run = table.get("run")
+    if isinstance(run, Mapping) and "seed" in run:
+        raise FedraxError(
+            f"{where}: run.seed is for a single run: write seeds = [{run['seed']}] at the top, outside of all tables."
+        )
+
+
 def merged(base: Any, over: Any) -> Any:
-    """``base`` with the keys of ``over`` put in, table by table."""
+    """``base`` with the keys of ``over`` put in, table by table; one that names another class has its own keys alone.
+
+    The outermost table and those of methods have them all: they hold what methods share.
+    """
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over if over else base
     both = dict(base)
     for key, value in over.items():
         old = both.get(key)
-        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and (key in METHODS or not is_another(old, value)):
+            value = merged(old, value)
+        both[key] = value
     return both
 
 
 def read(paths: list[Path]) -> Comparison:
     """The comparison of one file, or of the methods of several that share data, partition, model and run."""
     tables = [experiment.read_file(path) for path in paths]
+    for path, table in zip(paths, tables, strict=True):
+        if "compare" in table:
+            _refuse_seed(table, str(path))
     parts = [
         from_table(table, str(path), path.parent, trust_in(path)) for table, path in zip(tables, paths, strict=True)
     ]
@@ -304,44 +344,20 @@ def _of_first(part: Comparison, name: str) -> Any:
 
 
 def state_of(spec: Experiment, directory: Path) -> Run | None:
-    """The run of ``spec`` that ``directory`` holds, None if it holds none; FedraxError if it is of another."""
+    """The run of ``spec`` that ``directory`` holds, None if it holds none; AnotherExperiment if it is of another."""
     file = directory / "experiment.toml"
     if not file.exists():
         return None
     with files.reading(file, files.MAX_FILE) as kept:
         same = kept.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
     if not same:
-        raise FedraxError(f"{directory} holds a run of another experiment: choose another --out.")
+        raise AnotherExperiment(f"{directory} holds a run of another experiment: choose another --out.")
     return read_run(directory)
 
 
-def check_sampled(spec: Comparison, out: Path) -> None:
-    """FedraxError where ``out`` holds trials of another search: a method's differ in its grid's settings and the seed.
-
-    Which settings Optuna will propose is not known beforehand.
-    """
-    for method in spec.methods:
-        if not spec.is_sampled(method.name):
-            continue
-        paths = [*(path for path, _ in spec.grids[method.name].axes), "run.seed"]
-        ours = dataclasses.replace(spec.candidates[method.name][0][1], validation=spec.search.validation)
-        wanted = _without(experiment.to_table(ours), paths)
-        for file in sorted(files.inside(out, Path("search", safe_name(method.name))).glob("*/seed-*/experiment.toml")):
-            if _without(experiment.read_file(file), paths) != wanted:
-                raise FedraxError(f"{file.parent} holds a trial of another comparison: choose another --out.")
-
-
-def _without(table: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """A table of tables without what lies at some paths."""
-    plain = json.loads(json.dumps(table))
-    for path in paths:
-        *outer, last = path.split(".")
-        inner: Any = plain
-        for key in outer:
-            inner = inner.get(key, {}) if isinstance(inner, dict) else {}
-        if isinstance(inner, dict):
-            inner.pop(last, None)
-    return plain
+def differing(one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence[str] = OF_METHODS) -> str | None:
+    """What of that which all methods share differs between the tables of two experiments."""
+    return next((f"[{name}]" if name in SHARED else name for name in shared if one.get(name) != other.get(name)), None)
 
 
 def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, Point]) -> list[Method]:

@@ -25,6 +25,8 @@ from fedrax.experiments.own_code import Trust, import_named
 from fedrax.files import below
 
 Table = dict[str, Any]
+METHODS = ("algorithm", "inner")
+"""Keys of tables whose settings are kept where another name comes into them: those that methods share."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Choice:
         if self.adapt is not None and ":" in name:
             where, found = import_named(name, folder, trust)
             cls = self.adapt(found)
+            if "name" in getattr(cls, "__dataclass_fields__", {}):
+                raise FedraxError(
+                    f"{where} has a parameter or field called name, the key that chooses the {self.kind}: rename it."
+                )
             _OWN[cls] = where
             return cls
         plain = {_squeezed(known): known for known in classes}
@@ -78,6 +84,12 @@ def own_name(cls: type) -> str | None:
 
 def _squeezed(name: str) -> str:
     return re.sub("[-_ ]", "", name).lower()
+
+
+def is_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    """Whether both tables name a class, and not the same one."""
+    first, second = base.get("name"), table.get("name")
+    return isinstance(first, str) and isinstance(second, str) and _squeezed(first) != _squeezed(second)
 
 
 def snake_case(name: str) -> str:

@@ -43,6 +43,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
+from fedrax.data.files import given_directory
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
@@ -73,7 +74,8 @@ def _own_data(found: Any) -> type:
 def _partition_class(cls: type) -> type:
     """A rule of fedrax.data.partition with a seed of its own."""
     seed = ("seed", Seed, dataclasses.field(default=0))
-    made = dataclasses.make_dataclass(cls.__name__, [seed], bases=(cls,), frozen=True)
+    frozen = cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    made = dataclasses.make_dataclass(cls.__name__, [seed], bases=(cls,), frozen=frozen)
     made.__doc__, made.__module__ = cls.__doc__, cls.__module__
     return made
 
@@ -83,9 +85,9 @@ def _partition_classes() -> dict[str, type]:
 
 
 def _own_partition(found: Any) -> type:
-    if not (dataclasses.is_dataclass(found) and hasattr(found, "assign")):
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "assign")):
         raise FedraxError(f"{found!r} is not a dataclass with the method assign(dataset, seed).")
-    return _partition_class(found)  # type: ignore[arg-type]
+    return _partition_class(found)
 
 
 def _own_model(found: Any) -> type:
@@ -200,13 +202,13 @@ def write(experiment: Experiment, path: str | Path) -> None:
 
 
 def load_federation(experiment: Experiment, data_dir: str | Path | None = None) -> Federation:
-    """Read the data and divide it among the clients."""
+    """Read the data and divide it among the clients. ``data_dir``: by default what FEDRAX_DATA names."""
     name = DATA.name_of(experiment.data)
     options = {f.name: getattr(experiment.data, f.name) for f in dataclasses.fields(experiment.data)}
     if name in DATASETS:
         dataset = load(name, data_dir, **options)
     else:
-        dataset = experiment.data.read(data_dir=data_dir)
+        dataset = experiment.data.read(data_dir=given_directory(data_dir))
         if not isinstance(dataset, Dataset):
             raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
     return held_out(experiment, Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed))

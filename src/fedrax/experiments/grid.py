@@ -21,9 +21,10 @@ from typing import Any
 
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.experiments.config import Reader, Table, replaced_by
+from fedrax.experiments.config import METHODS, Reader, Table, is_another, replaced_by
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.own_code import Trust
+from fedrax.simulation.tuning import Range
 from fedrax.text import short_path
 
 Point = dict[str, Any]
@@ -34,28 +35,6 @@ _VARIED = ("algorithm", "run")
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from ``low`` to ``high``: whole ones where both ends are; evenly, or evenly in their logarithms."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has whole numbers alone."""
-        return isinstance(self.low, int) and isinstance(self.high, int)
-
-    def place(self, value: float) -> float:
-        """Where a value lies, from 0 (``low``) to 1."""
-        low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
-        return (at - low) / (high - low)
-
-    def __str__(self) -> str:
-        return f"{self.low}..{self.high}{':log' * self.log}"
 
 
 def range_of(text: str, source: str) -> Range | None:
@@ -98,12 +77,17 @@ class Grid:
         return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
 
     def ends(self) -> list[Point]:
-        """The point of all lower ends and first values, and that of all upper ends and last values."""
+        """Points in which every end of a range and every listed value stands: all lower ends with the first values, all
+        upper ends with the last ones, and both of them with every other value of a list.
+        """
         both = [
             (path, (values.low, values.high) if isinstance(values, Range) else (values[0], values[-1]))
             for path, values in self.axes
         ]
-        return [{path: ends[i] for path, ends in both} for i in range(2)]
+        ends = [{path: pair[i] for path, pair in both} for i in range(2)]
+        listed = [(path, value) for path, values in self.axes if not isinstance(values, Range) for value in values]
+        points = ends + [end | {path: value} for end in ends for path, value in listed]
+        return list({repr(point): point for point in points}.values())
 
 
 def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "typed") -> Grid:
@@ -166,6 +150,7 @@ def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[An
             continue
         if not isinstance(values, list) or not values:
             raise FedraxError(f'{source}: {path} needs a list of values or a range, "0.001..1:log", not {values!r}.')
+        values = [_plain(value) for value in values]
         if any(value in values[:i] for i, value in enumerate(values)):
             raise FedraxError(f"{source}: {path} has a value twice in {values}.")
         axes.append((path, tuple(values)))
@@ -177,6 +162,13 @@ def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[An
     return tuple(axes)
 
 
+def _plain(value: Any) -> Any:
+    """A value as a file holds it: numbers of NumPy and JAX as Python's own."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(), trust: Trust = "typed") -> Experiment:
     """``spec`` with the settings at the paths of ``values`` changed, read as those of a file in ``folder`` would be."""
     if not values:
@@ -184,9 +176,14 @@ def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(),
     table = experiment.to_table(spec)
     replaced = {other for path in values if (other := replaced_by(path, spec)) is not None} - set(values)
     values = dict.fromkeys(replaced, "none") | dict(values)
-    for path in sorted(values, key=lambda path: path.count(".")):  # a name before the settings of what it names
+    for path in sorted(values, key=_order):
         _put(table, path, values[path], source)
     return Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
+
+
+def _order(path: str) -> tuple[int, bool]:
+    """A name before the settings of what it names."""
+    return path.count("."), not path.endswith(".name")
 
 
 def _put(table: Table, path: str, value: Any, source: str) -> None:
@@ -202,6 +199,8 @@ def _put(table: Table, path: str, value: Any, source: str) -> None:
     old = table.get(last)
     if isinstance(old, dict) and isinstance(value, str) and old.get("name") == value:
         return
+    if last == "name" and not set(parents) <= set(METHODS) and is_another(table, {"name": value}):
+        table.clear()  # it has the settings of another class
     table[last] = value
 
 

@@ -2,8 +2,9 @@
 
 Importing runs code, and files come from anywhere. So a name in a file may only mean a Python file in the file's own
 folder or below, or a package that has registered itself (an entry point of the group ``fedrax``); what is typed on the
-command line may lie anywhere. The experiment of a run's directory, which somebody may have sent, runs no code at all
-unless this user made it (a keyed digest beside it says so) or says to trust it.
+command line may lie anywhere. Such a file may import, while it is imported, what lies in its folder. The experiment of
+a run's directory, which somebody may have sent, runs no code at all unless this user made it (a keyed digest beside it
+says so) or says to trust it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import secrets
 import sys
 import traceback
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,6 +37,8 @@ _allowed: set[str] = set()
 """What has been trusted in this process: an experiment is read more than once."""
 _modules: set[str] = set()
 """Names of the modules imported here."""
+_places: dict[str, Path] = {}
+"""Of the modules that own code has imported from its own folder: which folder that is."""
 _CALLED = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
 """How Python refuses to call a function with other arguments than it has, before a line of it runs."""
 _FRAMES = 4
@@ -100,6 +105,35 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
         raise FedraxError(f"{path} lies outside of {folder}: move it there, or give the name on the command line")
 
 
+@contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """While own code is imported, it can import the modules in its folder.
+
+    Those that code in other folders has imported under the same names are set aside for so long.
+    """
+    others = [name for name, place in _places.items() if place != folder and name in sys.modules]
+    aside = {name: sys.modules.pop(name) for name in others}
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the code may have done so itself
+            sys.path.remove(str(folder))
+        new = {name for name in sys.modules.keys() - before if _lies_in(name, folder)}
+        _modules.update(new)
+        _places.update(dict.fromkeys(new - aside.keys(), folder))
+        sys.modules.update(aside)
+
+
+def _lies_in(name: str, folder: Path) -> bool:
+    """Whether a module, or the package that it is of, lies in a folder and not further in."""
+    module = sys.modules.get(name.partition(".")[0])
+    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
+    return any(isinstance(place, str) and Path(place).resolve().parent == folder for place in places)
+
+
 @cache
 def _import_file(path: Path) -> types.ModuleType:
     if not path.is_file():
@@ -109,7 +143,8 @@ def _import_file(path: Path) -> types.ModuleType:
         raise FedraxError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with _beside(path.parent):
+        spec.loader.exec_module(module)
     return module
 
 

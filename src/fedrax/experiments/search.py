@@ -21,7 +21,7 @@ from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, owned
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
-from fedrax.simulation.identity import difference, of_data
+from fedrax.simulation.identity import difference, form_of, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.sweep import pays, program_of
 from fedrax.simulation.tuning import Choice, Trial, alike, metric_of, trial_of
@@ -109,13 +109,13 @@ def _check_known(comparison: Comparison, out: Path, task: Task, federation: Fede
 
 
 def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
-    """For every label with a grid the program and the starting parameters of the first point of each of its classes,
-    under a name that tells for which settings it is one."""
+    """For every label with a grid what is computed at the first of all points that differ in floats alone, under a name
+    that tells for which settings it is."""
     found: dict[str, dict[str, str]] = {}
     for label in comparison.grids:
-        firsts: dict[type, Experiment] = {}
+        firsts: dict[str, Experiment] = {}
         for _, spec in comparison.candidates[label]:
-            firsts.setdefault(type(spec.algorithm), spec)
+            firsts.setdefault(form_of(spec.algorithm), spec)
         found[label] = {}
         for spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])

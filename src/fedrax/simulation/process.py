@@ -39,6 +39,16 @@ class Stop:
         return self.signal is not None
 
 
+_under_way: list[Stop] = []
+"""Of the runs of this process."""
+
+
+def stop_runs(number: int) -> None:
+    """Stop the runs of this process as the signal ``number`` would: each ends its block of rounds with a checkpoint."""
+    for flag in _under_way:
+        flag.signal = number
+
+
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Ctrl-C; ``kill``, a cluster's time limit, a container's end; a terminal that closes."""
 
@@ -60,9 +70,11 @@ def interrupt_flag() -> Iterator[Stop]:
 
     for number in heard:
         signal.signal(number, handler)
+    _under_way.append(flag)
     try:
         yield flag
     finally:
+        _under_way.remove(flag)
         for number, old in heard.items():
             signal.signal(number, old)
 

@@ -1,0 +1,93 @@
+"""Own code that is written otherwise than usual: several files, names that are taken, plain dataclasses, data files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedrax import FedraxError
+from fedrax.experiments import experiment
+
+MODEL = """
+from fedrax.models import MLP
+from my_layers import WIDTH
+
+def model(input_shape, num_outputs, width: int = WIDTH):
+    return MLP(hidden=(width,)).build(input_shape, num_outputs)
+"""
+
+
+def test_own_code_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    """And nothing of an equal name that lies beside other code."""
+    before = list(sys.path)
+    for folder, width in (("a", 3), ("b", 5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_layers.py").write_text(f"WIDTH = {width}\n")
+        (tmp_path / folder / "mine.py").write_text(MODEL)
+        made = experiment.from_table({"model": {"name": "mine.py:model"}}, "x", tmp_path / folder)
+        assert made.model.width == width and sys.path == before
+
+
+HEAD = """
+from dataclasses import dataclass
+from fedrax import FedAvg, hyperparameters
+from fedrax.data import Iid
+"""
+NAMED = {
+    "data": "def thing(name='x'):\n    return name\n",
+    "model": "def thing(input_shape, num_outputs, name='x'):\n    return name\n",
+    "task": "def thing(model, name='x'):\n    return name\n",
+    "partition": "@dataclass(frozen=True)\nclass thing(Iid):\n    name: str = 'x'\n",
+    "algorithm": "@hyperparameters\nclass thing(FedAvg):\n    name: str = 'x'\n",
+}
+
+
+@pytest.mark.parametrize("part", NAMED)
+def test_a_parameter_called_name_is_refused(part: str, tmp_path: Path) -> None:
+    """In a file that key says whose parameters they are, so that this one would keep its default."""
+    (tmp_path / "mine.py").write_text(HEAD + NAMED[part])
+    with pytest.raises(FedraxError, match=r"has a parameter or field called name, .*: rename it"):
+        experiment.from_table({part: {"name": "mine.py:thing"}}, "x", tmp_path)
+
+
+PARTITION = """
+@dataclass
+class Mine:
+    clients: int = 2
+
+    def assign(self, dataset, seed):
+        return Iid(self.clients).assign(dataset, seed)
+"""
+
+
+def test_a_partition_need_not_be_frozen(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + PARTITION)
+    made = experiment.from_table({"partition": {"name": "mine.py:Mine", "clients": 12}}, "x", tmp_path)
+    assert experiment.load_federation(made).num_clients == 12
+
+
+DATA = """
+import numpy as np
+from fedrax.data import Dataset, Samples
+
+def load(data_dir):
+    x, y = np.ones((30, 3), np.float32), np.arange(30, dtype=np.int32) % 3
+    return Dataset(repr(data_dir), Samples(x, y), Samples(x[:9], y[:9]), 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "path"),
+    [(None, "", None), (None, "e", Path("e")), ("g", "e", Path("g")), (Path("g"), "", Path("g"))],
+)
+def test_own_data_gets_the_directory_of_data_files(
+    given: str | Path | None, variable: str, path: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same here and on workers, to which it goes as a string."""
+    monkeypatch.setenv("FEDRAX_DATA", variable)
+    (tmp_path / "mine.py").write_text(DATA)
+    table = {"data": {"name": "mine.py:load"}, "partition": {"name": "iid", "clients": 3}}
+    made = experiment.from_table(table, "x", tmp_path)
+    assert experiment.load_federation(made, given).name == repr(path)

@@ -1,0 +1,176 @@
+"""Comparisons of which something could be lost in silence: data, settings without effect, another class's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedrax import FedAvg, FedraxError, compare
+from fedrax.cli.arguments import parse_experiment
+from fedrax.cli.compare_command import read_arguments
+from fedrax.cli.profile_command import ProfileOptions
+from fedrax.contract.server_optimizers import SGD, Adagrad, Adam
+from fedrax.experiments import comparison, experiment, grid
+from fedrax.experiments.comparing import default_directory
+from fedrax.experiments.comparison import Comparison
+from fedrax.experiments.experiment import Experiment
+from tests.cli.conftest import TINY, Outcome
+
+SHARED = "seeds = [0]\n" + TINY.replace('name = "fedavg"\n', "")
+METHODS = '[[compare]]\nname = "fedavg"\n[[compare]]\nname = "fedprox"\n'
+
+
+def read(folder: Path, text: str) -> Comparison:
+    (folder / "c.toml").write_text(text)
+    return comparison.read([folder / "c.toml"])
+
+
+def elsewhere(method: Experiment) -> Experiment:
+    """A method under another name on another partition."""
+    partition = dataclasses.replace(method.partition, clients=5)
+    return dataclasses.replace(method, name=f"{method.name} elsewhere", partition=partition)
+
+
+def test_methods_on_other_data_are_no_comparison(tmp_path: Path) -> None:
+    """They would all be run on the first one's."""
+    spec = read(tmp_path, SHARED + METHODS)
+    spec.check()
+    first, second = spec.methods
+    others = {r"\[partition\]": elsewhere(second), "normalise": dataclasses.replace(second, normalise=False)}
+    for name, changed in others.items():
+        with pytest.raises(FedraxError, match=f"differ in {name}: a comparison needs the same for all"):
+            compare(dataclasses.replace(spec, methods=(first, changed)), directory=tmp_path / "c")
+
+
+def test_comparisons_on_other_data_have_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although no run of one is in the other's way: they would replace each other's table."""
+    monkeypatch.chdir(tmp_path)
+    spec, place = read(tmp_path, SHARED + METHODS), Path("runs/tiny")
+    for job in spec.runs({}):
+        experiment.write(job.spec, job.inside(place) / "experiment.toml")
+    other = dataclasses.replace(spec, methods=tuple(map(elsewhere, spec.methods)))
+    assert default_directory(spec) == place and default_directory(other) == Path("runs/tiny-2")
+    with pytest.raises(FedraxError, match=r"of another comparison, which differs in \[partition\]"):
+        compare(other, directory=place)
+
+
+def test_a_directory_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = read(tmp_path, SHARED + METHODS)
+    run = spec.runs({})[0]
+    experiment.write(run.spec, run.inside(Path("runs/tiny")) / "experiment.toml")
+    (run.inside(Path("runs/tiny")) / "events.jsonl").write_text("nonsense\n")
+    with pytest.raises(FedraxError, match="is not an event"):
+        default_directory(spec)
+    (tmp_path / "runs/tiny").rename(tmp_path / "away")
+    (tmp_path / "runs/tiny").mkdir()
+    (tmp_path / "runs/tiny/fedavg").symlink_to(tmp_path / "away")
+    with pytest.raises(FedraxError, match="is a link"):
+        default_directory(spec)
+
+
+WITHOUT_EFFECT = {
+    "flag": ("grid = { algorithm.local.lr = [0.1, 0.2] }\n" + TINY, "--algorithm.local.lr 0.05", "without effect"),
+    "rounds": ("grid = { run.rounds = [1, 2] }\n" + TINY, "--run.rounds=3", "--run.rounds would be without effect"),
+    "instead": ("grid = { algorithm.local.epochs = [1, 2] }\n" + TINY, "--algorithm.local.steps 3", "without effect"),
+    "two flags": (TINY, "--grid algorithm.local.lr=0.1,0.2 --algorithm.local.lr 0.3", "give another --grid"),
+    "seed": ((SHARED + METHODS).replace("[run]\n", "[run]\nseed = 7\n"), "", "write seeds = [7]"),
+    "seed of a method": (SHARED + METHODS + "run = { seed = 7 }\n", "", "[[compare]] 2: run.seed is for a single run"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_settings_without_effect_are_refused(name: str, fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    text, flags, says = WITHOUT_EFFECT[name]
+    (tmp_path / "c.toml").write_text(text)
+    refused = fedrax("compare", "c.toml", *flags.split(), "--out", "c", "--quiet")
+    assert refused.status == 2 and says in refused.err and len(refused.err.splitlines()) == 1, refused
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_seed_of_a_run_that_is_compared_is_its_own(tmp_path: Path) -> None:
+    spec = read(tmp_path, TINY.replace("[run]\n", "[run]\nseed = 7\n"))
+    assert spec.seeds == (0, 1, 2) and [job.spec.run.seed for job in spec.runs({})] == [0, 1, 2]
+
+
+def test_a_table_of_another_name_has_its_own_keys_alone(tmp_path: Path) -> None:
+    base = SHARED.replace("[algorithm]\n", '[algorithm]\nserver_optimizer = { name = "adam", lr = 0.01 }\n')
+    methods = ('{ name = "sgd" }', "{ tau = 0.5 }", '{ name = "Adam", tau = 0.5 }')
+    for i, table in enumerate(methods):
+        base += f'[[compare]]\nname = "fedavg"\nlabel = "{i}"\nserver_optimizer = {table}\n'
+    made = [method.algorithm.server_optimizer for method in read(tmp_path, base).methods]  # type: ignore[attr-defined]
+    assert made == [SGD(), Adam(lr=0.01, tau=0.5), Adam(lr=0.01, tau=0.5)]
+
+
+def test_methods_inside_share_what_they_wrap(tmp_path: Path) -> None:
+    text = TINY.replace('name = "fedavg"\nlocal = {', 'inner = { name = "fedavg", local = {')
+    text = text.replace("steps = 2 }", "steps = 3 } }")
+    (method,) = read(tmp_path, text + '[[compare]]\nname = "upcycled"\ninner = { name = "scaffold" }\n').methods
+    assert type(method.algorithm.inner).__name__ == "Scaffold"  # type: ignore[attr-defined]
+    assert method.algorithm.inner.local.steps == 3  # type: ignore[attr-defined]
+
+
+def test_a_grid_of_names_has_the_defaults_of_each() -> None:
+    spec, path = Experiment(algorithm=FedAvg(server_optimizer=Adam(lr=0.5))), "algorithm.server_optimizer"
+    for name, made in (("adagrad", Adagrad(lr=0.3)), ("Adam", Adam(lr=0.3))):
+        at = grid.changed(spec, {f"{path}.lr": 0.3, f"{path}.name": name}, "x").algorithm
+        assert at.server_optimizer == made  # type: ignore[attr-defined]
+    at = grid.changed(spec, {f"{path}.name": "adagrad"}, "x").algorithm
+    assert at.server_optimizer == Adagrad()  # type: ignore[attr-defined]
+
+
+def test_what_methods_share_may_be_no_setting_of_fedavg(tmp_path: Path) -> None:
+    text = SHARED.replace("[algorithm]\n", "[algorithm]\nmu = 0.25\n")
+    file = tmp_path / "c.toml"
+    file.write_text(text + '[[compare]]\nname = "fedprox"\n[[compare]]\nname = "fedprox"\nlabel = "two"\nmu = 0.5\n')
+    spec, _ = read_arguments([str(file), "--seeds", "0"])
+    assert [method.algorithm.mu for method in spec.methods] == [0.25, 0.5]  # type: ignore[attr-defined]
+
+    def profiled(*flags: str) -> Any:
+        return parse_experiment(ProfileOptions, [str(file), *flags], "fedrax profile", "", comparisons=True).experiment
+
+    for flags in (("--model", "linear", "--algorithm", "fedprox"), ("--algorithm=fedprox",)):
+        assert profiled(*flags).algorithm.mu == 0.25 and profiled(*flags).algorithm.local.steps == 2
+    with pytest.raises(FedraxError, match="unknown key 'mu'"):
+        profiled("--algorithm", "scaffold")
+
+
+def test_flags_that_switch_off(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(TINY + "per_client = true\n")
+    for flags, wanted in (((), True), (("--run.no-per-client",), False)):
+        spec, _ = read_arguments([str(tmp_path / "c.toml"), *flags])
+        assert [method.run.per_client for method in spec.methods] == [wanted] and spec.run.per_client is wanted
+
+
+def test_every_value_that_optuna_may_propose_is_checked_before(tmp_path: Path) -> None:
+    listed = 'algorithm.server_optimizer = ["sgd", "{}", "adam"], algorithm.local.steps = [1, 2, 3, 4]'
+    head = 'search = {{ trials = 2 }}\ngrid = {{ algorithm.local.lr = "0.01..1:log", ' + listed + " }}\n"
+    sound = read(tmp_path, head.format("adagrad") + TINY)
+    sound.check()
+    assert "; 2 trials" in repr(sound)
+    points = sound.grids["fedavg"].ends()
+    assert {point["algorithm.local.lr"] for point in points} == {0.01, 1}
+    assert {point["algorithm.local.steps"] for point in points} == {1, 2, 3, 4} and len(points) < 20
+    with pytest.raises(FedraxError, match="did you mean 'adam'"):
+        read(tmp_path, head.format("adma") + TINY).check()
+
+
+def test_grids_of_numpy_are_those_of_plain_numbers() -> None:
+    made = grid.from_table({"run.rounds": list(np.arange(1, 4)), "algorithm.local.lr": [np.float64(0.1)]}, "x")
+    assert made.axes == (("run.rounds", (1, 2, 3)), ("algorithm.local.lr", (0.1,)))
+    assert {type(value) for _, values in made.axes for value in values} == {int, float}  # type: ignore[union-attr]
+
+
+def test_python_keeps_the_table_and_the_pictures(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("seeds = [0]\n" + TINY.replace("rounds = 4", "rounds = 1"))
+    made = compare(tmp_path / "c.toml", grid={"algorithm.local.lr": np.array([0.25, 0.5])}, directory=tmp_path / "c")
+    kept = {path.name for path in (tmp_path / "c").iterdir()}
+    assert {"table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg"} <= kept
+    assert [path.name for path in made.pictures] == ["curves.png", "grid.png"]
+    assert type(made.choices["fedavg"].best.point["algorithm.local.lr"]) is float
+    assert (tmp_path / "c/search/fedavg/local.lr=0.25/seed-0/events.jsonl").exists()
