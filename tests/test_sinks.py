@@ -1,5 +1,6 @@
 """Sinks: what reaches TensorBoard, Weights & Biases and MLflow; the last two where they are installed."""
 
+import dataclasses
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,16 @@ def test_progress() -> None:
     assert screen.lines()[0].split()[-1] == "compiling"
     for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750", "━"):
         assert part in screen.lines()[-1]
+
+
+def test_progress_of_a_run_that_ends_early_ends_with_its_last_round() -> None:
+    screen = Screen()
+    sink = ProgressSink("a run", Line(screen, 160))
+    sink.start(dataclasses.replace(RUN, rounds=50))
+    for event in EVENTS:  # at once: the second is too soon to be shown
+        sink.event(event)
+    sink.finish(object())
+    assert "2/50 rounds" in screen.lines()[-1] and "test accuracy 0.750" in screen.lines()[-1]
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 100])
@@ -114,6 +126,36 @@ def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch,
         seen = len(screen.getvalue())
         call(progress=False)
         assert len(screen.getvalue()) == seen
+
+
+def test_a_sink_that_cannot_start_ends_those_before_it() -> None:
+    from tests.simulation.problems import run
+
+    ended: list[Any] = []
+
+    def refuse(_: Any) -> None:
+        raise FedraxError("there is no room")
+
+    nothing = lambda _: None  # noqa: E731
+    first = SimpleNamespace(start=nothing, event=nothing, finish=ended.append)
+    second = SimpleNamespace(start=refuse, event=nothing, finish=lambda _: ended.append("never begun"))
+    with pytest.raises(FedraxError, match="there is no room"):
+        run(rounds=1, sinks=[first, second])
+    assert ended == [None]
+
+
+def test_mlflow_ends_its_own_run_where_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def refuse(_: Any) -> None:
+        raise ValueError
+
+    begin = lambda run_name: calls.append("begun")  # noqa: E731
+    fake = SimpleNamespace(set_experiment=calls.append, start_run=begin, log_params=refuse, end_run=calls.append)
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    with pytest.raises(FedraxError, match="MLflow cannot start: ValueError"):
+        sinks.MlflowSink("experiment").start(RUN)
+    assert calls == ["experiment", "begun", "FAILED"]
 
 
 def scalars(log: Path) -> list[tuple[str, int, float]]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_FILE = 1 << 20
 """Bytes of an experiment file, and of a CSV file's header."""
+MAX_DEPTH = 100
+"""Tables and lists in one another in an experiment file."""
 MAX_CSV, MAX_COLUMNS = 4 << 30, 100_000
 """Bytes and columns of a CSV file."""
 MAX_JSON, MAX_VALUES = 1 << 30, 100_000_000
@@ -293,11 +295,23 @@ def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML file; FedraxError if it is not one."""
     try:
         with reading(path, MAX_FILE) as file:
-            return tomllib.loads(file.read().decode("utf-8-sig"))
+            table = tomllib.loads(file.read().decode("utf-8-sig"))
     except RecursionError as error:
         raise FedraxError(f"{path} cannot be read as TOML: brackets in brackets, too deep.") from error
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise FedraxError(f"{path} cannot be read as TOML: {error}.") from error
+    if _is_deep(table):
+        raise FedraxError(f"{path} cannot be read as TOML: tables in tables, too deep.")
+    return table
+
+
+def _is_deep(table: dict[str, Any]) -> bool:
+    """Whether tables and lists go deeper than is read, level by level: recursion would end in an error itself."""
+    level: list[Any] = [table]
+    for _ in range(MAX_DEPTH):
+        inner = [one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [one for one in inner if isinstance(one, dict | list)]
+    return bool(level)
 
 
 def read_json(path: Path, of_object: Callable[[dict[str, Any]], Any] = lambda table: table) -> Any:

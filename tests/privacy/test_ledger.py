@@ -15,6 +15,7 @@ from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
 from fedrax.privacy.releases import Release
+from fedrax.report.runs import read_run
 from fedrax.simulation import FixedList, Poisson, WeightedBySamples, checkpoint
 from tests.privacy.methods import Noisy
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_identical, run, without_times
@@ -77,6 +78,14 @@ def test_a_release_without_noise_is_null_in_events(tmp_path: Path):
     assert line["epsilon"] is None
 
 
+def test_a_run_without_a_finite_epsilon_goes_on(tmp_path: Path):
+    silent, options = Noisy(local=LOCAL, noise=0.0), {"directory": tmp_path / "run", "eval_every": 2}
+    run(silent, rounds=2, **options)
+    resumed = run(silent, rounds=4, resume=True, **options)
+    assert_identical(resumed, run(silent, rounds=4, eval_every=2))
+    assert resumed.metric("epsilon") == [] and resumed.to_target("epsilon", 1.0) is None
+
+
 def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Path):
     """Of three participations of client 2 the budget has room for two; the last round is evaluated and kept."""
     budget, directory = (of_one(2) + of_one(3)) / 2, tmp_path / "run"
@@ -84,6 +93,10 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Pat
     assert (result.stopped, len(result.events)) == ("budget", 2)
     assert result.events[-1]["epsilon"] == of_one(2) and "test_accuracy" in result.events[-1]
     assert checkpoint.load_meta(directory / "checkpoint")["stopped"] == "budget"
+    for number in ("2", "2.5"):
+        text = f"algorithm = {{}}\n[run]\nseed = 0\nrounds = 4\nepsilon_budget = {number}\n"
+        (directory / "experiment.toml").write_text(text)
+        assert read_run(directory).spent
     with pytest.raises(FedraxError, match=r"budget of epsilon = [\d.]+ at delta = 1e-05 is spent: 2 rounds have cost"):
         run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory, resume=True)
     assert len(run(LOUD, script=SCRIPT, epsilon_budget=None, directory=directory, resume=True).events) == 4

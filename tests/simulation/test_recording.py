@@ -90,6 +90,11 @@ def test_a_record_of_what_there_is_not_is_refused(record: Any, sentence: str) ->
         run(record=record)
 
 
+def test_clients_and_rounds_may_be_arrays() -> None:
+    arrays, lists = (Record(clients=make((1, 4, 6)), rounds=make((1, 3))) for make in (np.array, list))
+    assert who(run(SCAFFOLD, record=arrays, rounds=3)) == who(run(SCAFFOLD, record=lists, rounds=3)) != []
+
+
 def test_a_resumed_run_has_no_record(tmp_path: Any) -> None:
     with pytest.raises(fedrax.FedraxError, match="messages of its first rounds: leave record out"):
         run(record=Record(), directory=tmp_path / "run", resume=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -149,6 +150,7 @@ def values(choices: Mapping[str, Choice]) -> dict[str, Any]:
             "best": dict(choice.best.point),
             "at_end": choice.at_ends(),
             "trials": [{"point": dict(t.point), "value": t.value, "rounds": t.rounds} for t in choice.trials],
+            "ranges": {path: dataclasses.asdict(within) for path, within in choice.ranges.items()},
         }
         for label, choice in choices.items()
     }

@@ -15,13 +15,13 @@ from typing import Any
 from fedrax.errors import FedraxError
 from fedrax.files import reading
 from fedrax.report import grids
-from fedrax.report.runs import Method, Run, default_target, find_runs, group, main_metric
+from fedrax.report.runs import COMPARISON, Method, Run, default_target, find_runs, group, main_metric, read_comparison
 from fedrax.simulation.clients_file import Clients, read_clients
-from fedrax.simulation.tuning import Choice, Trial
+from fedrax.simulation.tuning import Choice, Range, Trial
 
-MAX_COMPARISON = 64 << 20
-"""Bytes of a comparison.json: a thousand points of many methods."""
 ENVIRONMENT = "environment.json"
+_DEEPEST = 8
+"""Lists in lists, or tables in tables, of one setting."""
 
 
 @dataclass(frozen=True)
@@ -82,40 +82,54 @@ class Material:
 
 
 def gather(directories: Sequence[Path], target: float | None = None) -> Material:
-    """Read the directories; FedraxError where one holds no run or is damaged.
+    """Read the directories, each run once; FedraxError where one holds no run or is damaged.
 
+    Runs of no comparison that differ in their seeds only are one method, wherever they lie.
     target: an accuracy whose cost is reported; by default that of the first comparison, else 95 % of the best method's.
     """
     places: dict[Path, Path] = {}
     for path in directories:
         places.setdefault(path.resolve(), path)
-    sources = [_source(path) for path in places.values()]
-    labels = [method.label for source in sources for method in source.methods]
-    if len(set(labels)) < len(labels):
-        methods = [replace(m, label=f"{_short(source)}: {m.label}") for source in sources for m in source.methods]
-    else:
-        methods = [method for source in sources for method in source.methods]
-    kept = next((source.target for source in sources if source.target is not None), None)
-    given = target is not None or kept is not None
-    found = target if target is not None else kept if kept is not None else default_target(methods)
+    kept = {path: read_comparison(path) for path in places.values()}
+    homes: dict[Path, Path] = {}
+    sources: list[Source] = []
+    for path in sorted(kept, key=lambda path: not kept[path]):  # comparisons first: they say more of their runs
+        runs = [run for run in find_runs(path) if homes.setdefault(run.directory.resolve(), path) == path]
+        if runs:
+            sources.append(_source(path, kept[path], group(runs)))
+    methods = [method for source in sources if kept[source.directory] for method in source.methods]
+    plain = [method for source in sources if not kept[source.directory] for method in source.methods]
+    methods = _told_apart(methods + group([run for method in plain for run in method.runs]), homes)
+    theirs = next((source.target for source in sources if source.target is not None), None)
+    given = target is not None or theirs is not None
+    found = target if target is not None else theirs if theirs is not None else default_target(methods)
     return Material(sources, methods, found, given)
 
 
-def _short(source: Source) -> str:
-    return source.directory.resolve().name
+def _told_apart(methods: Sequence[Method], homes: Mapping[Path, Path]) -> list[Method]:
+    """The methods under labels that differ: where theirs do not, with the name of the directory that was asked for
+    before them, or its path, or a number. ``homes``: that directory for each run's.
+    """
+    places = [homes[method.runs[0].directory.resolve()] for method in methods]
+    before = (
+        [""] * len(methods),
+        [f"{place.resolve().name}: " for place in places],
+        [f"{place}: " for place in places],
+        [f"{number}: " for number in range(1, len(methods) + 1)],
+    )
+    ways = ([f"{word}{m.label}" for word, m in zip(words, methods, strict=True)] for words in before)
+    labels = next(labels for labels in ways if len(set(labels)) == len(labels))
+    return [replace(method, label=label) for method, label in zip(methods, labels, strict=True)]
 
 
-def _source(directory: Path) -> Source:
-    methods = group(find_runs(directory))
-    path = directory / "comparison.json"
-    if not path.exists():
+def _source(directory: Path, kept: dict[str, Any], methods: Sequence[Method]) -> Source:
+    if not kept:
         name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
         return Source(directory, name, methods)
     try:
-        with reading(path, MAX_COMPARISON) as file:
-            return _compared(json.loads(file.read().decode()), directory, methods)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise FedraxError(f"{path} is not what a comparison keeps: {error!r:.200}.") from error
+        return _compared(kept, directory, methods)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise FedraxError(f"{directory / COMPARISON} is not what a comparison keeps: {error!r:.200}.") from error
 
 
 def _compared(kept: Any, directory: Path, methods: Sequence[Method]) -> Source:
@@ -136,11 +150,19 @@ def _search(kept: Any) -> Search:
         if len(paths) != 1:
             raise ValueError(f"the grid of {label!r} has no settings, or different ones from point to point")
         lower = found.get("lower_is_better", found["metric"] == "loss")
-        choices[label] = Choice(str(found["metric"]), bool(lower), trials)
+        ranges = {str(path): _range(within) for path, within in found.get("ranges", {}).items()}
+        choices[label] = Choice(str(found["metric"]), bool(lower), trials, ranges)
     share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
     if not all(isinstance(line, str) for line in kept.get("lines", [])):
         raise ValueError("what is said of the search is no text")
     return Search(share, seeds, choices, list(kept.get("lines", [])) or grids.lines(choices, share, seeds))
+
+
+def _range(kept: Any) -> Range:
+    low, high, log = _number(kept["low"]), _number(kept["high"]), kept["log"] is True
+    if not low < high or (log and low <= 0):
+        raise ValueError(f"there is nothing between {low} and {high}")
+    return Range(low, high, log)
 
 
 def _trial(kept: Any) -> Trial:
@@ -149,9 +171,15 @@ def _trial(kept: Any) -> Trial:
     return Trial(point, None if value is None else _number(value), int(kept["rounds"]))
 
 
-def _value(found: Any) -> Any:
-    """A setting that was tried: numbers that are some, and words."""
-    return found if isinstance(found, bool | str | dict) else type(found)(_number(found))
+def _value(found: Any, depth: int = 0) -> Any:
+    """A setting that was tried: numbers that are some, words, and lists and tables of these."""
+    if depth > _DEEPEST:
+        raise ValueError("a setting is of lists in lists, too deep")
+    if isinstance(found, dict):
+        return {name: _value(one, depth + 1) for name, one in found.items()}
+    if isinstance(found, list):
+        return [_value(one, depth + 1) for one in found]
+    return found if isinstance(found, bool | str) else type(found)(_number(found))
 
 
 def _number(value: Any) -> float:

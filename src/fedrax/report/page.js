@@ -13,9 +13,10 @@ const element = (name, attributes) => {
   return made;
 };
 const said = (value) => String(Number(value.toPrecision(4)));
+const where = (value) => Number.isInteger(value) ? String(value) : said(value);
 const visible = (m) => { const box = document.getElementById("m" + m); return box === null || box.checked; };
 const place = ([low, high, start, end, log]) => (value) =>
-  start + (end - start) * (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
+  start + (end - start) * (log ? (Math.log(value) - Math.log(low)) / (Math.log(high) - Math.log(low)) : (value - low) / (high - low));
 
 function follow(svg) {
   const data = JSON.parse(svg.dataset.curves), x = place(data.x), y = place(data.y);
@@ -41,7 +42,7 @@ function follow(svg) {
     marks.replaceChildren(element("line", { class: "cursor", x1: x(value), x2: x(value), y1: data.y[3], y2: data.y[2] }));
     tip.replaceChildren();
     const head = document.createElement("b");
-    head.textContent = data.name + " " + (data.names.length ? data.names[value] : said(value));
+    head.textContent = data.name + " " + (data.names.length ? data.names[value] : where(value));
     tip.append(head);
     for (const [series, point] of near) {
       const colour = "s" + (series.m % 7);

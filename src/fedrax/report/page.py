@@ -9,6 +9,7 @@ import base64
 import hashlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -117,22 +118,19 @@ def _bests(material: Material) -> list[tuple[str, str]]:
     rows = [summarise(method, material.target, material.metric) for method in material.methods]
     word = "accuracy" if material.metric == "test_accuracy" else "loss"
     found: list[tuple[str, str]] = []
-    columns = [("accuracy" if word == "accuracy" else "loss", ".4f", "test " + word)]
+    columns = [(word, "test " + word)]
     if material.target is not None:
-        columns += [("rounds", ".0f", "rounds"), ("megabytes", ".4g", "MB")]
-    for column, form, name in columns:
-        tops, values = tables.best(rows, column, material.metric), [(r.label, getattr(r, column)) for r in rows]
-        known = [(label, value) for label, value in values if value is not None]
-        if len(rows) == 1 and known:
-            tops = {known[0][0]}
-        best = next((value for label, value in known if label in tops), None)
-        if best is None:
+        columns += [("rounds", "rounds"), ("megabytes", "MB")]
+    for column, name in columns:
+        tops = tables.best(rows, column, material.metric)
+        if len(rows) == 1 and getattr(rows[0], column) is not None:
+            tops = {0}
+        if not tops:
             continue
-        amount = f"{best.mean:{form}}" + (
-            f" ± {best.std:{form if column != 'megabytes' else '.2g'}}" if best.std else ""
-        )
-        who = next(iter(tops)) if len(tops) == 1 else f"{len(tops)} methods"
-        to = "" if column in ("accuracy", "loss") else f" to {material.target:g}"
+        best = getattr(rows[min(tops)], column)
+        amount = tables.amount(replace(best, std=best.std or None), column)
+        who = rows[min(tops)].label if len(tops) == 1 else f"{len(tops)} methods"
+        to = "" if column == word else f" to {material.target:g}"
         found.append((who, f"{amount} {name}{to}"))
     return found
 
@@ -200,7 +198,8 @@ def _tried(path: str, search: Search) -> str:
         lost = [at(value) for value, trial in best if trial.value is None]
         top = choice.best
         ring = None if top.value is None else (at(top.point[path]), top.value)
-        curves.append(Curve(label, i, points, ring=ring, lost=lost))
+        joined = path not in choice.ranges  # of drawn values the best over the others is no curve
+        curves.append(Curve(label, i, points, ring=ring, lost=lost, joined=joined))
     metric = next(iter(shown_choices.values())).metric
     wide = not names and min(values) > 0 and max(values) > 5 * min(values)
     found = range(len(names)) if names else sorted(set(map(float, values)))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fedrax.report.curves import METRICS, OWN
 from fedrax.report.material import Material
-from fedrax.report.runs import Method, last_values, megabytes
+from fedrax.report.runs import Method, last_values, mean_and_deviation, megabytes
 from fedrax.report.svg import Curve, Spread, chart, shown, spreads, swatch
-from fedrax.simulation.events import Event
+from fedrax.simulation.events import Event, holds
 
 T = TypeVar("T")
 X_AXES: dict[str, tuple[str, str, Callable[[Event], float]]] = {
@@ -29,7 +28,7 @@ def hiding(methods: int) -> str:
 
 def metrics_of(material: Material) -> list[str]:
     """What there are curves of: what methods are compared by, other metrics of test data, the training loss."""
-    names = dict.fromkeys(key for run in material.runs for event in run.events for key in event)
+    names = dict.fromkeys(key for run in material.runs for event in run.events for key in event if holds(event, key))
     kinds = ("test_", "train_", *(name for name in METRICS if "_" not in name or name == "frobenius_error"))
     found = [name for name in names if name.startswith(kinds) and "_client" not in name]
     found += [name for name in names if name == "epsilon"]
@@ -85,30 +84,22 @@ def _charts(material: Material, metric: str, most: int) -> str:
 
 def _curve(method: Method, index: int, metric: str, place: Callable[[Event], float], most: int) -> Curve:
     """Means at the rounds that every run of the method has come to, and the runs themselves where some have not."""
-    known = [[e for e in run.events if metric in e and math.isfinite(e[metric])] for run in method.runs]
-    known = [events for events in known if events]
+    known = [events for run in method.runs if (events := [e for e in run.events if holds(e, metric)])]
     if not known:
         return Curve(method.label, index, [])
     shared = set.intersection(*({event["round"] for event in events} for events in known))
     by_round = zip(*([e for e in events if e["round"] in shared] for events in known), strict=True)
     points = [
-        (_mean([place(event) for event in events]), *_mean_and_deviation([float(event[metric]) for event in events]))
+        (_mean([place(event) for event in events]), *mean_and_deviation([float(event[metric]) for event in events]))
         for events in by_round
     ]
-    uneven = len({len(events) for events in known}) > 1
+    uneven = any(len(events) > len(shared) for events in known)
     runs = [_thinned([(place(e), float(e[metric])) for e in events], most) for events in known] if uneven else []
     return Curve(method.label, index, _thinned(points, most), runs)
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    mean = _mean(values)
-    if len(values) == 1:
-        return mean, 0.0
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return mean_and_deviation(values)[0]
 
 
 def _thinned(points: Sequence[T], most: int) -> list[T]:
@@ -142,6 +133,6 @@ def spreads_of(material: Material) -> list[str]:
 
 def _spread_values(last: dict[str, float], name: str) -> tuple[float, ...] | None:
     keys = [f"{name}_{part}" for part in ("client_p10", "client_p50", "client_p90", "worst_client")]
-    if not all(key in last and math.isfinite(last[key]) for key in keys):
+    if not all(holds(last, key) for key in keys):
         return None
     return (*(float(last[key]) for key in keys), float(last.get(f"{name}_worst_client_samples", 0)))

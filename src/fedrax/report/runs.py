@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,18 @@ from typing import Any
 import polars as pl
 
 from fedrax.errors import FedraxError
-from fedrax.files import read_table
+from fedrax.files import read_table, reading
 from fedrax.simulation import checkpoint
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
-from fedrax.simulation.events import Event, read_events
+from fedrax.simulation.events import Event, holds, read_events
 from fedrax.simulation.result import to_target
+
+COMPARISON = "comparison.json"
+"""In the directory of a comparison: its methods and its search, in numbers."""
+MAX_COMPARISON = 64 << 20
+"""Its bytes: a thousand points of many methods."""
+_DRAWN = 1e150
+"""Up to which an axis has ticks: a run whose means are beyond has diverged."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def read_run(directory: Path) -> Run:
     failed = directory / FAILURE  # empty where a full disk left no room for the state
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
     kept = directory / CHECKPOINT
-    limited = isinstance(table["run"].get("epsilon_budget"), float) and checkpoint.exists(kept)
+    limited = isinstance(table["run"].get("epsilon_budget"), int | float) and checkpoint.exists(kept)
     spent = limited and checkpoint.load_meta(kept).get("stopped") == "budget"
     return Run(directory, table, events, None if failure is None else str(failure), spent)
 
@@ -108,10 +115,34 @@ def find_runs(path: Path) -> list[Run]:
     """The run in ``path``, or all runs below it; those on validation data only where there are no others."""
     if (path / "experiment.toml").is_file():
         return [read_run(path)]
+    left = _settings_left(path)
     found = [read_run(file.parent) for file in sorted(path.glob("**/experiment.toml"))]
     if not found:
         raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
-    return [run for run in found if not run.validation] or found
+    shown = [run for run in found if not run.validation] or found
+    return [run for run in shown if not (run.finished and left(run.directory.parent))]
+
+
+def _settings_left(path: Path) -> Callable[[Path], bool]:
+    """Whether a directory has a method's runs with settings that a later search of the comparison did not choose."""
+    chosen = {path / place for place in read_comparison(path).get("places", [])}
+    methods = {place.parent for place in chosen} - {path}
+    return lambda directory: directory.parent in methods and directory not in chosen
+
+
+def read_comparison(directory: Path) -> dict[str, Any]:
+    """What a comparison keeps of itself, empty where the directory is of none; FedraxError where it is damaged."""
+    path = directory / COMPARISON
+    if not path.exists():
+        return {}
+    try:
+        with reading(path, MAX_COMPARISON) as file:
+            found = json.loads(file.read().decode())
+        if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.get("places", [])):
+            raise ValueError("no table, or places that are no names")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise FedraxError(f"{path} is not what a comparison keeps: {error!r:.200}.") from error
+    return found
 
 
 def _once(runs: Sequence[Run]) -> list[Run]:
@@ -172,25 +203,36 @@ def main_metric(methods: Sequence[Method]) -> str:
 
 
 def curve(method: Method, metric: str) -> pl.DataFrame:
-    """Mean and deviation of a metric over the seeds, at the rounds where every run of the method has it.
+    """Mean and deviation of a metric over the seeds, at the rounds where every run of the method that has it ever does.
 
-    Columns: round, megabytes, mean, low, high (mean -+ one standard deviation); empty where there is nothing.
+    Columns: round, megabytes, mean, low, high (mean -+ one standard deviation); empty where nothing can be drawn.
     """
+    having = [[e for e in run.events if holds(e, metric)] for run in method.runs]
     rows = [
-        {"round": e["round"], "megabytes": megabytes(e), "value": float(e[metric])}
-        for run in method.runs
-        for e in run.events
-        if metric in e
+        {"round": e["round"], "megabytes": megabytes(e), "value": float(e[metric])} for events in having for e in events
     ]
     table = pl.DataFrame(rows, {"round": pl.Int64, "megabytes": pl.Float64, "value": pl.Float64})
     value = pl.col("value")
     return (
         table.group_by("round")
         .agg(pl.col("megabytes").mean(), value.mean().alias("mean"), value.std().fill_null(0).alias("std"), pl.len())
-        .filter(pl.col("len") == len(method.runs))
+        .filter(pl.col("len") == sum(map(bool, having)), pl.col("mean").abs() < _DRAWN)
         .sort("round")
         .select("round", "megabytes", "mean", low=pl.col("mean") - pl.col("std"), high=pl.col("mean") + pl.col("std"))
     )
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (0 of one value) of numbers whose sum or squares may be beyond all floats."""
+    if not all(map(math.isfinite, values)):
+        return sum(values) / len(values), math.nan
+    if min(values) == max(values):  # their mean may be rounded
+        return values[0], 0.0
+    scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)  # a power of two: nothing is rounded by it
+    scaled = [value / scale for value in values]
+    mean = math.fsum(scaled) / len(scaled)
+    squares = math.fsum((value - mean) ** 2 for value in scaled)
+    return scale * mean, scale * math.sqrt(squares / (len(scaled) - 1))
 
 
 @dataclass(frozen=True)
@@ -205,11 +247,8 @@ class Statistic:
         """None where there are no values."""
         if not values:
             return None
-        alike = min(values) == max(values)  # whose mean may be rounded
-        mean = values[0] if alike else math.fsum(values) / len(values)
-        if len(values) == 1:
-            return cls(mean, None)
-        return cls(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)))
+        mean, deviation = mean_and_deviation(values)
+        return cls(mean, None if len(values) == 1 else deviation)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -107,12 +108,17 @@ class MlflowSink:
 
     def start(self, run: RunInfo) -> None:
         """Begin the run and log its settings."""
+        begun = False
         try:
             self._module.set_experiment(self._experiment)
             self._module.start_run(run_name=self._name)
+            begun = True
             self._module.log_params(_flat(self._config))
         except Exception as error:  # the package's errors have no common base but this
-            raise FedraxError(f"MLflow cannot start: {str(error).splitlines()[0]}") from error
+            if begun:
+                with suppress(Exception):
+                    self.finish(None)
+            raise FedraxError(f"MLflow cannot start: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
     def event(self, event: Event) -> None:
         """Log every number."""

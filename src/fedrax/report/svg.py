@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ WIDTH, HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 46
 _MARKED = 26
 """Points up to which each is a dot that can be pointed at."""
+_LARGEST = sys.float_info.max / 4
+"""Where scales end, so that there is room beyond."""
 
 
 def shown(text: object) -> str:
@@ -60,7 +63,8 @@ class Scale:
     @classmethod
     def over(cls, values: Iterable[float], start: float, end: float, log: bool = False, margin: float = 0.0) -> Scale:
         """A scale with all values on it."""
-        found = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        sound = (value for value in values if math.isfinite(value) and (value > 0 or not log))
+        found = [max(-_LARGEST, min(_LARGEST, value)) for value in sound]
         low, high = (min(found), max(found)) if found else (0.0, 1.0)
         if log:
             return cls(low / (1 + 2 * margin), high * (1 + 2 * margin) if high > low else 10 * low, start, end, True)
@@ -70,7 +74,8 @@ class Scale:
     def __call__(self, value: float) -> float:
         """The place of a value, at most a little outside of the axis."""
         if self.log:
-            share = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
+            low, high = math.log(self.low), math.log(self.high)
+            share = (math.log(max(value, 1e-300)) - low) / (high - low)
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + (self.end - self.start) * min(1.02, max(-0.02, share))
@@ -103,6 +108,8 @@ class Curve:
     """A point to mark."""
     lost: Sequence[float] = ()
     """Values of x without a point: every run diverged there."""
+    joined: bool = True
+    """Whether a line goes from point to point."""
 
 
 def chart(
@@ -152,8 +159,16 @@ def chart(
     )
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _short(value: float) -> float | None:
+    """A number for JSON, which knows no infinity: whole ones as they are, others to six digits."""
+    if not math.isfinite(value):
+        return None
+    return value if float(value).is_integer() else float(f"{value:.6g}")
+
+
+def _place(value: float) -> str:
+    """Where a point lies along the axis, in words: whole numbers in full."""
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
 
 
 def _frame(x: Scale, y: Scale, x_label: str, ticks: Sequence[float], names: Sequence[str]) -> str:
@@ -185,19 +200,20 @@ def _line(curve: Curve, x: Scale, y: Scale) -> str:
         parts.append(f'<polygon class="band" points="{" ".join(upper + lower)}"/>')
     for run in curve.runs:
         parts.append(f'<polyline class="run" points="{" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in run)}"/>')
-    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    parts.append(f'<polyline class="mean" points="{points}"{dash(curve.index)}/>')
-    if len(places) <= _MARKED:
+    if curve.joined:
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+        parts.append(f'<polyline class="mean" points="{points}"{dash(curve.index)}/>')
+    if len(places) <= _MARKED or not curve.joined:
         for (a, b), (at, mean, spread) in zip(places, curve.points, strict=True):
             besides = f" ± {number(spread)}" if spread else ""
-            said = f"{curve.label}, {at:g}: {number(mean)}{besides}"
+            said = f"{curve.label}, {_place(at)}: {number(mean)}{besides}"
             parts.append(f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="2.6"><title>{shown(said)}</title></circle>')
     if curve.ring is not None:
         parts.append(f'<circle class="ring" cx="{x(curve.ring[0]):.1f}" cy="{y(curve.ring[1]):.1f}" r="7.5"/>')
     for at in curve.lost:
         a, b = x(at), _TOP + 8 + 11 * (curve.index % 6)
         cross = f"M{a - 4:.1f} {b - 4}l8 8m0 -8l-8 8"
-        said = f"{curve.label}, {at:g}: every run diverged"
+        said = f"{curve.label}, {_place(at)}: every run diverged"
         parts.append(f'<path class="lost" d="{cross}"><title>{shown(said)}</title></path>')
     return "".join([*parts, "</g>"])
 

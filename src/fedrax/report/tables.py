@@ -12,17 +12,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedrax.report.runs import Row, Statistic
+from fedrax.report.runs import Row, Statistic, finite
 from fedrax.text import for_markdown, plain
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
-_HIGHER_IS_BETTER, _LOWER_IS_BETTER = ("accuracy", "auc", "f1", "r2"), ("loss", "mse")
+_SHARES = ("accuracy", "auc", "f1")
+_HIGHER_IS_BETTER, _LOWER_IS_BETTER = (*_SHARES, "r2"), ("loss", "mse")
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
     "_client_p10": ", 10 % of clients",
     "_client_p90": ", 90 % of clients",
 }
+
+
+class _Piped(Console):
+    """A console whose reader may leave, as ``head`` does."""
+
+    def on_broken_pipe(self) -> None:
+        """An error that the command line knows, in place of an exit with a status that would mean something else."""
+        raise BrokenPipeError
 
 
 def wide_console() -> Console:
@@ -31,8 +40,8 @@ def wide_console() -> Console:
     It shows text as it is: names with brackets or colons are no markup.
     """
     options: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
-    console = Console(**options)
-    return console if console.is_terminal else Console(**options, width=1000)
+    console = _Piped(**options)
+    return console if console.is_terminal else _Piped(**options, width=1000)
 
 
 def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, str]:
@@ -68,19 +77,21 @@ def legend(target: float | None, given: bool, rows: Sequence[Row]) -> str:
     return " ".join(said)
 
 
-def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[str]:
-    """Labels of the methods with the best mean in a column, among those that did not diverge."""
+def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[int]:
+    """The rows with the best mean in a column, among the methods that did not diverge."""
     means = {
-        row.label: s.mean for row in rows if (s := _value(row, column)) is not None and "diverged" not in row.state
+        i: value.mean
+        for i, row in enumerate(rows)
+        if (value := _value(row, column)) is not None and "diverged" not in row.state
     }
     if len(means) < 2 or "epsilon" in column:  # a promise, not a result
         return set()
     kind = _kind(column)
     if column.startswith(("test_", "train_")) and kind not in (*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER):
         return set()
-    higher = kind in _HIGHER_IS_BETTER or (column == "best" and metric == "test_accuracy")
+    higher = (_kind(metric) if column == "best" else kind) in _HIGHER_IS_BETTER
     top = max(means.values()) if higher else min(means.values())
-    return {label for label, mean in means.items() if mean == top}
+    return {i for i, mean in means.items() if mean == top}
 
 
 def _kind(column: str) -> str:
@@ -108,15 +119,27 @@ def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
     return columns + (list(_TO_TARGET) if target is not None else [])
 
 
-def _cell(row: Row, column: str) -> str:
+def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
+    """A mean and its deviation: shares with four decimals, rounds as they are counted, others to four digits."""
+    kind = _kind(metric if column == "best" else column)
+    if column == "rounds":
+        mean, spread = ".0f", ".1f"
+    elif kind in _SHARES:
+        mean, spread = ".4f", ".4f"
+    else:
+        mean, spread = ".4g", ".2g"
+    return f"{value.mean:{mean}}" + ("" if value.std is None else f" ± {value.std:{spread}}")
+
+
+def _cell(row: Row, column: str, metric: str) -> str:
     value = _value(row, column)
     if value is None:
         return f"{row.reached} of {row.seeds} seeds" if column == "rounds" and row.reached else "–"
     if column == "best":
-        return f"{value.mean:.4f} ({row.best_round.mean:.0f})" if row.best_round is not None else "–"
-    digits = {"rounds": ".0f", "megabytes": ".4g", "seconds": ".4g"}.get(column, ".4f")
-    spread = {"rounds": ".1f", "megabytes": ".2g", "seconds": ".2g"}.get(column, ".4f")
-    return f"{value.mean:{digits}}" + ("" if value.std is None else f" ± {value.std:{spread}}")
+        if row.best_round is None:
+            return "–"
+        return f"{amount(Statistic(value.mean, None), column, metric)} ({row.best_round.mean:.0f})"
+    return amount(value, column, metric)
 
 
 def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = "") -> Table:
@@ -134,11 +157,10 @@ def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     table.add_column("seeds", justify="right")
     table.add_column("state", no_wrap=True)
     stars = {column: best(rows, column, metric) for column in columns}
-    for row in rows:
-        cells = [_cell(row, c) for c in columns]
+    for i, row in enumerate(rows):
+        cells = [_cell(row, c, metric) for c in columns]
         marked = [
-            Text(f"{t} *", "bold green") if row.label in stars[c] else f"{t}  "
-            for c, t in zip(columns, cells, strict=True)
+            Text(f"{t} *", "bold green") if i in stars[c] else f"{t}  " for c, t in zip(columns, cells, strict=True)
         ]
         own = [plain(row.settings)] if settings else []
         table.add_row(plain(row.label), *own, *marked, str(row.seeds), plain(row.state))
@@ -183,9 +205,9 @@ def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accurac
     titles = ["method", *["settings"] * settings, *(heads.get(c, _heading(c)) for c in columns)]
     stars = {column: best(rows, column, metric) for column in columns}
     made = []
-    for row in rows:
+    for i, row in enumerate(rows):
         names = [(row.label, False), *[(row.settings, False)] * settings]
-        values = [(_cell(row, c), row.label in stars[c]) for c in columns]
+        values = [(_cell(row, c, metric), i in stars[c]) for c in columns]
         made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
     return Cells([*titles, "seeds", "state"], 1 + settings, made)
 
@@ -203,4 +225,4 @@ def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accu
 
 def values(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The table's numbers, for JSON."""
-    return [dataclasses.asdict(row) for row in rows]
+    return [finite(dataclasses.asdict(row)) for row in rows]

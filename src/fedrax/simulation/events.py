@@ -30,6 +30,8 @@ _LARGEST = 1 << 63
 _COUNTED = ("clients", "bytes_down", "bytes_up", "gradients")
 _HIDDEN = ("sound", "bad")
 """Of a round's record: what the simulator asks, not people."""
+_BOUNDS = ("epsilon", "epsilon_paper")
+"""Of private runs; null where nothing bounds what was spent."""
 
 
 @dataclass(frozen=True)
@@ -161,16 +163,27 @@ def _event(text: bytes, number: int) -> Event:
         if key not in event:
             raise ValueError(f"it has no {key!r}")
     for key, value in event.items():
+        if value is None and key in _BOUNDS:
+            continue
         kinds = int if key in ("round", *_COUNTED) else (int, float)
         wrong = not isinstance(value, kinds) or isinstance(value, bool)
         wrong = wrong or (isinstance(value, int) and abs(value) >= _LARGEST)
-        if wrong or (key in (*_COUNTED, "seconds") and not 0 <= value < math.inf):
+        if value is None or wrong or (key in (*_COUNTED, "seconds") and not 0 <= value < math.inf):
             raise ValueError(f"{key!r} is {value!r:.40}")
     return event
 
 
+def holds(event: Event, name: str) -> bool:
+    """Whether an event has a finite number of that name."""
+    value = event.get(name)
+    return value is not None and math.isfinite(value)
+
+
 def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Event], seconds: float) -> list[Event]:
-    """The events of a block after ``events``; counts and seconds are cumulative. ``count`` [B, D]: clients a round."""
+    """The events of a block after ``events``; counts and seconds are cumulative. ``count`` [B, D]: clients a round.
+
+    What is not finite is left out: JSON has no word for it.
+    """
     rounds = len(records["sound"])
     last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
     down, up, gradients = last["bytes_down"], last["bytes_up"], last["gradients"]
@@ -178,12 +191,12 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
     for r in range(rounds):
         clients = int(count[r].sum())
         down, up = down + clients * info.bytes_down, up + clients * info.bytes_up
-        gradients += round(float(records["gradients"][r]))
+        said = {k: value for k, v in records.items() if k not in _HIDDEN and math.isfinite(value := float(v[r]))}
+        gradients, loss = gradients + round(said.pop("gradients", 0.0)), said.pop("loss", None)
         event: Event = {"round": len(events) + r + 1}
-        if "loss" in records and clients:  # of a Poisson cohort nobody may be there to ask
-            event["train_loss"] = float(records["loss"][r])
-        event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients}
-        event |= {k: float(v[r]) for k, v in records.items() if k not in (*_HIDDEN, "loss", "gradients")}
+        if loss is not None and clients:  # of a Poisson cohort nobody may be there to ask
+            event["train_loss"] = loss
+        event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients} | said
         if info.clock is not None:
             event["clock"] = float(info.clock[len(events) + r])
         event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)

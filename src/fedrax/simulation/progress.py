@@ -112,6 +112,7 @@ class ProgressSink:
         self._name, self._total, self._numbers, self._test = "", 0, "", ""
         self._first: tuple[int, float] | None = None
         self._shown = 0.0
+        self._passed: Event | None = None
 
     def start(self, run: RunInfo) -> None:
         """Show the line."""
@@ -132,8 +133,13 @@ class ProgressSink:
         if self._first is None:  # after the first block: the time before it is that of compilation
             self._first = (done, now)
         if now - self._shown < _PAUSE and done < self._total:
-            return
-        self._shown = now
+            self._passed = event
+        else:
+            self._show(event, now)
+
+    def _show(self, event: Event, now: float) -> None:
+        self._shown, self._passed = now, None
+        done = event["round"]
         self._line.show(self._text(done, self._said(event, done, now)))
 
     def _said(self, event: Event, done: int, now: float) -> list[str]:
@@ -149,7 +155,9 @@ class ProgressSink:
         return compose(self._name, done, self._total, said, self._line.width, self._line.letters)
 
     def finish(self, result: Any | None) -> None:
-        """Leave the line as it is."""
+        """Show the last round, where the run has ended early, and leave the line."""
+        if self._passed is not None:
+            self._show(self._passed, time.monotonic())
         if not self._shared:
             self._line.keep()
 

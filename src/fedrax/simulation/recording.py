@@ -26,7 +26,7 @@ class Record:
     """Which messages :func:`fedrax.simulate` keeps; they are in ``Result.exchanges``."""
 
     clients: Sequence[int] = (0,)
-    """By number."""
+    """By number, in a list or an array."""
     rounds: Sequence[int] | None = None
     """As events count them, from 1; all of them by default."""
     max_bytes: int = 1 << 30
@@ -36,12 +36,12 @@ class Record:
         """Refuse clients and rounds that there are not, and more than fits; bytes_each: of a client in a round."""
         for name, given, first, last in (
             ("client", self.clients, 0, num_clients - 1),
-            ("round", self.rounds or (), 1, rounds),
+            ("round", () if self.rounds is None else self.rounds, 1, rounds),
         ):
             for one in given:
                 if isinstance(one, bool) or not isinstance(one, int | np.integer) or not first <= one <= last:
                     raise FedraxError(f"there is no {name} {one!r} to record: they go from {first} to {last}")
-        if not self.clients:
+        if len(self.clients) == 0:
             raise FedraxError("a record names one client at least")
         count = len(set(self.clients)) * (rounds if self.rounds is None else len(set(self.rounds)))
         if count * bytes_each > self.max_bytes:
@@ -58,7 +58,7 @@ class Record:
         """How many rounds after ``done`` of them may run before the host is asked: one that is recorded is alone."""
         if self.rounds is None:
             return 1
-        return min((1 if r == done + 1 else r - 1 - done for r in self.rounds if r > done), default=total - done)
+        return min((1 if r == done + 1 else int(r) - 1 - done for r in self.rounds if r > done), default=total - done)
 
 
 class Sent(NamedTuple):

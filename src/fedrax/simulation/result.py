@@ -91,9 +91,9 @@ class Result:
         return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
 
     def metric(self, name: str) -> list[tuple[int, float]]:
-        """(round, value) wherever events hold ``name``; FedraxError for one that no event holds."""
+        """(round, value) wherever events hold a value of ``name``; FedraxError for one that no event holds."""
         self._check_known(name)
-        return [(event["round"], event[name]) for event in self.events if name in event]
+        return [(event["round"], event[name]) for event in self.events if event.get(name) is not None]
 
     def to_target(self, metric: str, value: float) -> dict[str, float] | None:
         """Rounds, bytes (both ways, all clients) and seconds until ``metric`` first reaches ``value``, or None.
@@ -181,7 +181,8 @@ def to_target(
     words = metric.split("_")
     falls = "loss" in words or any(f"_{name}" in f"_{metric}" for name in lower_is_better)
     for event in events:
-        if metric in event and (event[metric] <= value if falls else event[metric] >= value):
+        here = event.get(metric)
+        if here is not None and (here <= value if falls else here >= value):
             return {
                 "rounds": event["round"],
                 "bytes": event["bytes_down"] + event["bytes_up"],

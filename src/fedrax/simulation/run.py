@@ -166,9 +166,11 @@ class Run:
         self.last = last_round(self.ledger, setup.settings, setup.planner.sampler)
         if self.ledger is not None and not self._reached(self.events):
             check_not_spent(self.ledger, setup.settings, len(self.events), self.last)
-        for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
-            sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
+        started: list[Sink] = []
         try:
+            for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
+                sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
+                started.append(sink)
             if setup.directory is not None:
                 checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
                 self.log = EventFile(setup.directory, self.events)
@@ -182,7 +184,7 @@ class Run:
             self.storage.close(failed=result is None)
             if self.log is not None:
                 self.log.close()
-            for sink in self.sinks:
+            for sink in started:
                 sink.finish(result)
 
     # -- the loop ----------------------------------------------------------------------------------------------

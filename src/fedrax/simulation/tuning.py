@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.fields import fields_of
@@ -24,12 +24,26 @@ NEAR = 0.05
 """Share of a range that counts as its end."""
 
 
-class Within(Protocol):
-    """A range of numbers."""
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``: whole ones where both ends are; evenly, or evenly in their logarithms."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has whole numbers alone."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 (the lower end) to 1."""
-        ...
+        """Where a value lies, from 0 (``low``) to 1."""
+        low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
+        return (at - low) / (high - low)
+
+    def __str__(self) -> str:
+        return f"{self.low}..{self.high}{':log' * self.log}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class Choice:
     metric: str
     lower_is_better: bool
     trials: tuple[Trial, ...]
-    ranges: Mapping[str, Within] = dataclasses.field(default_factory=dict)
+    ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
     """The ranges that values were drawn from, by path; other settings had values of their own."""
 
     @property
@@ -78,7 +92,7 @@ class Choice:
             return None if self.best.value is None else near
         values = {trial.point[path] for trial in self.trials if _is_number(trial.point[path])}
         best = self.best.point[path]
-        if len(values) < 2 or best not in values or self.best.value is None:
+        if len(values) < 2 or not _is_number(best) or self.best.value is None:
             return None
         if best == max(values):
             return "largest"
