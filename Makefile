@@ -1,7 +1,7 @@
 # Every target makes what it needs: a virtual environment in .venv and the packages in it.
 #   make demo   the first comparison, offline, on the bundled digits
 #   make test   the test suite, but for tests that cross what others check one by one
-#   make test-all  the whole test suite
+#   make test-all  the whole test suite, but for what the next four are for
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
 #   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make test-ray  the tests that need Ray, in .venv-ray

@@ -1,9 +1,10 @@
 """``python -m benchmarks.advice``: which method to try first, learnt from some tasks and tried on others.
 
 Methods are tuned on pairs of data and partition (``advice_study.py``): a grid over the step size and one more number,
-chosen by rows that clients hold out, with two seeds; then scored by test rows with other seeds. Appends to
-``results/advice.jsonl``, does not do again what is there, and writes ``advice.md`` and the rule that ``fedrax
-diagnose`` reads (``src/fedrax/diagnosis/advice.json``). Pairs whose files are not in $FEDRAX_DATA are left out.
+chosen by rows that clients hold out, with two seeds; then scored by test rows with other seeds. Goes on with
+``results/advice.jsonl``, which a clone has whole, so that there it measures nothing, and writes ``advice.md`` and the
+rule that ``fedrax diagnose`` reads (``src/fedrax/diagnosis/advice.json``). Pairs that need files of $FEDRAX_DATA are
+left out where that is not set.
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ def sections(session: Session, found: Found) -> list[str]:
         "## The advice",
         shortlist_text(found.shortlist),
         *(rule_text(name, made, len(found.used)) for name, made in found.rules.items()),
+        records_text(found.pairs),
         records_table(found),
         "## Points below the best",
         f"Test accuracy, mean over seeds {_list(SCORING)}; pairs marked * made the advice, with seeds {_list(TUNING)}.",
@@ -127,6 +128,7 @@ def sections(session: Session, found: Found) -> list[str]:
         "## Method by method",
         *(method_text(name, found.pairs) for name in METHODS),
         "## What was measured of the pairs",
+        features_text(),
         features_table(found.pairs),
     ]
 
@@ -139,7 +141,8 @@ def introduction(session: Session, pairs: list[Trained]) -> str:
         f" `advice.jsonl`. {len(METHODS)} methods on {len(pairs)} pairs of data and partition, {ROUNDS} rounds of"
         f" {STEPS} local steps on batches of {BATCH} (LoSAC: on one of its blocks). Each is tuned over `local.lr` in"
         f" {rates} and the values of one more number where it has one, by {held} of each client's rows held out, with"
-        f" seeds {_list(TUNING)}; a seed decides the start, the cohorts and the batches. All methods have the same"
+        f" seeds {_list(TUNING)}; a seed decides the start, the cohorts and the batches. What is scored has been"
+        f" trained on the other {100 * (1 - VALIDATION):.0f} %, never again on all rows. All methods have the same"
         " rounds and the same steps, though GradMA takes up to three gradients a step and EPISODE two exchanges a"
         f" round. The advice is made of every second pair, by test rows with seeds {_list(TUNING)}; its records are by"
         f" test rows with seeds {_list(SCORING)}: of the pairs that it is not made of, of those that it is, and of each"
@@ -171,6 +174,16 @@ def rule_text(name: str, made: Made, count: int) -> str:
         f" other data, and the seeds that it is made of: always one method is over 1 point below the best on"
         f" {made.always_one}, a threshold on one of the numbers that `fedrax diagnose` measures on {made.by_threshold};"
         " it would have to be better by more than two standard deviations."
+    )
+
+
+def records_text(pairs: list[Trained]) -> str:
+    """What the columns and rows of the next table are."""
+    return (
+        "Mean short: points of test accuracy below the best of all methods, mean over the pairs; worst: the most. The"
+        f" rows *always* and *all {len(METHODS)} tuned* are made of no pairs: under *data not used* they stand with all"
+        f" {len(pairs)}. Of all {len(METHODS)} tuned the best is chosen with {len(TUNING)} seeds after the last round,"
+        f" of the shortlist with {trials.SEEDS} seeds over the last quarter of a run."
     )
 
 
@@ -227,6 +240,19 @@ def method_text(name: str, pairs: list[Trained]) -> str:
         text
         + f"Its chosen `local.lr`: {median(rates):g} in the median, {min(rates):g} to {max(rates):g}"
         + (f"; on {ends} pairs at an end of the grid." if ends else ".")
+    )
+
+
+def features_text() -> str:
+    """What the numbers are."""
+    return (
+        "Along a run of FedAvg, with f the mean of the N clients' f_i and S of them a round. dissimilarity: the largest"
+        " sqrt(mean |grad f_i|^2) / |grad f| of the run. The next four are medians over the run. apart:"
+        " sqrt(mean |grad f_i - grad f|^2) / |grad f|. noise: the deviation of a local batch's gradient from its"
+        " client's, over |grad f|. cohort_noise: apart times sqrt((N - S) / ((N - 1) S)), how far a cohort's mean"
+        " gradient is from grad f, over |grad f|. drift: how far clients' updates of a round are from their mean, over"
+        " its length. growth: L1 |grad f| / (L0 + L1 |grad f|) at the largest gradient, by the fit"
+        " |Hess f| = L0 + L1 |grad f|: the share of the curvature that grows with the gradient."
     )
 
 

@@ -205,7 +205,8 @@ def write_report(session: Session, out: Path) -> Path:
     introduction = (
         f"Written by `python -m benchmarks.audits` on {header['date']} from session `{header['id']}` of "
         f"`audits.jsonl`: {len(sound)} configurations of FedAvg and SCAFFOLD, of mechanisms, of noise multipliers "
-        f"{noises} and of draws of a client with rates {rates} and 1; {ROUNDS} rounds each, {header['runs']} runs of "
+        f"{noises} (for OutputPerturbation they are sigma, with tau = 1: multipliers of half that) and "
+        f"of draws of a client with rates {rates} and 1; {ROUNDS} rounds each, {header['runs']} runs of "
         f"each of two worlds, delta = {DELTAS['always']:g} for a client that is always there and "
         f"{DELTAS['fixed']:g} for one that is drawn; {number(seconds / 60)} minutes of processor time.\n\n"
         f"At 95 % each, a bound is above its claim by chance in at most 5 % of sound configurations; {above} of "

@@ -32,7 +32,7 @@ class Samples(NamedTuple):
 
 def ensure_arrays(name: str, directory: Path) -> Path:
     """The folder of workload ``name``'s arrays under ``directory``, made now if it is not there yet."""
-    source = "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
+    source = source_of(name)
     home = directory / f"{name}-{source}-{SEED}-{WORKLOADS[name].total_rounds}"
     if not home.exists():
         part = home.with_suffix(f".{os.getpid()}")
@@ -42,6 +42,19 @@ def ensure_arrays(name: str, directory: Path) -> Path:
         (part / "source.txt").write_text(source)
         os.replace(part, home)
     return home
+
+
+def source_of(name: str) -> str:
+    """Where the samples of workload ``name`` come from: ``synthetic``, and for W1 ``mnist`` or ``gaussian``."""
+    return "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
+
+
+def source_text(source: str | None) -> str:
+    """A page's sentence about W1's samples; None: of a session that has not kept their source."""
+    return {
+        "mnist": "W1 has MNIST's samples.",
+        "gaussian": "W1 has Gaussian classes in MNIST's place: there was no MNIST at hand.",
+    }.get(source or "", "Whether W1 has MNIST's samples or Gaussian classes in their place was not kept.")
 
 
 def make_arrays(workload: Workload) -> dict[str, np.ndarray]:

@@ -1,5 +1,4 @@
-"""What every algorithm costs against FedAvg, on the first workload: 1000 clients, cohort of 50, a 2NN on
-MNIST.
+"""What every algorithm costs against FedAvg, on the first workload: 1000 clients, cohort of 50, a 2NN.
 
 ``python -m benchmarks.methods`` runs every algorithm that fedrax knows with five local steps of twelve
 samples (or the one step, or the blocks, that the method is defined for), each in a fresh process on a quiet
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.environments import cache_directory
-from benchmarks.make_arrays import ensure_arrays
+from benchmarks.make_arrays import ensure_arrays, source_of, source_text
 from benchmarks.pages import markdown_table, number, save_picture, write_page
 from benchmarks.points import measure_point
 from benchmarks.sessions import RESULTS, Session
@@ -51,7 +50,7 @@ def main() -> None:
         known = [*algorithms(), *CLIPPED]
         names = [name for name in known if arguments.methods is None or name in arguments.methods]
         arrays = str(ensure_arrays(WORKLOAD, arguments.cache / "arrays"))
-        session = Session.start(RAW)
+        session = Session.start(RAW, source=source_of(WORKLOAD))
         for repeat in range(1, arguments.repeats + 1):
             for name in dict.fromkeys([REFERENCE, *names]):
                 point = {"name": name, "arrays": arrays}
@@ -194,9 +193,10 @@ def table(measured: list[Measured]) -> str:
 def write_report(session: Session, measured: list[Measured], out: Path) -> list[Path]:
     introduction = (
         f"Written by `python -m benchmarks.methods` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `methods.jsonl`. MNIST by label, 1000 clients of 60 samples, a cohort "
-        f"of 50, the 2NN; {STEPS} local steps of {BATCH} samples, where the method does not fix another "
-        "number. Gradients: evaluations of one sample's gradient. Peak memory includes the clients' state.\n\n"
+        f"`{session.header['id']}` of `methods.jsonl`. W1 of `benchmarks/README.md`: 1000 clients of 60 samples, a "
+        f"cohort of 50, the 2NN; {STEPS} local steps of {BATCH} samples, where the method does not fix another "
+        f"number. {source_text(session.header.get('source'))} Gradients: evaluations of one sample's gradient. Peak "
+        "memory includes the clients' state.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     refused = {run["algorithm"]: run["refused"] for run in session.runs if "refused" in run}

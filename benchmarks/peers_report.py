@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.make_arrays import source_text
 from benchmarks.pages import markdown_table, number, save_picture, write_page
 from benchmarks.sessions import Session
 from benchmarks.simulators import OURS
@@ -210,8 +211,8 @@ def sections(session: Session) -> list[str]:
 
 
 def introduction(session: Session) -> str:
-    gaussian = any(facts["source"] == "gaussian" for facts in session.header["workloads"].values())
-    note = " W1 used Gaussian classes in MNIST's place: there was no MNIST at hand." if gaussian else ""
+    w1 = session.header["workloads"].get("W1")
+    note = f" {source_text(w1['source'])}" if w1 else ""
     return (
         f"Written by `python -m benchmarks.peers` on {session.header['date']} from session "
         f"`{session.header['id']}` of `peers.jsonl`. All simulators train the same models from the same "
@@ -226,11 +227,12 @@ def introduction(session: Session) -> str:
 
 def workload_section(name: str, session: Session, found: list[Row]) -> str:
     workload, facts = WORKLOADS[name], session.header["workloads"][name]
+    data = workload.data if facts["source"] != "gaussian" else workload.data.replace("MNIST", "Gaussian classes")
     peak = session.header["machine"]["gemm_gflops_all_cores"]
     best = best_peers(found)
     local = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)} in batches of {workload.batch}"
     text = (
-        f"{workload.data}; {workload.clients} clients, {workload.cohort} a round, {local}, "
+        f"{data}; {workload.clients} clients, {workload.cohort} a round, {local}, "
         f"step size {workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} "
         "SGD steps a round."
     )

@@ -30,11 +30,6 @@ def point_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def point_arguments(description: str | None) -> argparse.Namespace:
-    """What was given of them."""
-    return point_parser(description).parse_args()
-
-
 def measure_point(
     module: str, point: dict[str, Any], max_wait: float, timeout: float = 900, **variables: str
 ) -> dict[str, Any]:

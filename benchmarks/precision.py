@@ -6,13 +6,14 @@ batches for several seeds. Appends the runs to ``results/precision.jsonl`` and w
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from typing import Any, NamedTuple
 
-from benchmarks.make_arrays import ensure_arrays
+from benchmarks.make_arrays import ensure_arrays, source_of, source_text
 from benchmarks.pages import markdown_table, write_page
-from benchmarks.points import measure_point, point_arguments
+from benchmarks.points import measure_point, point_parser
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 
@@ -30,11 +31,19 @@ WORKLOADS = {"W1": Training(300, 0.05), "W2": Training(100, 0.01), "W3": Trainin
 
 
 def main() -> None:
-    arguments = point_arguments(__doc__)
+    parser = point_parser(__doc__)
+    parser.add_argument("--report", action="store_true", help="only write the last session's page again")
+    arguments = parser.parse_args()
     if arguments.point:
         print(RESULT_PREFIX + json.dumps(train(**json.loads(arguments.point))))
         return
-    session = Session.start(RAW)
+    session = Session.latest(RAW) if arguments.report else measure(arguments)
+    print(write_page(arguments.out / "precision.md", sections(session)).read_text())
+
+
+def measure(arguments: argparse.Namespace) -> Session:
+    """All workloads in all formats; ends the command where a run fails."""
+    session = Session.start(RAW, source=source_of("W1"))
     for workload in WORKLOADS:
         arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
         for precision in PRECISIONS:
@@ -44,8 +53,7 @@ def main() -> None:
             if "failed" in session.runs[-1]:
                 raise SystemExit(f"error: {workload} in {precision} failed: {session.runs[-1]['failed']}")
             print(workload, precision, result["accuracy"], flush=True)
-    page = write_page(arguments.out / "precision.md", sections(session))
-    print(page.read_text())
+    return session
 
 
 def train(workload: str, precision: str, arrays: str) -> dict[str, Any]:
@@ -101,6 +109,7 @@ def sections(session: Session) -> list[str]:
         f"Written by `python -m benchmarks.precision` on {session.header['date']} from session "
         f"`{session.header['id']}` of `precision.jsonl`. FedAvg on the workloads of `benchmarks/README.md`, with "
         f"{len(SEEDS)} seeds of fedrax's own starts, cohorts and shuffles; mean and standard deviation over the seeds. "
+        f"{source_text(session.header.get('source'))} "
         "The difference is that of the same seed's accuracy with float32 operands: its spread beside the spread of the "
         "accuracy itself tells whether the format matters. Products of local gradients take operands in the "
         f"format, sums stay in float32; on the device used here ({exact['platform']}) "

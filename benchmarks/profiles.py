@@ -7,12 +7,13 @@ quiet machine; it appends the profiles to ``results/profiles.jsonl`` and writes 
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
-from benchmarks.make_arrays import ensure_arrays
+from benchmarks.make_arrays import ensure_arrays, source_of, source_text
 from benchmarks.pages import markdown_table, number, write_page
-from benchmarks.points import measure_point, point_arguments
+from benchmarks.points import measure_point, point_parser
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS
@@ -24,11 +25,19 @@ POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg",
 
 
 def main() -> None:
-    arguments = point_arguments(__doc__)
+    parser = point_parser(__doc__)
+    parser.add_argument("--report", action="store_true", help="only write the last session's page again")
+    arguments = parser.parse_args()
     if arguments.point:
         print(RESULT_PREFIX + json.dumps(profile_here(**json.loads(arguments.point))))
         return
-    session = Session.start(RAW)
+    session = Session.latest(RAW) if arguments.report else measure(arguments)
+    print("wrote", write_page(arguments.out / "profiles.md", sections(session)))
+
+
+def measure(arguments: argparse.Namespace) -> Session:
+    """All profiles; ends the command where one fails."""
+    session = Session.start(RAW, source=source_of("W1"))
     for workload, algorithm in POINTS:
         arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
         point = {"workload": workload, "algorithm": algorithm, "arrays": arrays}
@@ -37,7 +46,7 @@ def main() -> None:
         if "failed" in result:
             raise SystemExit(f"error: {workload} {algorithm} failed: {result['failed'][-500:]}")
         print(workload, algorithm, f"{result['profile']['ms']:.2f} ms a round", flush=True)
-    print("wrote", write_page(arguments.out / "profiles.md", sections(session)))
+    return session
 
 
 def profile_here(workload: str, algorithm: str, arrays: str) -> dict[str, Any]:
@@ -65,8 +74,9 @@ def sections(session: Session) -> list[str]:
     text = (
         f"Written by `python -m benchmarks.profiles` on {session.header['date']} from session "
         f"`{session.header['id']}` of `profiles.jsonl`. The workloads are those of `benchmarks.peers`, the methods' "
-        "local work that of `benchmarks.methods`; `fedrax profile` explains its figures in the documentation of "
-        f"performance.\n\n{session.machine_text()} No accelerator is used."
+        f"local work that of `benchmarks.methods`. {source_text(session.header.get('source'))} `fedrax profile` "
+        "explains its figures in the documentation of performance.\n\n"
+        f"{session.machine_text()} No accelerator is used."
     )
     parts = list(dict.fromkeys(part["name"] for profile in names.values() for part in profile["parts"]))
     body = [

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.make_arrays import ensure_arrays
 from benchmarks.pages import markdown_table, write_page
-from benchmarks.points import measure_point, point_arguments
+from benchmarks.points import measure_point, point_parser
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 
@@ -39,7 +39,7 @@ TOLERANCE = 1e-3  # largest difference of a parameter, relative to the largest o
 
 
 def main() -> None:
-    arguments = point_arguments(__doc__)
+    arguments = point_parser(__doc__).parse_args()
     if arguments.point:
         print(RESULT_PREFIX + json.dumps(run_point(**json.loads(arguments.point))))
         return

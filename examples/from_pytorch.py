@@ -1,4 +1,4 @@
-"""A PyTorch module, trained by clients in JAX, and back: needs torch (pip install 'fedrax[torch]').
+"""A PyTorch module, trained by clients in JAX, and back: needs torch (pip install '.[torch]').
 
 The bundled digits are [n, 8, 8, 1]; the module reads [B, 1, 8, 8], which ``channels_last`` sees to.
 """

@@ -1,6 +1,6 @@
 """A network of one's own, as a Flax module with batch norm, on the bundled digits.
 
-pip install flax
+pip install '.[flax]'
 python examples/own_model.py
 """
 

@@ -22,7 +22,6 @@ from benchmarks.runners.jax_models import cross_entropy, evaluate, model_of, par
 from benchmarks.timing import RoundClock, report, runner_arguments
 
 
-
 class JaxOfItsTime:
     """What the pmap backend calls and JAX 0.10 has no longer, and shards without their axis of devices."""
 

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import methods
+from benchmarks import methods, precision, profiles
 from benchmarks.fedrax_clock import Times, time_rounds
 from benchmarks.fedrax_problems import federation_of, model_of, parameters_of, random_images
-from benchmarks.make_arrays import ensure_arrays, make_arrays
+from benchmarks.make_arrays import ensure_arrays, make_arrays, source_text
 from benchmarks.peers_report import best_peers, disagreements, rows, table, write_report
 from benchmarks.quiet import printed_result, run_quietly
 from benchmarks.runners.jax_models import MODELS, parameters
@@ -25,6 +25,7 @@ from fedrax import FedAvg, LocalSGD, Script, Settings, classification
 from fedrax.contract.hyperparameters import check
 from fedrax.experiments.methods import algorithms
 from fedrax.simulation.setup import prepare
+from tests.benchmarks.test_storage_benchmark import MACHINE
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,29 @@ def test_ten_workloads_come_in_order(tmp_path):
     headings = [line.split(":")[0] for line in page.read_text().splitlines() if line.startswith("### ")]
     assert headings == ["### W1", "### W2", "### W3", "### W4", "### W10"]
     assert all(picture.stat().st_size > 10_000 for picture in pictures)
+
+
+@pytest.mark.parametrize("source", ["mnist", "gaussian", None])
+def test_pages_say_where_the_samples_of_w1_come_from(tmp_path, source):
+    ends = {"accuracy": [0.9, 0.8], "loss": [1.0, 2.0], "platform": "cpu"}
+    runs = [{"workload": w, "precision": p} | ends for w in precision.WORKLOADS for p in precision.PRECISIONS]
+    header = {"id": "x", "date": "today", "machine": MACHINE} | ({"source": source} if source else {})
+    cost = [methods.Measured("fedavg", 0.01, 100.0, 1.0, 100.0, 0.0)]
+    page, *_ = methods.write_report(Session(tmp_path / "a.jsonl", header), cost, tmp_path)
+    texts = [
+        page.read_text(),
+        "\n".join(precision.sections(Session(tmp_path / "a.jsonl", header, runs))),
+        "\n".join(profiles.sections(Session(tmp_path / "a.jsonl", header))),
+    ]
+    assert all(source_text(source) in text for text in texts)
+
+
+def test_gaussian_classes_are_not_called_mnist(tmp_path):
+    facts = {"W1": {"source": "gaussian", "flop": 1e9, "steps": 5.0}}
+    header = {"id": "x", "date": "today", "machine": MACHINE, "workloads": facts}
+    page, *_ = write_report(Session(tmp_path / "a.jsonl", header, [run("A", 1.0, 10)]), tmp_path)
+    assert source_text("gaussian") in page.read_text()
+    assert "Gaussian classes, sorted by label" in page.read_text()
 
 
 def test_a_session_is_read_back(tmp_path):

@@ -47,6 +47,7 @@ def test_the_page_compares_with_the_faster_loop(tmp_path: Path) -> None:
     runs += [{"network": "unet", "setting": COLD, "failed": "no memory"}]
     text = "\n".join(sections(Session(tmp_path / "a.jsonl", {"id": "x", "date": "today", "machine": MACHINE}, runs)))
     assert "as fast or faster on 1 of 1; the median ratio, PyTorch's time over ours, is 1.25" in text
+    assert "leaves out what the host does between two" in text
     assert "| vgg | six 3x3 convolutions, max pooling | 1,000 | 200 | 250 | 1.25 | 3 / 2 | 500 / 400 / 300 |" in text
     assert f"- **unet, {COLD} failed**" in text
 
