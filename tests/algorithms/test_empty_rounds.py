@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+import fedrax
+from fedrax.contract.proximal import L1
 from fedrax.experiments.methods import find_algorithm
 from fedrax.simulation.settings import Poisson
 from tests.contract.test_settings import NORM
@@ -27,6 +29,15 @@ def test_nothing_moves(name: str):
         before, after = (getattr(result.server, KEPT[name]) for result in (one, two))
         assert any(np.any(leaf) for leaf in jax.tree.leaves(before))
         jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize("name", ["signsgd", "naiveparallelclip"])
+def test_decay_and_prox_wait_for_somebody(name: str):
+    prox = {} if name == "signsgd" else {"prox": L1(0.1)}
+    local = fedrax.LocalSGD(steps=1, weight_decay=0.5, **prox)
+    settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED}
+    one, two = (run(find_algorithm(name)(local=local), rounds=rounds, **settings) for rounds in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])

@@ -151,3 +151,11 @@ def test_lapack_has_one_thread_during_a_run():
     assert restored
     if not loaded:
         pytest.skip("this JAX has LAPACK from elsewhere")
+
+
+def test_systems_that_do_not_say_which_cores_there_are(monkeypatch: pytest.MonkeyPatch):
+    """As macOS and Windows."""
+    from fedrax.compiled.cores import cores
+
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == os.cpu_count()
