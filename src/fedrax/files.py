@@ -208,6 +208,9 @@ def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -
     with _reading_csv(path):
         kinds = {name: pl.String for name in texts if name in header}
         table = pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_options(form))
+    # a cell of quotes alone, as programs write them that quote everything, is as empty as one of nothing
+    texts_of = pl.col(pl.String)
+    table = table.with_columns(pl.when(texts_of == "").then(None).otherwise(texts_of).name.keep())
     long = next((name for name, kind in table.schema.items() if kind.is_integer() and "128" in str(kind)), None)
     if long is not None:
         raise FedraxError(f"{path}: column {long!r} holds whole numbers beyond 64 bits: write floats, or texts.")

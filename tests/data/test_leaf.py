@@ -76,9 +76,9 @@ def test_the_next_character(tmp_path: Path) -> None:
     parts = shakespeare(said, PLAYS)
     path = write(tmp_path / "s.json", leaf(parts, hierarchies=list(PLAYS.values())))
     made = load("leaf", path=path, length=6, test_fraction=0.0)
-    assert made.vocabulary == tuple(sorted(set("".join(x[:6] for x in parts["LEAR_Fool"][0]))))
+    assert made.vocabulary == tuple(sorted(set("".join(x[-6:] for x in parts["LEAR_Fool"][0]))))
     text = ["".join(made.vocabulary[token - 2] for token in row) for row in made.train.x]
-    assert text == [x[:6] for name in PLAYS for x in parts[name][0]]
+    assert text == [x[-6:] for name in PLAYS for x in parts[name][0]]  # what stands before the next one
     assert "".join(made.class_names[y] for y in made.train.y[: len(said) - 8]) == said[8:]
     assert made.client_names == tuple(sorted(PLAYS))
     plays = load("leaf", path=path, clients="hierarchies", length=10)

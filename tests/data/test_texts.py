@@ -117,3 +117,4 @@ def test_words_of_other_alphabets():
     assert tokenise("Grüße, l'été à 5 Äpfeln") == ["grüße", ",", "l'été", "à", "5", "äpfeln"]
     assert tokenise("cafe\u0301 мир_мир") == ["café", "мир", "_", "мир"]
     assert tokenise("東京へ行く") == list("東京へ行く")
+    assert tokenise("हिन्दी में") == ["हिन्दी", "में"] and len(tokenise("İstanbul")) == 1  # marks are no letters to Python

@@ -13,6 +13,7 @@ import pytest
 
 from fedrax.data import DirichletClasses, load
 from fedrax.data.columns import classes_or_targets
+from fedrax.data.dataset import split_test
 from fedrax.data.huggingface import _kind
 from fedrax.data.tables import spread_notes
 from fedrax.errors import FedraxError
@@ -98,3 +99,53 @@ def test_bytes_are_images_and_no_texts():
     assert [_kind(dtype) for dtype in (pl.Binary, pl.String, pl.Int8, pl.List(pl.Int8))] == [
         "image", "text", "number", "list",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("labels", ["auto", "numbers", "classes"])
+def test_a_target_in_which_a_few_texts_stand(tmp_path: Path, labels: str):
+    """They would make a class of every number."""
+    rows = "".join(f"{i},{i / 10}\n" for i in range(8))
+    path = write(tmp_path / "p.csv", f"a,price\n{rows}8,NA\n9,NA\n")
+    if labels == "classes":
+        assert len(load("csv", path=path, label="price", labels="classes").class_names) == 9
+        return
+    with pytest.raises(
+        FedraxError, match=r"'price' holds numbers, and in 2 of 10 rows texts: 'NA'\. missing_as|no number"
+    ):
+        load("csv", path=path, label="price", labels=labels)
+
+
+def test_cells_of_quotes_alone_are_missing(tmp_path: Path):
+    """As programs write them that put everything into quotes."""
+    path = write(tmp_path / "q.csv", '"sex","age","label"\n"f","1","x"\n"","2","y"\n"m","3","x"\n"f","4","y"\n')
+    with pytest.raises(FedraxError, match="'sex' has missing values, 1 of them"):
+        load("csv", path=path)
+    assert "sex missing" in load("csv", path=path, missing="mean").feature_names
+    unlabelled = write(tmp_path / "u.csv", '"a","label"\n"1","x"\n"2",""\n')
+    with pytest.raises(FedraxError, match="'label' has missing values"):
+        load("csv", path=unlabelled)
+
+
+def test_clients_without_a_row_for_the_test_are_told(tmp_path: Path):
+    rows = "".join(f"{c},{i},{'xy'[i % 2]}\n" for c, n in (("A", 10), ("B", 3), ("C", 1)) for i in range(n))
+    made = load("csv", path=write(tmp_path / "c.csv", "c,a,label\n" + rows), client="c", standardise="client")
+    assert any("2 of 3 clients have too few rows to keep 0.2 of them" in note for note in made.notes)
+    assert any("1 clients have one training row" in note for note in made.notes)
+
+
+def test_many_clients_are_standardised_in_one_pass(tmp_path: Path):
+    """In a pass over all rows for each client these would take minutes."""
+    rng = np.random.default_rng(0)
+    owners = np.repeat(np.arange(20_000), 5)
+    values = rng.normal(size=len(owners)) * owners
+    rows = "".join(f"{c},{v:.6g},{'xy'[i % 2]}\n" for i, (c, v) in enumerate(zip(owners, values, strict=True)))
+    path = write(tmp_path / "m.csv", "c,a,label\n" + rows)
+    made = load("csv", path=path, client="c", standardise="client", test_fraction=0.0)
+    of_client = made.train.x[:, 0].reshape(-1, 5)
+    np.testing.assert_allclose(of_client.mean(1), 0, atol=1e-4)
+    np.testing.assert_allclose(of_client[1:].std(1), 1, atol=1e-3)
+
+
+def test_a_share_whose_product_lies_just_below_a_whole_number():
+    train, test = split_test(np.zeros(100), 0.29, np.random.default_rng(0))
+    assert (len(train), len(test)) == (71, 29)

@@ -65,6 +65,7 @@ class Owners:
     partition_by: np.ndarray | None
     train: np.ndarray
     test: np.ndarray
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -82,15 +83,16 @@ class Owners:
         else:
             train, test = np.arange(first), np.arange(first, len(table))
         by = None if chosen.partition_by is None else _kinds(table, chosen.partition_by, path)[train]
-        return cls(y, names, clients, client_names, by, train, test)
+        lacking = len(client_names) - len(np.unique(clients[test])) if clients is not None and first is None else 0
+        few = f"{lacking:,} of {len(client_names):,} clients have too few rows"
+        said = f"{few} to keep {test_fraction:g} of them for the test"
+        return cls(y, names, clients, client_names, by, train, test, (said,) if lacking and test_fraction else ())
 
     def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
         """The data set of these rows with the inputs x [n, ...]."""
         samples, names = as_samples(x, self.y), self.client_names
-        made = from_rows(
-            name, samples, self.clients, self.train, self.test, self.class_names, client_names=names, notes=notes
-        )
-        return replace(made, partition_by=self.partition_by)
+        made = from_rows(name, samples, self.clients, self.train, self.test, self.class_names, client_names=names)
+        return replace(made, partition_by=self.partition_by, notes=(*notes, *self.notes))
 
 
 def _kinds(table: pl.DataFrame, name: str, path: str) -> np.ndarray:
@@ -128,6 +130,10 @@ def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndar
     """The label column as classes (integers, texts) or targets (floats)."""
     _refuse_missing(table, label, path)
     column = table[label]
+    if column.dtype.is_nested() or str(column.dtype) in ("Binary", "Object"):
+        raise FedraxError(
+            f"{path}: column {label!r} holds {column.dtype} values, of which a label is none: choose another"
+        )
     if kind == "numbers":
         if not column.dtype.is_numeric():
             raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")

@@ -182,7 +182,7 @@ def _table(part: Any) -> pl.DataFrame:
             table = table.set_column(i, table.column_names[i], plain)
     made = pl.from_arrow(table)
     assert isinstance(made, pl.DataFrame)
-    return made
+    return made.with_columns(pl.col(pl.Decimal).cast(pl.Float64))  # amounts, as databases write them
 
 
 def _named(owners: Owners, table: pl.DataFrame, chosen: Columns, features: Any, name: str) -> Owners:

@@ -74,8 +74,9 @@ def load_leaf(
     owner = np.repeat(owner, sizes)
     x = _joined([user.x for user in users], "inputs", path)
     y = _joined([user.y for user in users], "labels", path)
+    next_characters = _are_characters(y)
     if tokens == "auto":
-        tokens = "characters" if _are_characters(y) else "words"
+        tokens = "characters" if next_characters else "words"
     y, class_names = classes_or_targets(_labels(y, labels, path))
     if len(parts) == 2:
         first = sum(sizes[: len(parts[0])])
@@ -86,7 +87,9 @@ def load_leaf(
     if isinstance(x, np.ndarray):
         x = _shaped(x, shape, path)
     elif tokens == "characters":
-        x, words = encode_characters(x, train, _fitting(length, CHARACTERS, len(x)))
+        most = _fitting(length, CHARACTERS, len(x))
+        x = [text[-most:] for text in x] if next_characters else x  # what stands before the next one
+        x, words = encode_characters(x, train, most)
     else:
         texts, length = [tokenise(text) for text in x], _fitting(length, WORDS, len(x))
         words = vocabulary((texts[row] for row in train), min_count, largest)

@@ -74,7 +74,8 @@ def load_csv(
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
     table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
-    _refuse_numbers_among_texts(table, chosen, path)
+    others = [name for name in (chosen.partition_by, label) if name is not None]
+    _refuse_numbers_among_texts(table, chosen, [*others[labels == "classes" :], *chosen.features(table, path)], path)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
     if labels == "auto" and table[label].dtype.is_integer() and len(owners.class_names) > max_categories:
@@ -85,22 +86,26 @@ def load_csv(
     return made
 
 
-def _refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, path: object) -> None:
-    """Refuse a column of numbers that a few texts ("NA", "?") would make categories of."""
+def _refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:
+    """Refuse a column of numbers that a few texts ("NA", "?") would make categories of, or classes."""
     import polars as pl
 
-    for name in chosen.features(table, path):
+    for name in names:
         if name in chosen.categorical or not _is_text(table[name]):
             continue
         written = table[name].drop_nulls().cast(pl.String)
         odd = written.filter(written.str.strip_chars().cast(pl.Float64, strict=False).is_null())
-        if 2 * len(odd) < len(written):
+        if 0 < 2 * len(odd) < len(written):
             kinds = odd.unique(maintain_order=True).to_list()
             listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
             raise FedraxError(
                 f"{path}: column {name!r} holds numbers, and in {len(odd):,} of {len(table):,} rows texts: {listed}."
-                " missing_as names texts that stand for a missing value; categorical names columns whose numbers are"
-                " categories; drop leaves columns out."
+                " missing_as names texts that stand for a missing value"
+                + (
+                    '; labels = "classes" takes all of them for classes.'
+                    if name == chosen.label
+                    else "; categorical names columns whose numbers are categories; drop leaves columns out."
+                )
             )
 
 
@@ -229,9 +234,15 @@ def _standardised(
         x[:, numeric] = np.where(np.isnan(numbers), overall[0], numbers)
         return x, said + spread_notes(x[train], features.names)
     owner = np.zeros(len(x), int) if how == "all" or clients is None else clients
-    for rows in (owner == group for group in np.unique(owner)):
-        mean, std = _moments(numbers[train[rows[train]]], overall)
+    is_train = np.zeros(len(x), bool)
+    is_train[train] = True
+    order, (_, first) = np.argsort(owner, kind="stable"), np.unique(np.sort(owner), return_index=True)
+    for rows in np.split(order, first[1:]):
+        mean, std = _moments(numbers[rows[is_train[rows]]], overall)
         numbers[rows] = (numbers[rows] - mean) / np.where(std > 0, std, 1.0)
+    single = int((np.bincount(owner[train]) == 1).sum()) if how == "client" else 0
+    if single:
+        said.append(f"warning: {single:,} clients have one training row, whose features are 0, being their mean")
     x[:, numeric] = np.nan_to_num(numbers)  # a missing number is the mean
     whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
     told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()

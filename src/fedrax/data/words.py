@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,17 @@ MAX_LINE = 64 * MAX_DIMENSION
 
 _WHOLE = r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
 """Kana and Han: written without spaces, so that each sign is taken for a word."""
-_WORD = re.compile(rf"(?:(?!{_WHOLE})[^\W_])+(?:['’](?:(?!{_WHOLE})[^\W\d_])+)?|\S")
+_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|\S")
+"""Of texts in ASCII."""
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    """Of all texts: letters with their marks, such as vowel signs, which Python's patterns take for no letters."""
+    every = map(chr, range(sys.maxunicode + 1))
+    marks = "".join(re.escape(sign) for sign in every if unicodedata.category(sign)[0] == "M")
+    letter, in_words = (rf"(?:(?!{_WHOLE})[^\W{no}_][{marks}]*)+" for no in (r"", r"\d"))
+    return re.compile(rf"{letter}(?:['’]{in_words})?|\S")
 
 
 def tokenise(text: str) -> list[str]:
@@ -34,7 +45,8 @@ def tokenise(text: str) -> list[str]:
 
     Letters are those of any alphabet, accents composed (Unicode's form NFC); signs of Kana and Han are words.
     """
-    return _WORD.findall(unicodedata.normalize("NFC", text[:MAX_CHARACTERS]).lower())
+    text = unicodedata.normalize("NFC", text[:MAX_CHARACTERS]).lower()
+    return (_WORD if text.isascii() else _word()).findall(text)
 
 
 def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:

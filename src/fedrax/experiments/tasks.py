@@ -58,11 +58,12 @@ class Binary:
     """Metrics of all samples together besides: auc, f1."""
 
     def outputs(self, federation: Federation) -> int:
-        """One logit."""
+        """A logit for each label."""
         if federation.num_classes != 2:
             found = "numbers" if federation.num_classes is None else f"{federation.num_classes} classes"
             raise FedraxError(f"the task binary needs two classes: the labels of {federation.name!r} are {found}")
-        return 1
+        labels = federation.train.y.shape[1:]
+        return labels[-1] if labels else 1
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
