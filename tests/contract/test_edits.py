@@ -63,6 +63,81 @@ def test_an_edited_helper_or_number(plan: str, edit: str):
     np.testing.assert_allclose(moved(method, plan=plan), 3 * before, rtol=1e-4, atol=1e-6)
 
 
+LOSS = """
+import jax, jax.numpy as jnp
+from fedrax.contract.task import Batch
+
+def penalty(params):
+    return 0.0
+
+@jax.custom_vjp
+def through(x):
+    return x
+
+def backward(_, g):
+    return (g,)
+
+through.defvjp(lambda x: (x, None), lambda kept, g: backward(kept, g))
+
+def loss(params, batch, key):
+    return through(TASK.loss(params, batch, key)) + penalty(params)
+"""
+
+
+@pytest.mark.parametrize("plan", ["scan", "loop"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "def penalty(params):\n    return sum((leaf**2).sum() for leaf in jax.tree.leaves(params))",
+        "def backward(_, g):\n    return (5 * g,)",
+    ],
+    ids=["penalty", "backward"],
+)
+def test_what_a_loss_calls(plan: str, edit: str):
+    cells: dict[str, Any] = {"__name__": "__main__", "TASK": TASK}
+    exec(compile(LOSS, "cell-1.py", "exec"), cells)
+    task = fedrax.Task(TASK.init, cells["loss"], TASK.metrics)
+    before = moved(fedrax.FedAvg(), task=task, plan=plan)
+    exec(compile(edit, "cell-2.py", "exec"), cells)
+    after = moved(fedrax.FedAvg(), task=task, plan=plan)
+    assert not np.allclose(after, before, rtol=1e-3)
+    fresh = fedrax.Task(TASK.init, lambda params, batch, key: cells["loss"](params, batch, key), TASK.metrics)
+    np.testing.assert_allclose(after, moved(fedrax.FedAvg(), task=fresh, plan=plan), rtol=1e-5, atol=1e-7)
+
+
+NAMED = """
+import jax, jax.numpy as jnp, numpy as np
+VALUE = {value}
+class Own:
+    mu = 1.0
+    def call(self, x):
+        return VALUE, self.mu, x.shape
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("jax.nn.relu", "jax.nn.gelu"), ("jnp.float32", "jnp.bfloat16"), ("np.float32(1)", "np.float32(3)"),
+     ("(0.5, 0.5)", "(0.9, 0.1)"), ("{'a': 1}", "{'a': 2}"), ("'sum'", "'mean'")],
+)  # fmt: skip
+def test_what_a_name_may_mean(one: str, other: str):
+    cells: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(NAMED.replace("{value}", one), "cell-1.py", "exec"), cells)
+    before = Code(cells["Own"])
+    assert Code(cells["Own"]) == before
+    exec(compile(f"VALUE = {other}", "cell-2.py", "exec"), cells)
+    assert Code(cells["Own"]) != before
+
+
+def test_attributes_are_no_names():
+    """A loop over ``mu``, or data called ``x``, are not what ``self.mu`` and ``batch.x`` mean."""
+    cells: dict[str, Any] = {"__name__": "__main__", "mu": 0.1, "shape": 3}
+    exec(compile(NAMED.replace("{value}", "0"), "cell-1.py", "exec"), cells)
+    before = Code(cells["Own"])
+    cells |= {"mu": 0.2, "shape": np.zeros(3)}
+    assert Code(cells["Own"]) == before
+
+
 def test_an_edited_metric():
     cells = notebook()
     task = fedrax.Task(TASK.init, TASK.loss, {"hits": cells["hits"]}, outputs=TASK.outputs)

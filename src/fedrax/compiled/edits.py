@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
+import os
+import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-FOREIGN = (str(Path(__file__).parents[1]), *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+_PLACES = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+_FOREIGN = tuple(
+    path.rstrip(os.sep) + os.sep
+    for path in (str(Path(__file__).parents[1]), *_PLACES, *site.getsitepackages(), site.getusersitepackages())
+)
 """Where code lies that is nobody's own."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_CONTAINERS = (list, dict, set)
+_MOST, _OF_EACH = 5_000, 100
+"""Objects that are looked at, and of each that holds others: what a method of one's own names is a handful."""
+_HIDDEN = ("__wrapped__", "fun", "jvp", "fwd", "bwd")
+"""Where JAX's transformations and decorators keep the functions they are of."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MOST = 5_000
-"""Objects that are looked at; what a method of one's own names is a handful."""
+
+def is_foreign(path: str) -> bool:
+    """Whether a file belongs to a package."""
+    return path.startswith(_FOREIGN) or "site-packages" in path or "dist-packages" in path
 
 
 class Code:
     """The functions in some objects that belong to no package, with all functions, classes and numbers that they name.
 
     Equal where nothing was edited. A notebook's cell that is run again makes a helper anew while the method, its class
-    and its shapes stay the same: what was traced with the old helper must not be found.
+    and its shapes stay the same: what was traced with the old helper must not be found. What is in lists, dictionaries
+    and objects may change while a program runs (counts, histories), which JAX does not see either; another one under
+    the same name is an edit. A method's fields are known to JAX, and none.
     """
 
     def __init__(self, *roots: Any):
@@ -35,12 +52,15 @@ class Code:
             value = waiting.pop()
             if id(value) not in seen:
                 seen[id(value)] = value  # held, so that nothing else takes its place in memory
-                waiting += _inside(value, found)
+                try:
+                    waiting += _inside(value, found)
+                except Exception:  # objects of others answer questions in their own ways
+                    continue
         self._parts = tuple(found)
         self._hash = hash(self._parts)
 
     def described(self) -> str:
-        """The same in words, which another process with the same Python gives alike; without arrays."""
+        """The same in words, which another process with the same Python gives alike; without arrays and objects."""
         return repr([_described(part) for part in self._parts if not isinstance(part, _Held)])
 
     def __hash__(self) -> int:
@@ -52,15 +72,15 @@ class Code:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
-    """An array that a function names: the same one, or another."""
+    """An array or another object that a function names: the same one, or another."""
 
-    array: Any
+    value: Any
 
     def __hash__(self) -> int:
-        return id(self.array)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.array is other.array
+        return isinstance(other, _Held) and self.value is other.value
 
 
 def _described(part: Any) -> Any:
@@ -89,15 +109,15 @@ def _inside(value: Any, found: list) -> Iterable[Any]:
             constants = [v for cls in own for name, v in vars(cls).items() if not name.startswith("__")]
             special = [v for cls in own for name, v in vars(cls).items() if name.startswith("__") and callable(v)]
             return _noted(constants, found) + special
-        case tuple() | list() | set() | frozenset():
-            return _objects(value)
+        case tuple() | frozenset():
+            return _noted(list(islice(value, _OF_EACH)), found)
+        case list() | set():
+            return filter(callable, islice(value, _OF_EACH))
         case dict() | types.MappingProxyType():
-            return _objects(value.values())
-    if callable(value) and isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
-        return [wrapped]  # jax.jit's, functools.cache's
+            return filter(callable, islice(value.values(), _OF_EACH))
     if dataclasses.is_dataclass(value) or _is_own(sys.modules.get(type(value).__module__)):
-        return [type(value), *_objects(getattr(value, "__dict__", {}).values())]
-    return []
+        return [type(value), *_objects(islice(getattr(value, "__dict__", {}).values(), _OF_EACH))]
+    return _objects(getattr(value, name, None) for name in _HIDDEN) if callable(value) else []
 
 
 def _named(function: types.FunctionType, found: list) -> list[Any]:
@@ -108,40 +128,66 @@ def _named(function: types.FunctionType, found: list) -> list[Any]:
         except ValueError:  # not yet, or no longer there
             continue
     code = function.__code__
-    if not code.co_filename.startswith(FOREIGN):
+    if not is_foreign(code.co_filename):
         found.append(code)
-        names = _names(code)
+        names, attributes = _names(code)
         named = [function.__globals__[name] for name in names if name in function.__globals__]
-        modules = [value for value in named if isinstance(value, types.ModuleType) and _is_own(value)]
-        held += named + [vars(module)[name] for module in modules for name in names if name in vars(module)]
+        named += _of_modules(named, attributes)
+        found += [_Held(value) for value in named if _is_object(value)]
+        held += named
     return _noted(held, found)
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """The names in a function and in those inside it."""
-    inside = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
-    return sorted({*code.co_names, *inside})
+def _of_modules(values: Sequence[Any], attributes: Sequence[str]) -> list[Any]:
+    """What a function may mean by ``module.name`` of modules of one's own, and of those within them."""
+    found, modules = [], [value for value in values if isinstance(value, types.ModuleType) and _is_own(value)]
+    for module in modules:
+        inside = [vars(module)[name] for name in attributes if name in vars(module)]
+        modules += [one for one in inside if isinstance(one, types.ModuleType) and _is_own(one) and one not in modules]
+        found += inside
+    return found
+
+
+@functools.lru_cache(1024)
+def _names(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """The global names in a function and in those inside it, and the names of attributes."""
+    globals_ = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    attributes = set(code.co_names)
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            inner = _names(part)
+            globals_.update(inner[0])
+            attributes.update(inner[1])
+    return sorted(globals_), sorted(attributes)
 
 
 def _noted(values: list[Any], found: list) -> list[Any]:
-    """``values`` without numbers, words and arrays, which go into ``found``."""
+    """``values`` without numbers, words and arrays, which go into ``found``, as the names of packages' functions do."""
     for value in values:
         if isinstance(value, _PLAIN):
             found.append((type(value), repr(value)))
         elif isinstance(value, jax.Array | np.ndarray):
             found.append(_Held(value))
+        elif callable(value):
+            found.append((str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))))
     return _objects(values)
 
 
 def _objects(values: Iterable[Any]) -> list[Any]:
-    """Those that may hold functions. What is in lists, dictionaries and objects changes while a program runs (counts,
-    histories), and the numbers of a method's fields are known to JAX: they are no edits."""
+    """Those that may hold functions."""
     return [value for value in values if not isinstance(value, (*_PLAIN, jax.Array, np.ndarray, types.ModuleType))]
 
 
-def _is_own(module: types.ModuleType | None) -> bool:
+def _is_object(value: Any) -> bool:
+    """Whether it holds what changes without a sign: a container, or an object of a class of one's own."""
+    return isinstance(value, _CONTAINERS) or (
+        not isinstance(value, type | types.FunctionType) and _is_own(sys.modules.get(type(value).__module__))
+    )
+
+
+def _is_own(module: Any) -> bool:
     """Whether a module belongs to no package: a notebook, a script, a file of one's own."""
-    if module is None or module.__name__ == "__main__":
-        return module is not None
+    if getattr(module, "__name__", None) == "__main__":
+        return True
     file = getattr(module, "__file__", None)
-    return file is not None and not file.startswith(FOREIGN)
+    return isinstance(file, str) and not is_foreign(file)

@@ -60,7 +60,8 @@ def traced_once(
             leaves, structure = jax.tree.flatten(args[fixed:])
             numbers = tuple((type(leaf), leaf) if isinstance(leaf, _NUMBERS) else None for leaf in leaves)
             arrays = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
-            made, shape = trace(args[:fixed], structure, tuple(map(shape_of, arrays)), numbers, settings())
+            known = (Code(*args[:fixed]), *settings())  # type: ignore[misc]
+            made, shape = trace(args[:fixed], structure, tuple(map(shape_of, arrays)), numbers, known)
             results = core.jaxpr_as_fun(made)(*arrays)  # of which constants are no arrays yet
             return jax.tree.unflatten(shape, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results])
 

@@ -219,14 +219,14 @@ class LocalSGD:
             used = jnp.arange(len(given)) < steps
             return jnp.sum(jnp.where(used[:, None], given >= 0, False)).astype(float)
         if self.blocks is not None:
-            return jnp.asarray(steps * data.size / self.blocks, float)
+            return jnp.asarray(steps, float) * data.size / self.blocks
         if self.batch_size == "full":
-            return jnp.asarray(steps * data.size, float)
+            return jnp.asarray(steps, float) * data.size  # as whole numbers they may go beyond 32 bits
         batch = min(self.batch_size, data.layout.largest)
         if self.order == "replacement":
-            return jnp.asarray(steps * batch, float)
+            return jnp.asarray(steps, float) * batch
         epochs, rest = steps // data.batches(batch), steps % data.batches(batch)
-        return jnp.asarray(epochs * data.size + jnp.minimum(rest * batch, data.size), float)
+        return jnp.asarray(epochs, float) * data.size + jnp.minimum(rest * batch, data.size)
 
     @property
     def lr_is_step_size(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from fedrax.compiled.edits import FOREIGN
+from fedrax.compiled.edits import is_foreign
 from fedrax.errors import FedraxError
 
 _SENTENCES = {
@@ -142,4 +142,4 @@ def _place(algorithm: Any, error: Exception) -> str:
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The last place on an error's way that lies in code of the user's own, in no package."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((frame for frame in frames if not frame.filename.startswith((*FOREIGN, "<"))), None)
+    return next((frame for frame in frames if not (is_foreign(frame.filename) or frame.filename.startswith("<"))), None)

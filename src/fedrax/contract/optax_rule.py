@@ -101,7 +101,7 @@ class Optax:
     def init(self, params: Tree) -> Tree:
         """The optimizer's state."""
         state = self.made(1.0).init(params)
-        holding = lambda part: hasattr(part, "hyperparams")  # noqa: E731
+        holding = lambda part: "learning_rate" in getattr(part, "hyperparams", ())  # noqa: E731
         if self.wants_lr and any(map(holding, jax.tree.leaves(state, is_leaf=holding))):
             raise FedraxError(
                 f"{self._name} keeps its learning rate in its state, where local.lr does not reach it: leave"

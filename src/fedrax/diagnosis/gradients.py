@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.edits import Code
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.client_data import ClientData, Layout, Place
 from fedrax.contract.local import LocalSGD
@@ -110,7 +111,8 @@ class Clients:
         self.federation, self.loss = federation, task.evaluation_loss
         still = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
         self.still, self.training = (
-            Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0) for of in (still, task)
+            Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(of))
+            for of in (still, task)
         )
         self.samples = Batch(*map(jnp.asarray, federation.train))
         self.key = jax.random.key(seed)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax.compiled.edits import Code
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.place import Layout, Place
 from fedrax.contract.task import Batch, Task
@@ -59,7 +60,7 @@ def watch(
     keys = jax.random.split(jax.random.key(seed), runs)
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
     other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
-    program = _program(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn)
+    program = _program(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn, Code(algorithm, task))
     given = (algorithm, params, (samples, other), jnp.float32(rate), keys)
     seen_numbers = math.prod(jax.eval_shape(program, *given).shape)
     if 4 * seen_numbers > MOST_BYTES:
@@ -92,13 +93,13 @@ class _Watched(Alone):
 
 
 @lru_cache(maxsize=8)
-def _program(task: Task, rounds: int, seen: str, side_by_side: int, drawn: Drawn) -> Callable[..., Array]:
+def _program(task: Task, rounds: int, seen: str, side_by_side: int, drawn: Drawn, code: Code) -> Callable[..., Array]:
     """The compiled function (algorithm, params, samples, rate, keys) -> what is seen with each key: of all worlds."""
 
     def run(algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], rate: Array, key: Array) -> Array:
         found: list[Tree] = []
         rows = len(clients[0].y)
-        program = Program(task, Layout(rows, rows, rows), 1, 0, expected=1.0)
+        program = Program(task, Layout(rows, rows, rows), 1, 0, expected=1.0, code=code)
         zero = jnp.zeros(1, jnp.int32)
         places = Place(zero, zero, zero, jnp.full(1, rows, jnp.int32), jnp.ones(1))
         server, kept = algorithm.init(params, 1), (Kept.at_first(algorithm, params, ()),) * 2

@@ -49,7 +49,7 @@ def identify(
         settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
     return {
         **of_data(federation),
-        "method": _digest([_without_places(repr(algorithm))]),
+        "method": _digest([_without_places(repr(algorithm)), *jax.tree.leaves(algorithm)]),
         **{_SETTING + f.name: _digest([repr(getattr(settings, f.name))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
