@@ -238,7 +238,7 @@ def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..
 
     def compared(code: str) -> Outcome:
         (tmp_path / "own.py").write_text(code)
-        own_code._import_file.cache_clear()  # as another process
+        own_code._files.clear()  # as another process
         shutil.rmtree(tmp_path / "c/fedavg", ignore_errors=True)  # as if it had been broken off after the search
         return fedrax("compare", "s.toml", "--out", "c", "--quiet")
 

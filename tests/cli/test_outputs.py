@@ -196,7 +196,7 @@ def test_finished_runs_of_something_else_are_not_taken(
             return Task(task.init, lambda params, batch, key: 2 * task.loss(params, batch, key), task.metrics)
 
         monkeypatch.setattr(tasks, "classification", doubled)
-        says = "its program differ"
+        says = "its program and evaluation differ"
     outcome = fedrax("compare", "c.toml", "--out", "c", "--quiet")
     assert outcome.status == 2 and says in outcome.err and "choose another --out" in outcome.err, outcome
     assert events.read_bytes() == before

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedrax import FedraxError
-from fedrax.experiments import experiment
+from fedrax.experiments import experiment, own_code
 
 MODEL = """
 from fedrax.models import MLP
@@ -28,6 +28,17 @@ def test_own_code_imports_what_lies_beside_it(tmp_path: Path) -> None:
         (tmp_path / folder / "mine.py").write_text(MODEL)
         made = experiment.from_table({"model": {"name": "mine.py:model"}}, "x", tmp_path / folder)
         assert made.model.width == width and sys.path == before
+
+
+def test_files_of_one_folder_share_what_lies_beside_them(tmp_path: Path) -> None:
+    """Also where code of another folder has imported a module of that name in between."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shared_parts.py").write_text("class Part:\n    pass\n")
+    for place in ("b/one.py", "a/one.py", "b/two.py"):
+        (tmp_path / place).write_text("from shared_parts import Part\n")
+    kinds = [own_code.import_named(f"{place}:Part", tmp_path)[1] for place in ("b/one.py", "a/one.py", "b/two.py")]
+    assert kinds[0] is kinds[2] and kinds[0] is not kinds[1]
 
 
 HEAD = """

@@ -93,6 +93,14 @@ def test_settings_without_effect_are_refused(name: str, fedrax: Callable[..., Ou
     assert not (tmp_path / "c").exists()
 
 
+def test_flags_that_have_an_effect_on_one_method(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Where the other's grid tries values of its own."""
+    text = SHARED + METHODS + "grid = { algorithm.local.lr = [0.1, 0.2] }\n"
+    (tmp_path / "c.toml").write_text(text)
+    done = fedrax("compare", "c.toml", "--algorithm.local.lr", "0.05", "--out", "c", "--quiet")
+    assert done.status == 0, done.err
+
+
 def test_the_seed_of_a_run_that_is_compared_is_its_own(tmp_path: Path) -> None:
     spec = read(tmp_path, TINY.replace("[run]\n", "[run]\nseed = 7\n"))
     assert spec.seeds == (0, 1, 2) and [job.spec.run.seed for job in spec.runs({})] == [0, 1, 2]

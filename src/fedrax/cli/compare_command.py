@@ -136,15 +136,16 @@ def _settings_of_runs(args: list[str]) -> list[str]:
 
 
 def _refuse_what_grids_have(spec: Comparison, flags: Sequence[str]) -> None:
-    """Flags for all methods that would be without effect, since a grid tries other values."""
+    """Flags for all methods that would be without effect on any, since grids try other values."""
+    lost = set(flags)
     for method in spec.methods:
         tried = [path for path, _ in spec.grids[method.name].axes] if method.name in spec.grids else []
-        lost = {flag for flag in flags if flag in (*tried, *(replaced_by(path, method) for path in tried))}
-        if lost:
-            raise FedraxError(
-                f"--{min(lost)} would be without effect, for the grid of {method.name} tries values of its own: leave"
-                " it out, or give another --grid."
-            )
+        lost &= {*tried, *(replaced_by(path, method) for path in tried)}
+    if lost and spec.methods:
+        raise FedraxError(
+            f"--{min(lost)} would be without effect, for the grid of {spec.methods[0].name} tries values of its own:"
+            " leave it out, or give another --grid."
+        )
 
 
 def with_options(spec: Comparison, options: CompareOptions) -> Comparison:

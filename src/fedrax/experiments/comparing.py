@@ -15,12 +15,12 @@ from fedrax import files
 from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, engines, experiment, running, search
 from fedrax.experiments import grid as grids_of
-from fedrax.experiments.comparison import AnotherExperiment, Comparison
+from fedrax.experiments.comparison import AnotherExperiment, Comparison, Job
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.ownership import check_ours
 from fedrax.experiments.running import Executors, Problem, ProgressWatcher, Watcher, Workers
 from fedrax.report import curves, grids, tables
-from fedrax.report.runs import COMPARISON, Method, Row, Run, default_target, main_metric, summarise
+from fedrax.report.runs import COMPARISON, Method, Row, Run, default_target, main_metric, read_comparison, summarise
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.progress import somebody_looks_on
 from fedrax.simulation.tuning import Choice
@@ -96,11 +96,11 @@ class Outcome:
     def save(self) -> None:
         """Write table.md, comparison.json and the pictures, as :func:`compare` does."""
         out, name = self.directory, self.comparison.name
+        files.write_text(out / COMPARISON, json.dumps(self.summary(), indent=2) + "\n")
+        files.write_text(out / "table.md", tables.markdown(self.rows, self.target, self.metric))
         curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
         if self.choices:
             curves.save_curves(grids.draw_grids(self.choices, name), out / "grid")
-        files.write_text(out / COMPARISON, json.dumps(self.summary(), indent=2) + "\n")
-        files.write_text(out / "table.md", tables.markdown(self.rows, self.target, self.metric))
 
     def __repr__(self) -> str:
         """The table, and what it does not say."""
@@ -225,12 +225,22 @@ def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, wa
         choices = search.search(spec, out, task, held, watcher, workers, data_dir)
     chosen = {label: dict(choice.best.point) for label, choice in choices.items()}
     jobs = spec.runs(chosen)
+    _say_which(jobs, out)
     running.check_kept(jobs, out, lambda: (task, federation))
     if workers is None:
         running.run_here(jobs, out, lambda: (task, federation), watcher)
     else:
         running.run_on(workers, jobs, out, data_dir, watcher)
     return Outcome(spec, out, tuple(_labelled(spec, out, chosen)), choices)
+
+
+def _say_which(jobs: Sequence[Job], out: Path) -> None:
+    """Let what is kept of an earlier search speak of the runs that are to come: those of other settings are its own."""
+    with contextlib.suppress(FedraxError):
+        kept = read_comparison(out)
+        if kept:
+            places = sorted({job.place.parent.as_posix() for job in jobs})
+            files.write_text(out / COMPARISON, json.dumps({**kept, "places": places}, indent=2) + "\n")
 
 
 def _labelled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[Method]:

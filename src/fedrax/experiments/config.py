@@ -50,7 +50,7 @@ class Choice:
         if self.adapt is not None and ":" in name:
             where, found = import_named(name, folder, trust)
             cls = self.adapt(found)
-            if "name" in getattr(cls, "__dataclass_fields__", {}):
+            if dataclasses.is_dataclass(cls) and any(field.name == "name" for field in dataclasses.fields(cls)):
                 raise FedraxError(
                     f"{where} has a parameter or field called name, the key that chooses the {self.kind}: rename it."
                 )

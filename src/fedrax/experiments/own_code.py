@@ -17,11 +17,11 @@ import os
 import re
 import secrets
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
@@ -37,8 +37,12 @@ _allowed: set[str] = set()
 """What has been trusted in this process: an experiment is read more than once."""
 _modules: set[str] = set()
 """Names of the modules imported here."""
-_places: dict[str, Path] = {}
-"""Of the modules that own code has imported from its own folder: which folder that is."""
+_files: dict[Path, types.ModuleType] = {}
+"""Files of own code that have been executed, once each."""
+_beside_them: dict[Path, dict[str, types.ModuleType]] = {}
+"""By folder, the modules that own code in it has imported from there."""
+_importing = threading.RLock()
+"""Workers run in threads, and what can be imported is the process's."""
 _CALLED = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
 """How Python refuses to call a function with other arguments than it has, before a line of it runs."""
 _FRAMES = 4
@@ -109,10 +113,11 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
 def _beside(folder: Path) -> Iterator[None]:
     """While own code is imported, it can import the modules in its folder.
 
-    Those that code in other folders has imported under the same names are set aside for so long.
+    Those that code in other folders has imported under the names of some that lie here are set aside for so long.
     """
-    others = [name for name, place in _places.items() if place != folder and name in sys.modules]
-    aside = {name: sys.modules.pop(name) for name in others}
+    others = {name for place, modules in _beside_them.items() if place != folder for name in modules}
+    aside = {name: sys.modules.pop(name) for name in others if name in sys.modules and _is_there(name, folder)}
+    sys.modules.update(_beside_them.get(folder, {}))
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -121,10 +126,16 @@ def _beside(folder: Path) -> Iterator[None]:
     finally:
         with suppress(ValueError):  # the code may have done so itself
             sys.path.remove(str(folder))
-        new = {name for name in sys.modules.keys() - before if _lies_in(name, folder)}
+        new = [name for name in set(sys.modules) - before if _lies_in(name, folder)]
         _modules.update(new)
-        _places.update(dict.fromkeys(new - aside.keys(), folder))
+        _beside_them.setdefault(folder, {}).update((name, sys.modules[name]) for name in new)
         sys.modules.update(aside)
+
+
+def _is_there(name: str, folder: Path) -> bool:
+    """Whether a folder has a module of that name, or of its package's."""
+    top = name.partition(".")[0]
+    return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
 
 
 def _lies_in(name: str, folder: Path) -> bool:
@@ -134,8 +145,14 @@ def _lies_in(name: str, folder: Path) -> bool:
     return any(isinstance(place, str) and Path(place).resolve().parent == folder for place in places)
 
 
-@cache
 def _import_file(path: Path) -> types.ModuleType:
+    with _importing:
+        if path not in _files:
+            _files[path] = _executed(path)
+        return _files[path]
+
+
+def _executed(path: Path) -> types.ModuleType:
     if not path.is_file():
         raise FedraxError(f"there is no file {path}.")
     spec = importlib.util.spec_from_file_location(f"fedrax_own_{abs(hash(path))}", path)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -21,7 +25,7 @@ from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, owned
 from fedrax.simulation.evaluate import is_lower_better
 from fedrax.simulation.events import EventFile
-from fedrax.simulation.identity import difference, form_of, of_data
+from fedrax.simulation.identity import difference, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.sweep import pays, program_of
 from fedrax.simulation.tuning import Choice, Trial, alike, metric_of, trial_of
@@ -109,19 +113,24 @@ def _check_known(comparison: Comparison, out: Path, task: Task, federation: Fede
 
 
 def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
-    """For every label with a grid what is computed at the first of all points that differ in floats alone, under a name
+    """For every label with a grid what is computed at the first of points that differ in numbers alone, under a name
     that tells for which settings it is."""
     found: dict[str, dict[str, str]] = {}
     for label in comparison.grids:
         firsts: dict[str, Experiment] = {}
         for _, spec in comparison.candidates[label]:
-            firsts.setdefault(form_of(spec.algorithm), spec)
+            firsts.setdefault(_without_numbers(spec.algorithm), spec)
         found[label] = {}
         for spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
             name, digests = program_of(spec.algorithm, task, federation, run)
             found[label][f"program of {label}: {name}"] = digests
     return found
+
+
+def _without_numbers(algorithm: Algorithm) -> str:
+    """A method's form but for whole numbers: a grid of them has many, and each takes a while to trace."""
+    return re.sub(r"\d+", "", str(jax.tree.structure(algorithm)))
 
 
 def search(

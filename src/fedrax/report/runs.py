@@ -120,7 +120,7 @@ def find_runs(path: Path) -> list[Run]:
     if not found:
         raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
     shown = [run for run in found if not run.validation] or found
-    return [run for run in shown if not (run.finished and left(run.directory.parent))]
+    return [run for run in shown if not left(run.directory.parent)] or shown
 
 
 def _settings_left(path: Path) -> Callable[[Path], bool]:
