@@ -160,3 +160,19 @@ def test_the_trajectory_after_some_rounds():
         jax.tree.map(np.testing.assert_array_equal, mine, whole[r - 1])
     with pytest.raises(FedraxError, match="rounds 1 to 4, not after 5"):
         run(rounds=4, trajectory=[2, 5])
+
+
+def test_a_callback_sees_the_evaluation_that_reaches_the_target():
+    seen: list[int] = []
+    made = run(FedAvg(LOCAL), rounds=4, eval_every=1, target=0.01, callbacks=[lambda s: seen.append(s.event["round"])])
+    assert made.stopped == "target" and seen == [event["round"] for event in made.events]
+
+
+def test_gradients_beyond_32_bits_are_counted():
+    """Of many steps over all of a large client's data."""
+
+    class Data:
+        given_rows, size, layout = None, jnp.int32(500_000), None
+
+    count = LocalSGD(batch_size="full", steps=5000).samples(Data(), 5000)  # type: ignore[arg-type]
+    assert float(count) == 2.5e9

@@ -19,6 +19,9 @@ from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
 from fedrax.models.modules import Part, library, model_of, modes, told_of_axes
 
+_LARGEST = 1 << 20
+"""Bytes of a constant, which stands in every program of the model: a larger one travels beside the parameters."""
+
 
 def from_linen(
     module: Any, sample_input: Array | np.ndarray, *, features: Part | None = None, blocks: Sequence[Part] = ()
@@ -121,7 +124,11 @@ def _alike(variables_of: Callable[[Array], dict[str, Any]], names: list[str]) ->
     one, other = begin(jax.random.key(0)), begin(jax.random.key(1))
 
     def same(name: str) -> bool:
-        return all(map(np.array_equal, jax.tree.leaves(one[name]), jax.tree.leaves(other[name])))
+        leaves = jax.tree.leaves(one[name])
+        if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
+            return False
+        small = sum(leaf.nbytes for leaf in leaves) <= _LARGEST
+        return small and all(map(np.array_equal, leaves, jax.tree.leaves(other[name])))
 
     return {name: one[name] for name in names if same(name)}
 

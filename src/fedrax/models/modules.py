@@ -99,7 +99,10 @@ def model_of(
 
 def _check_switches(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
     """Refuse a switch that has a name of its own and stands the wrong way: the other way round a training call draws
-    random numbers or moves statistics that it else does not, or an evaluation leaves what it else does."""
+    random numbers or moves statistics that it else does not, or an evaluation leaves what it else does. Beside a switch
+    whose name is known others are options."""
+    if modes(method, train=True):
+        return
 
     def signs(method: Callable, train: bool) -> set[str] | None:
         return _signs_of_training(run, method, variables, x, key, train)

@@ -236,7 +236,8 @@ class Run:
         if lost is not None:
             where = f"{setup.info.algorithm}, round {len(events)}"
             self._stop(f"{where}: {lost} is not finite", carry, "the state")
-        return carry, rounds, "target" if self._reached(new) else self._called(carry, new[-1])
+        called = self._called(carry, new[-1])
+        return carry, rounds, "target" if self._reached(new) else called
 
     def _called(self, carry: Carry, event: Event) -> str:
         """Why the run would stop, if a callback says so after an evaluation."""
