@@ -171,8 +171,13 @@ def test_a_callback_sees_the_evaluation_that_reaches_the_target():
 def test_gradients_beyond_32_bits_are_counted():
     """Of many steps over all of a large client's data."""
 
-    class Data:
-        given_rows, size, layout = None, jnp.int32(500_000), None
+    @hyperparameters
+    class Counting(FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            zero = jax.tree.map(jnp.zeros_like, message)
+            return ClientOutput(upload=zero, info={"gradients": self.local.samples(data, 5000)})
 
-    count = LocalSGD(batch_size="full", steps=5000).samples(Data(), 5000)  # type: ignore[arg-type]
-    assert float(count) == 2.5e9
+    rows = 500_000
+    large = Federation.from_arrays(np.zeros((rows, 4), np.float32), np.arange(rows) % 3, offsets=np.array([0, rows]))
+    made = run(Counting(LocalSGD(batch_size="full", steps=5000)), large, rounds=1, cohort_size=1)
+    assert made.events[0]["gradients"] == 2_500_000_000

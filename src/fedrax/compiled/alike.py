@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from fedrax.compiled.edits import enclosed
 from fedrax.compiled.rewriting import outputs_of
 from fedrax.compiled.tracing import constants_in, equations_in, functions_in
 
@@ -67,7 +68,7 @@ def _are_of_jax(values: Iterable[Any]) -> bool:
         if isinstance(value, types.FunctionType):
             if not value.__code__.co_filename.startswith(_OF_JAX):
                 return False
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            waiting += enclosed(value)
         elif isinstance(value, tuple | list):
             waiting += value
         elif isinstance(value, partial):
@@ -77,13 +78,6 @@ def _are_of_jax(values: Iterable[Any]) -> bool:
         elif hasattr(value, "f_transformed") or hasattr(value, "call_wrapped"):  # a function under transformations
             waiting.append(value.f)
     return True
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def derivative_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:

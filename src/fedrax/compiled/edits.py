@@ -37,6 +37,17 @@ def is_foreign(path: str) -> bool:
     return path.startswith(_FOREIGN) or "site-packages" in path or "dist-packages" in path
 
 
+def enclosed(function: types.FunctionType) -> list[Any]:
+    """What a function holds of those around it."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not yet, or no longer there
+            continue
+    return found
+
+
 class Code:
     """The functions in some objects that belong to no package, with all functions, classes and numbers that they name.
 
@@ -121,12 +132,7 @@ def _inside(value: Any, found: list) -> Iterable[Any]:
 
 
 def _named(function: types.FunctionType, found: list) -> list[Any]:
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not yet, or no longer there
-            continue
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *enclosed(function)]
     code = function.__code__
     if not is_foreign(code.co_filename):
         found.append(code)

@@ -312,10 +312,9 @@ class LocalSGD:
             self._start_of_optimizer(params, carried),
         )
         x, memory, _, total, loss, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
-        carried.params = x
+        carried.params, carried.optimizer = x, rule if self.carry else carried.optimizer
         for change in data.result_rules:
             x = change(x)
-        carried.optimizer = rule if self.carry else carried.optimizer
         count = jnp.asarray(steps, float)
         shared = 1 / jnp.maximum(count, 1)  # of no step at all the loss is 0
         return LocalResult(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled.edits import enclosed
 from fedrax.contract.fields import Leaf, Static
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
@@ -139,8 +140,7 @@ def _is_finished(transform: Any) -> bool:
 
 def _described(value: Any) -> str:
     if inspect.isfunction(value):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return f"{value.__module__}.{value.__qualname__}({', '.join(map(_described, held))})"
+        return f"{value.__module__}.{value.__qualname__}({', '.join(map(_described, enclosed(value)))})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_described, value))})"
     return repr(value)

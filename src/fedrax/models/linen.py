@@ -40,14 +40,8 @@ def from_linen(
     that moves statistics or draws random numbers in evaluation, and for one that a switch of another name keeps from
     doing so in training.
     """
-    linen = library("flax.linen", "flax")
+    _check_instance(module, library("flax.linen", "flax"))
     errors, meta = importlib.import_module("flax.errors"), importlib.import_module("flax.core.meta")
-    if not isinstance(module, linen.Module):
-        made = getattr(module, "func", module)  # of a functools.partial
-        name = made.__name__ if isinstance(made, type) else None
-        what = type(module).__name__ if name is None else f"the class {name}: give {name}(...)"
-        raise FedraxError(f"from_linen takes an instance of a Linen module, not {what}")
-
     call, sample = type(module).__call__, jnp.asarray(sample_input)
     training, evaluation = modes(call, train=True), modes(call, train=False)
 
@@ -89,6 +83,15 @@ def from_linen(
         with _told_of_flax(module, errors):
             jax.eval_shape(lambda v: module.apply({**constants, **v}, sample, **evaluation), known)
     return model_of(type(module), init, run, features, blocks, has_statistics=bool(collections))
+
+
+def _check_instance(module: Any, linen: ModuleType) -> None:
+    """Refuse a class, or what makes one's objects, in place of a module."""
+    if not isinstance(module, linen.Module):
+        made = getattr(module, "func", module)  # of a functools.partial
+        name = made.__name__ if isinstance(made, type) else None
+        what = type(module).__name__ if name is None else f"the class {name}: give {name}(...)"
+        raise FedraxError(f"from_linen takes an instance of a Linen module, not {what}")
 
 
 def _that_stay(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> tuple[list[str], list[str]]:

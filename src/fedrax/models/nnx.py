@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -51,14 +52,10 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
         params, statistics = (nnx.to_pure_dict(nnx.state(made, kind)) for kind in (nnx.Param, moving))
         return Variables(params, statistics) if has_statistics else params
 
-    def filled(template: Any, values: Any) -> Any:
-        state = jax.tree.map(lambda v: v, template)  # a fresh copy: filling it must not touch the template
-        nnx.replace_by_pure_dict(state, values)
-        return state
-
     def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if has_statistics else (variables, {})
-        network = nnx.merge(graph, filled(template, params), filled(still, statistics), other, copy=True)
+        states = _filled(nnx, template, params), _filled(nnx, still, statistics), other
+        network = nnx.merge(graph, *states, copy=True)
         if train:
             network.train()
         else:
@@ -73,6 +70,13 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
         return outputs, nnx.to_pure_dict(moved)
 
     return model_of(kind, init, run, features, blocks, has_statistics)
+
+
+def _filled(nnx: ModuleType, template: Any, values: Any) -> Any:
+    """A state with these values in the place of the template's."""
+    state = jax.tree.map(lambda v: v, template)  # a fresh copy: filling it must not touch the template
+    nnx.replace_by_pure_dict(state, values)
+    return state
 
 
 def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:

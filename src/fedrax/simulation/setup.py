@@ -126,14 +126,8 @@ def prepare(
     if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
     streamed, spilled = choose(settings, mesh, samples, planner.capacity * tree.num_bytes(initial))
-    fixed = (task, Layout.of(federation.sizes), federation.num_clients, chunk)
-    program = Program(
-        *fixed,
-        precision=settings.precision,
-        own_samples=streamed,
-        expected=sampler.expected,
-        code=Code(algorithm, task),
-    )
+    known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk, code=Code(algorithm, task))
+    program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     start, statistics = drawn()  # until here shapes were enough
@@ -142,9 +136,7 @@ def prepare(
     joining = _joining(planner, cuts_in(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
     words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0) + widened
-    variables = Variables(start, statistics) if statistics else start
-    of_run = (algorithm, settings, federation, script, sampler.from_file, traced.program)
-    identity = lambda: identify(*of_run, trace_evaluation(task, start, variables, samples), start)  # noqa: E731
+    given_so = (algorithm, settings, federation, script, sampler.from_file)
     return Setup(
         algorithm=algorithm,
         task=task,
@@ -166,8 +158,16 @@ def prepare(
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
         info=_info(algorithm, settings, sampler, words, traced, start, directory),
         traced=traced,
-        identity=identity() if kept_in else None,
+        identity=_identity(given_so, traced, task, start, statistics, samples) if kept_in else None,
     )
+
+
+def _identity(
+    given: tuple, traced: TracedRound, task: Task, start: Tree, statistics: Tree, samples: Batch
+) -> dict[str, str]:
+    """What decides the numbers. given: the first arguments of ``identify``."""
+    evaluation = trace_evaluation(task, start, Variables(start, statistics) if statistics else start, samples)
+    return identify(*given, traced.program, evaluation, start)
 
 
 def _at_first(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kept, list[FedraxError]]:
