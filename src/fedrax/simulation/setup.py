@@ -162,8 +162,11 @@ def prepare(
     )
 
 
+_Given = tuple[Algorithm, Settings, Federation, Script | None, Sequence[np.ndarray]]
+
+
 def _identity(
-    given: tuple, traced: TracedRound, task: Task, start: Tree, statistics: Tree, samples: Batch
+    given: _Given, traced: TracedRound, task: Task, start: Tree, statistics: Tree, samples: Batch
 ) -> dict[str, str]:
     """What decides the numbers. given: the first arguments of ``identify``."""
     evaluation = trace_evaluation(task, start, Variables(start, statistics) if statistics else start, samples)
