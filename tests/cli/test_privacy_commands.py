@@ -101,6 +101,7 @@ def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp
         (["privacy", "--epsilons", "0"], "--epsilons must be greater than 0"),
         (["privacy", "--algorithm", "clientdp", "--run.amplification", "poisson"], "'poisson' does not hold"),
         (["audit", "--algorithm", "fedavg"], "FedAvg adds no noise: there is no claim to audit"),
+        (["audit", "--algorithm", "clientdp", "--drawn", "--run.participation", "turns"], "--drawn is for cohorts of"),
         (["audit", "--algorithm", "clientdp", "--rounds", "0"], "--rounds must be 1 or more"),
         (["audit", "--algorithm", "clientdp", "--runs", "10"], "takes 40 to 1,000,000 runs of each, not 10"),
         (["audit", "--algorithm", "clientdp", "--runs", "99999999999"], "takes 40 to 1,000,000 runs of each"),
@@ -120,4 +121,6 @@ def test_audit_prints_what_is_proven_beside_what_is_claimed(fedrax: Any, private
     watched, guessed = json.loads(audited.out)
     assert 0 < watched["proven"] <= watched["claimed"] and watched["claimed_paper"] is None  # which is of one sample
     assert guessed["unit"] == "client" and guessed["rounds"] == 4 and not guessed["refuted"]
-    assert "proves epsilon" in fedrax("audit", private, "--runs", "40").out
+    assert "replacement of a client" in fedrax("audit", private, "--runs", "40").out
+    drawn = ["--algorithm", "clientdp", "--run.participation", "poisson", "--runs", "40", "--drawn"]
+    assert "presence of a client" in fedrax("audit", private, *drawn).out

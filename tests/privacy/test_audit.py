@@ -98,10 +98,13 @@ def test_broken_mechanisms_are_caught(broken: type[Noisy]):
     assert epsilon_of_mu(audited(method).mu, DELTA) > 1.1 * claimed(method)
 
 
-def test_what_the_public_sees_is_the_model():
+def test_what_the_public_sees_is_the_model_and_what_is_sent_and_said():
+    """Of two rounds four parameters, which are what is sent, and a loss; of SCAFFOLD also c."""
     method = Noisy(local=LOCAL, noise=2.0, seen="public")
     seen = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
-    assert seen.shape == (50, 8) and len(np.unique(seen[:, 0])) == 50
+    assert seen.shape == (50, 10) and len(np.unique(seen[:, -1])) == 50
+    scaffold = fedrax.ClientDP(fedrax.Scaffold(local=LOCAL))
+    assert watch(scaffold, TASK, PARAMS, WORLDS[0], 3, rounds=2, seen="public").shape == (3, 16)
     again = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
     assert seen.tobytes() == again.tobytes()
 

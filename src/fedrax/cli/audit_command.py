@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich import box
@@ -16,14 +16,15 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.audit import Audit, guess_canaries, watch_a_client
 from fedrax.report.tables import wide_console
-from fedrax.simulation import use_all_cores
+from fedrax.simulation import Poisson, Settings, Uniform, use_all_cores
 
 DESCRIPTION = """Attack a private experiment: `fedrax audit [FILE.toml] [flags]`.
 
 With the flags of `fedrax run`. One attacker watches a client, with its own labels and with others, in many runs of a
 few rounds; the other guesses, from the model of one whole run, of which canaries the labels were exchanged. Each proves
-a lower bound on epsilon at 95 % confidence, printed beside what the ledger claims, about other data of a client or of a
-sample. The exit status is 1 where a bound is above the sound claim: the mechanism then does not do what it says."""
+a lower bound on epsilon at 95 % confidence, printed beside what the ledger claims: about other data of a client or of a
+sample, or about its presence where a coin decides on it (of a client with `--drawn`, of a sample in batches at a rate).
+The exit status is 1 where a bound is above the sound claim: the mechanism then does not do what it says."""
 
 
 @dataclass
@@ -40,6 +41,9 @@ class AuditOptions:
     """Of each world."""
     watched: Annotated[int, tyro.conf.arg(name="rounds")] = 1
     """Rounds of each of these runs."""
+    drawn: bool = False
+    """Let a coin decide whether the watched client is in a round, as where cohorts are drawn by `poisson` or of a fixed
+    size: audits the amplification that is claimed for the draw."""
     canaries: int | None = None
     """Also train once, with so many canaries; with as many rounds as the experiment has."""
     json: bool = False
@@ -54,7 +58,9 @@ def main(args: list[str]) -> int:
         raise FedraxError(f"--rounds must be 1 or more, not {options.watched}")
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
-    watching = {"client": options.client, "rounds": options.watched, "runs": options.runs}
+    watching: dict[str, Any] = {"client": options.client, "rounds": options.watched, "runs": options.runs}
+    if options.drawn:
+        watching |= _draw(spec.run, problem[2].num_clients)
     audits = [watch_a_client(*problem, spec.run, unit=options.unit, **watching)]
     if options.canaries is not None:
         audits.append(guess_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
@@ -65,14 +71,23 @@ def main(args: list[str]) -> int:
     return int(any(audit.refuted for audit in audits))
 
 
+def _draw(run: Settings, clients: int) -> dict[str, Any]:
+    """How the experiment draws a client, as a watcher is told it."""
+    kinds = {Poisson: "poisson", Uniform: "fixed"}
+    if type(run.participation) not in kinds:
+        raise FedraxError("--drawn is for cohorts of participation 'poisson' or 'uniform': others hide nobody")
+    return {"drawn": kinds[type(run.participation)], "rate": run.cohort_size / clients}
+
+
 def _print(audits: list[Audit]) -> None:
     console, paper = wide_console(), any(audit.claimed_paper is not None for audit in audits)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ["an attacker who", "other data of a", "rounds", "trials", "proves epsilon", "claimed"]
+    heads = ["an attacker who", "about", "rounds", "trials", "proves epsilon", "claimed"]
     for head in heads + ["by the paper"] * paper:
         table.add_column(head, justify="left" if head in heads[:2] else "right")
     for a in audits:
-        cells = [a.attacker, a.unit, str(a.rounds), str(a.trials), f"≥ {a.proven:.4g}", f"≤ {a.claimed:.4g}"]
+        about = f"{a.neighbours} of a {a.unit}"
+        cells = [a.attacker, about, str(a.rounds), str(a.trials), f"≥ {a.proven:.4g}", f"≤ {a.claimed:.4g}"]
         claim = "–" if a.claimed_paper is None else f"≤ {a.claimed_paper:.4g}"
         table.add_row(*cells, *[claim + (" refuted" if a.paper_refuted else "")] * paper)
     console.print(table)

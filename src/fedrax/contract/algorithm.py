@@ -206,6 +206,16 @@ class Algorithm(ABC):
         """Whether each client keeps running statistics of its own, where else their mean goes round (FedBN)."""
         return False
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what clients send may depend on what they keep from round to round: true where they keep anything."""
+        kept = lambda params: (self.init_client(params), self.init_local(params))  # noqa: E731
+        try:
+            keeps = jax.tree.leaves(jax.eval_shape(kept, {"any": jax.ShapeDtypeStruct((1,), "float32")}))
+        except Exception:  # a user's own may ask for the names of its model
+            return True
+        return bool(keeps) or self.statistics_at_home
+
     def releases(self) -> tuple[Release, ...]:
         """What one round lets out of a client's data, as :mod:`fedrax.privacy` counts it; floats must be numbers here.
 

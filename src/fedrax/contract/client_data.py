@@ -51,8 +51,9 @@ class ClientData(Ruled):
     """One client's data and circumstances in one round; read by algorithms.
 
     size: samples of this client n_i (int32). round: the round's number from 0 (int32). work: the share of the local
-    work a straggler does, in (0, 1], or None where nobody straggles. num_clients: N. cohort_size: S (float).
-    unroll: lay out loops of known length step by step. precision: the operands of the gradient's matrix products.
+    work a straggler does, in (0, 1], or None where nobody straggles. num_clients: N. cohort_size: S (float),
+    the one that was asked for where rounds may have more clients or fewer. unroll: lay out loops of known length step
+    by step. precision: the operands of the gradient's matrix products.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class ClientData(Ruled):
 
     def begun(self) -> Self:
         """For the local steps; they can be taken once where gradients are counted."""
-        if self._stepping or self.carried.params is not None:
-            self.refuse_uncounted("other local steps")
+        if self._steps_once is not None and not self._steps_once.begin():
+            self.refuse_uncounted("other local steps, or for its steps in a loop or a compiled function of its own")
         return self._with(_stepping=True)
 
     def with_steps(self, steps: Array) -> Self:
@@ -244,6 +245,9 @@ class ClientData(Ruled):
         scale = self.size if reduction == "sum" else 1
         if not self._stepping:
             self.refuse_uncounted("a gradient beside them")
+        if self._withheld:
+            none = jnp.zeros((), jax.tree.leaves(params)[0].dtype)
+            return none, tree.zeros_like(params), self.carried.statistics
         if self._gradient_rule is not None:
             total = self._by_rule(self._gradient_rule, params, samples, weights, key)
             count = len(jax.tree.leaves(samples)[0]) if weights is None else jnp.maximum(weights.sum(), 1)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import get_opaque_trace_state
 
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -26,10 +27,24 @@ ResultRule = Callable[[Tree], Tree]
 """x_i after the last local step -> what the method sees of it."""
 
 
+class Once:
+    """Work that a mechanism counts on to be done once: not again, and not where its turns cannot be counted."""
+
+    def __init__(self) -> None:
+        self._place, self._begun = get_opaque_trace_state(), False
+
+    def begin(self) -> bool:
+        """Whether this is the first time, and not inside a loop or a compiled function of the method's own."""
+        first, self._begun = not self._begun and get_opaque_trace_state() == self._place, True
+        return first
+
+
 class Ruled:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
     _depth, _counted, _counted_steps = 0, "", 0
+    _steps_once: Once | None = None
+    _withheld = False
     _loss_rules: tuple[tuple[int, LossRule], ...] = ()
     _gradient_rule: GradientRule | None = None
     _frozen = False
@@ -93,7 +108,12 @@ class Ruled:
 
         FedraxError where the method asks for more.
         """
-        return self._with(_counted=who, _counted_steps=steps)
+        return self._with(_counted=who, _counted_steps=steps, _steps_once=Once())
+
+    def with_withheld_gradients(self, batch: Tree) -> Self:
+        """With ``batch`` and zeros for the local steps' samples and gradients: what then depends on samples does so in
+        other ways."""
+        return self._with(_withheld=True, _batch_rule=lambda step: (batch, None))
 
     def check_counted(self, steps: int | None) -> None:
         """FedraxError where local steps are counted, and are to be others than ``steps``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -216,7 +217,8 @@ class Wrapper(Algorithm):
 
     def releases(self) -> tuple[Release, ...]:
         """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""
-        return self.inner.releases()
+        inner = self.inner.releases()
+        return tuple(dataclasses.replace(r, remembers=r.remembers or self.remembers) for r in inner)
 
     def params(self, server: Any) -> Tree:
         """As ``inner``."""

@@ -148,7 +148,7 @@ class Clients:
         keys = [Keys(jax.random.split(key, n), self.key) for key in of_draws]
 
         def body(i: Array, total: Tree) -> Tree:
-            return measure(total, i, *(client_data(program, samples, turn_of(everyone, k, i)) for k in keys))
+            return measure(total, i, *(client_data(program, samples, turn_of(program, everyone, k, i)) for k in keys))
 
         return jax.lax.fori_loop(0, n, body, start)
 

@@ -26,7 +26,7 @@ from fedrax.privacy.guessing import CONFIDENCE, check_runs, epsilon_of_mu, guess
 from fedrax.privacy.watching import Drawn, watch
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.cohorts import Sampler
-from fedrax.simulation.spending import cohorts_of, ledger_of, private_releases
+from fedrax.simulation.spending import ledger_of, private_releases
 
 Unit = Literal["client", "sample"]
 SHARE = 1 / 3
@@ -35,10 +35,11 @@ SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class Audit:
-    """What was proven, at 95 %, and what is claimed, both about other data of one ``unit``."""
+    """What was proven, at 95 %, and what is claimed, both about one ``unit``: its presence, or other data of it."""
 
     attacker: Literal["watches a client", "guesses canaries"]
     unit: Unit
+    neighbours: Literal["presence", "replacement"]
     rounds: int
     trials: int
     """Runs of each world that the bound rests on, or guesses."""
@@ -83,10 +84,11 @@ def watch_a_client(
     """Tell a client's data from the same with other labels (of all samples, or of one) by what ``rounds`` let out.
 
     As the only client, and by many ``runs`` of each world. The server sees all that the client sends; where noise is
-    added to a sum the public sees the model after each round. drawn: "poisson", the client takes part in a round with
-    the chance ``rate``, and in the other world it is not there; "fixed", another client is there where it is not drawn.
-    The claim is then about rounds of such cohorts, in the first case about presence. unit: by default what the method
-    protects.
+    added to a sum the public sees what the server sends and says, and the model after each round. drawn: "poisson", the
+    client takes part in a round with the chance ``rate``, and in the other world it is not there; "fixed", another
+    client is there where it is not drawn. The claim is then about rounds of such cohorts, in the first case about
+    presence. So it is where samples are drawn into batches by coins: in the other world one sample is not there. unit:
+    by default what the method protects.
 
     Raises FedraxError for a method that is not private, labels that are no classes, or draws that the server sees.
     """
@@ -97,29 +99,45 @@ def watch_a_client(
         raise FedraxError(f"the claim is about clients that take part {apart} rounds apart: watch one round")
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
-    mine = slice(*federation.offsets[client : client + 2])
-    x, y = federation.train.x[mine], federation.train.y[mine]
-    changed = np.arange(len(y)) if unit == "client" else np.arange(1)
     start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
     _check_admitted(algorithm, task, settings, start)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
-    seen = "public" if all(release.seen == "public" for release in releases) else "server"
-    other_labels = _other_labels(federation, y, changed)
-    worlds = Batch(x, y), Batch(x, y if drawn == "poisson" else other_labels)
-    rates = (rate, 0.0) if drawn == "poisson" else (rate, rate)
-    shared: dict[str, Any] = {"rounds": rounds, "seen": seen, "drawn": drawn}
-    shared["bystander"] = Batch(x, _other_labels(federation, other_labels, changed))
+    coins = all((r.unit, r.neighbours, r.batches) == ("sample", "presence", "poisson") for r in releases)
+    presence = drawn == "poisson" or coins
+    worlds = _worlds(federation, client, unit, drawn, rate, coins)
+    shared: dict[str, Any] = {"rounds": rounds, "drawn": drawn, "precision": settings.precision}
+    shared["seen"] = "public" if all(release.seen == "public" for release in releases) else "server"
     own, other = (
-        watch(algorithm, task, start, world, runs, seed=settings.seed + k, rate=rates[k], **shared)
+        watch(algorithm, task, start, runs=runs, seed=settings.seed + k, **shared, **world)
         for k, world in enumerate(worlds)
     )
     told = tell_apart(own, other, settings.delta, confidence)
     cohorts = Cohorts() if drawn == "always" else Cohorts(drawn, rate)
-    about = releases if drawn == "poisson" else about_replacement(releases)
-    accountant = Accountant(about, settings.delta, cohorts)
-    proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta)) if drawn == "always" else told.epsilon
-    paper = accountant.epsilon_paper(rounds, len(y)) if unit == "sample" else None
-    return Audit("watches a client", unit, rounds, told.runs, proven, accountant.epsilon(rounds), paper, settings.delta)
+    accountant = Accountant(releases if presence else about_replacement(releases), settings.delta, cohorts)
+    gaussian = drawn == "always" and not coins
+    proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta)) if gaussian else told.epsilon
+    paper = accountant.epsilon_paper(rounds, int(federation.sizes[client])) if unit == "sample" else None
+    about = "presence" if presence else "replacement"
+    claimed = accountant.epsilon(rounds)
+    return Audit("watches a client", unit, about, rounds, told.runs, proven, claimed, paper, settings.delta)
+
+
+def _worlds(
+    federation: Federation, client: int, unit: Unit, drawn: Drawn, rate: float, coins: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is watched in either world. coins: whether samples come into batches by coins of their own."""
+    mine = slice(*federation.offsets[client : client + 2])
+    x, y = federation.train.x[mine], federation.train.y[mine]
+    changed = np.arange(len(y)) if unit == "client" else np.arange(1)
+    if coins:  # the first sample comes last, and is there or not
+        samples = Batch(np.roll(x, -1, 0), np.roll(y, -1, 0))
+        return {"client": samples, "size": len(y)}, {"client": samples, "size": len(y) - 1}
+    other = _other_labels(federation, y, changed)
+    bystander = Batch(x, _other_labels(federation, other, changed))
+    if drawn == "poisson":
+        return {"client": Batch(x, y), "rate": rate}, {"client": Batch(x, y), "rate": 0.0}
+    drawing = {"rate": rate, "bystander": bystander}
+    return {"client": Batch(x, y)} | drawing, {"client": Batch(x, other)} | drawing
 
 
 def guess_canaries(
@@ -167,6 +185,7 @@ def guess_canaries(
     return Audit(
         "guesses canaries",
         unit,
+        "replacement",
         len(result.events),
         said,
         one_run_epsilon(canaries, said, right, settings.delta),
@@ -185,7 +204,7 @@ def _claims(
     assert ledger is not None
     for r in range(rounds):
         ledger.spend(sampler.cohort(r))
-    drawn = cohorts_of(sampler).claimed(settings.amplification)
+    drawn = ledger.accountant.cohorts
     about = Accountant(about_replacement(releases), settings.delta, drawn if drawn.drawn == "fixed" else Cohorts())
     count = rounds if about.by_rounds else int(ledger.counts.max())
     return about.epsilon(count), ledger.epsilon_paper

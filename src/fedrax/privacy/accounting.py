@@ -86,7 +86,8 @@ class Accountant:
 
     The server that sees an answer knows whose it is: only releases that are all for the "public" are amplified by the
     draw of cohorts, and only about whole clients, since about one sample the draw hides nothing as long as the rest of
-    the client's data may give it away. ``unit`` and ``neighbours`` say what the number is about; releases that differ
+    the client's data may give it away. Draws of a fixed size do not amplify what clients remember of their rounds
+    (:attr:`Release.remembers`). ``unit`` and ``neighbours`` say what the number is about; releases that differ
     in them are compared in the weaker words: samples rather than clients, replacement rather than presence.
 
     Raises FedraxError without dp-accounting, or for a delta outside of (0, 1).
@@ -98,14 +99,16 @@ class Accountant:
         odd = next((r.noise for r in releases if r.noise and not _LEAST <= r.noise <= 1 / _LEAST), None)
         if odd is not None:
             raise FedraxError(f"a noise of {odd:g} is too {'small' if odd < 1 else 'large'} to be accounted for")
-        self.releases, self.delta, self.cohorts = tuple(releases), float(delta), cohorts
+        remembered = any(r.remembers for r in releases) and cohorts.place_is_taken
+        self.releases, self.delta = tuple(releases), float(delta)
+        self.cohorts = Cohorts() if remembered else cohorts
         self.unit: str = "sample" if any(r.unit == "sample" for r in releases) else "client"
         same = len({(r.unit, r.neighbours) for r in releases}) == 1
         self.neighbours: str = releases[0].neighbours if same else "replacement"
         self._public = all(r.seen == "public" for r in releases) and self.unit == "client"
         alone = all(r.apart == 1 for r in releases)
-        proven = cohorts.drawn == "fixed" or (cohorts.drawn == "poisson" and self.neighbours == "presence")
-        self.by_rounds = self._public and alone and cohorts.rate < 1 and proven
+        proven = self.cohorts.drawn == "fixed" or (self.cohorts.drawn == "poisson" and self.neighbours == "presence")
+        self.by_rounds = self._public and alone and self.cohorts.rate < 1 and proven
         self._plain, self._sampled = self._terms()
 
     @property

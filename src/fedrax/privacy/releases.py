@@ -33,6 +33,9 @@ class Release:
     apart: int = 1
     """How many rounds a client's participations must lie apart for the number to hold; above 1 the noise of rounds is
     not independent, and nothing is amplified."""
+    remembers: bool = False
+    """Whether it depends on what clients keep from round to round. One that takes another's place keeps other things
+    ever after, so nothing is known of draws in which places are taken, and who is not there leaves its place empty."""
     paper_noise: float | None = None
     """The noise multiplier that the method's paper claims where it differs from the sound one, for a client of one
     sample; n_i times it for one of n_i."""

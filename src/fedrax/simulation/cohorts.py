@@ -177,8 +177,15 @@ class Sampler:
         return np.sort(rng.choice(self.num_clients, size, replace=False))
 
     def work(self, round: int, size: int) -> np.ndarray:
-        """The share of the local work each client of the cohort does: float [S] in (0, 1]."""
+        """The share of the local work each client of the cohort does: float [S] in (0, 1].
+
+        Of S clients so many are slow; where each joins by a coin of its own, each is slow by another one, for nothing
+        of a client may then depend on who else came.
+        """
         rng, share = generator(self.settings.seed, _STRAGGLER, round), np.ones(size)
-        slow = rng.choice(max(size, 1), int(np.floor(self.settings.stragglers * size + 0.5)), replace=False)
+        if self.by_chance:
+            slow = np.flatnonzero(rng.random(size) < self.settings.stragglers)
+        else:
+            slow = rng.choice(max(size, 1), int(np.floor(self.settings.stragglers * size + 0.5)), replace=False)
         share[slow] = 1 - rng.random(len(slow))
         return share

@@ -66,7 +66,7 @@ class JoiningRunner(PhaseRunner):
         self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
         everyone = here._replace(places=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
         self.one = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, turn_of(everyone, keys, k)
+            program, p, algorithm, message, kept, statistics, samples, turn_of(program, everyone, keys, k)
         )
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:

@@ -193,6 +193,6 @@ class PersonalEvaluator:
         here = Rounds(zero, one[0], jnp.int32(1), place)
         carried = Carried(statistics)
         keys = client_keys(jax.random.key(self.settings.seed), place.client)
-        data = client_data(self.program, train, turn_of(here, keys, 0)).with_carried(carried)
+        data = client_data(self.program, train, turn_of(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.fresh(), params).params
         return Variables(tuned, carried.statistics) if statistics else tuned

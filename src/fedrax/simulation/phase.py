@@ -49,7 +49,7 @@ class PhaseRunner:
         in_place = self.first and self.last and not program.chunk
         self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
         self.one: Callable[[Tree, Array], Finished] = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, turn_of(here, keys, k)
+            program, p, algorithm, message, kept, statistics, samples, turn_of(program, here, keys, k)
         )
         """(what is kept, k) -> the client in place k at the end of the phase."""
 

@@ -223,10 +223,11 @@ def client_keys(round_key: Array, clients: Array) -> Keys:
     return Keys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
 
 
-def turn_of(here: Rounds, keys: Keys, k: Any) -> Turn:
-    """The turn of the client in place ``k``."""
+def turn_of(program: Program, here: Rounds, keys: Keys, k: Any) -> Turn:
+    """The turn of the client in place ``k``, which is told how many are expected: it cannot know who else came."""
     place = jax.tree.map(lambda a: a[k], here.places)
-    size = jnp.asarray(here.cohort_size, float)  # of the run's type: a product with a step size is not rounded to less
+    asked = here.cohort_size if program.expected is None else program.expected
+    size = jnp.asarray(asked, float)  # of the run's type: a product with a step size is not rounded to less
     return Turn(place, jnp.asarray(here.round), size, keys.own[k], keys.shared)
 
 
@@ -236,7 +237,7 @@ def client_data(program: Program, samples: Tree, turn: Turn, phase: int = 0) -> 
         program.task,
         program.layout,
         samples,
-        turn.place,
+        turn.place._replace(weight=()),  # a share of those who came
         turn.key,
         shared_key=turn.shared_key,
         round=turn.round,
@@ -290,7 +291,7 @@ class Alone(Executor):
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """The one client."""
         places = self.here.places
-        turn = turn_of(self.here, client_keys(self.round_key, places.client), 0)
+        turn = turn_of(self.program, self.here, client_keys(self.round_key, places.client), 0)
         done = run_client(self.program, p, self.algorithm, message, self.kept, statistics, self.samples, turn)
         sums = no_sums(self.program, self.algorithm, p, self.initial or done.kept, done)
         sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])

@@ -55,7 +55,14 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) ->
             " covers: choose another participation"
         )
     check_apart(max(release.apart for release in releases), settings.rounds, sampler)
-    return Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
+    accountant = Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
+    if settings.amplification == "fixed" and accountant.cohorts.drawn != "fixed":
+        raise FedraxError(
+            f"amplification 'fixed' does not hold for {type(algorithm).__name__}: its clients keep something from round"
+            " to round, and one that takes another's place keeps it ever after; leave it at 'auto', or draw cohorts by"
+            " 'poisson'"
+        )
+    return accountant
 
 
 def check_apart(apart: int, rounds: int, sampler: Sampler) -> None:

@@ -42,6 +42,11 @@ class Ditto(Wrapper):
     def _steps(self) -> LocalSGD | None:
         return self.inner.local_steps if self.own_steps is None else self.own_steps
 
+    @property
+    def remembers(self) -> bool:
+        """As ``inner``: v_i is not sent."""
+        return self.inner.remembers
+
     def init_client_own(self, params: Tree) -> Tree:
         """v_i, the initial parameters."""
         return params

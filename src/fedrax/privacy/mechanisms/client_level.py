@@ -103,7 +103,7 @@ class ClientDP(Wrapper):
         """
         if self.at == "server":
             noise = float(self.noise) / float(np.linalg.norm(band_coefficients(self.bands)))
-            return (Release(noise=noise, seen="public", apart=self.bands),)
+            return (Release(noise=noise, seen="public", apart=self.bands, remembers=self.inner.remembers),)
         return (Release(noise=float(self.noise) / 2, neighbours="replacement"),)
 
     @property

@@ -14,13 +14,13 @@ from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg, FedProx
 from fedrax.algorithms.fednova import FedNova
 from fedrax.contract.algorithm import Algorithm, ClientOutput
-from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.task import Batch
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
-from fedrax.privacy.mechanisms.dependence import dependent
+from fedrax.privacy.mechanisms.dependence import uncovered
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
@@ -39,7 +39,9 @@ class _LocalModels(Wrapper):
 
     def _run(self, client: Callable, message: Any, state: Any, data: ClientData, change: Callable) -> ClientOutput:
         """``client`` with ``change`` of where its local steps end; what else depends on its data is refused."""
-        self._refuse_leaks(client, message, state, data)
+        leak = uncovered(client, message, state, data, lambda hidden: hidden.with_result(tree.zeros_like))
+        if leak is not None:
+            raise FedraxError(f"{self._words} also sends {leak}, computed from data that no noise has covered")
         ends = []
 
         def changed(x: Tree) -> Tree:
@@ -56,23 +58,6 @@ class _LocalModels(Wrapper):
         return (
             f"{type(self).__name__} goes around methods that send their local model alone: {type(self.inner).__name__}"
         )
-
-    def _refuse_leaks(self, client: Callable, message: Any, state: Any, data: ClientData) -> None:
-        def sent(secret: Any, state: Any) -> dict[str, Tree]:
-            samples, size = secret
-            kept = Carried(data.carried.statistics, data.carried.optimizer)
-            hidden = data.with_samples(samples, size).with_carried(kept).with_result(tree.zeros_like)
-            output = client(message, state, hidden)
-            return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
-
-        secret = (data.samples, data.size)
-        leaks = dependent(sent, secret, state)
-        sends = [name for name in leaks if not name.startswith("state")]
-        if not sends and leaks:  # what stays on the client may be exact, as long as it does not leave in a later round
-            from_state = dependent(lambda state: sent(secret, state), state)
-            sends = [name for name in from_state if not name.startswith("state")]
-        if sends:
-            raise FedraxError(f"{self._words} also sends {sends[0]}, computed from data that no noise has covered")
 
 
 @hyperparameters

@@ -21,6 +21,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.wrapper import Wrapper, wrapped_in
 from fedrax.errors import FedraxError
+from fedrax.privacy.mechanisms.dependence import uncovered
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
@@ -95,19 +96,30 @@ class SampleDP(Wrapper):
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """``inner``'s client, which gets noised gradients alone."""
-        local = self.inner.local_steps
-        assert local is not None and isinstance(local.batch_size, int) and local.steps is not None
         if data.place.steps is not None or data.given_rows is not None:
             raise FedraxError(
                 "SampleDP counts the steps and batches that local has: a script, or a wrapper outside, gives others"
             )
+        nothing = jax.tree.map(lambda a: jnp.zeros((1, *a.shape[1:]), a.dtype), data.samples)
+        withheld = lambda hidden: self._private(hidden).with_withheld_gradients(nothing)  # noqa: E731
+        if (leak := uncovered(client, message, state, data, withheld)) is not None:
+            raise FedraxError(
+                f"SampleDP goes around methods that see their samples through the gradients of local steps alone:"
+                f" {type(self.inner).__name__} also sends {leak}, computed from data that no noise has covered"
+            )
+        output = client(message, state, self._private(data))
+        return output._replace(info=only_bookkeeping(output.info)), own
+
+    def _private(self, data: ClientData) -> ClientData:
+        """The data that ``inner``'s client gets."""
+        local = self.inner.local_steps
+        assert local is not None and isinstance(local.batch_size, int) and local.steps is not None
         if self.rate is None:
             private = data.with_gradients(self._of_batch(data, local.batch_size), frozen_statistics=True)
         else:
             private = data.with_batches(_drawn(data, self.rate))
             private = private.with_gradients(self._of_rows(data, local.batch_size), frozen_statistics=True)
-        output = client(message, state, private.with_counted_gradients(type(self).__name__, local.steps))
-        return output._replace(info=only_bookkeeping(output.info)), own
+        return private.with_counted_gradients(type(self).__name__, local.steps)
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
         """The gradient rule of batches that are rows; work is proportional to those that are drawn."""
