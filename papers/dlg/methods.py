@@ -52,6 +52,8 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "FedADMM": fedrax.FedADMM(local=FULL),
     "MIFA": fedrax.MIFA(local=FULL),
     "TopK (10 %) of FedAvg": fedrax.TopK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
+    "RandomK (10 %) of FedAvg": fedrax.RandomK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
+    "EFSign of FedAvg": fedrax.EFSign(inner=fedrax.FedAvg(local=FULL)),
 }
 """Full batches, T = 3, step size 0.1 (FedLion's 0.001); each with one block of memory where it has blocks."""
 
@@ -63,8 +65,6 @@ ALIKE: dict[str, tuple[str, ...]] = {
     "FedSGD": ("NaiveParallelClip",),
     "GradMA-W": ("GradMA",),
     "MimeSVRG": ("Mime",),
-    "SignSGD": ("EFSign",),
-    "TopK (10 %) of FedAvg": ("RandomK",),
 }
 """The other methods of the library, by the row that sends what they send: a vector made in the same way, or it with
 its length, the number of its steps or its delay beside it."""
@@ -145,7 +145,7 @@ def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed:
         inside = dataclasses.replace(method, noise=0.0)
     if isinstance(method, fedrax.OutputPerturbation):
         inside = dataclasses.replace(method, sigma=0.0)
-    if isinstance(method, fedrax.SignSGD):
+    if isinstance(method, fedrax.SignSGD | fedrax.EFSign):
         return None
     try:
         view = as_client_program(task, method, params, run.exchanges, CLIENTS, CLIENTS, program=inside)
