@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fedrax.compiled.cores import abandon_processes, use_all_cores
 from fedrax.contract.algorithm import Algorithm
@@ -34,7 +33,7 @@ from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_f
 from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
 from fedrax.simulation.result import NO_CLIENTS, Result, Snapshot
-from fedrax.simulation.saving import check_kept, fresh, restore, save
+from fedrax.simulation.saving import Begun, begin, check_goes_on, check_kept, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.spending import check_not_spent, enter, last_round, ledger_of
@@ -148,6 +147,8 @@ class Run:
     record: Record | None = None
     ledger: Ledger | None = None
     callbacks: Sequence[Callback] = ()
+    has_clients: bool = True
+    """Whether what clients keep is known; of a finished run it may not have been kept."""
     last: int = 0
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
@@ -158,14 +159,7 @@ class Run:
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         setup, result = self.setup, None
-        if resume and setup.kept_in:
-            carry, self.events = restore(setup, self.storage, self.ledger)
-            _check_alike(len(self.events), setup)
-        else:
-            carry, self.events = fresh(setup, self.storage), []
-        self.last = last_round(self.ledger, setup.settings, setup.planner.sampler)
-        if self.ledger is not None and not self._reached(self.events):
-            check_not_spent(self.ledger, setup.settings, len(self.events), self.last)
+        begun = self._begin(resume)
         started: list[Sink] = []
         try:
             for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
@@ -177,15 +171,32 @@ class Run:
                 write_environment(setup.directory)
                 write_clients(setup.directory, setup.federation)
             with interrupt_flag() as interrupted, self._others_may_end():
-                carry, stopped = self._rounds(carry, interrupted)
+                carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
-            return result
         finally:
             self.storage.close(failed=result is None)
             if self.log is not None:
                 self.log.close()
             for sink in started:
                 sink.finish(result)
+        if interrupted.signal is not None:  # the run was over, and what surrounds it is told to stop, too
+            raise Interrupted(interrupted.signal)
+        return result
+
+    def _begin(self, resume: bool) -> Begun:
+        """The run at its start, or where the directory's checkpoint has left it."""
+        setup, settings = self.setup, self.setup.settings
+        begun = begin(setup, self.storage, self.ledger, resume)
+        self.events, self.has_clients, done = begun.events, begun.has_clients, len(begun.events)
+        self.last = last_round(self.ledger, settings, setup.planner.sampler)
+        reached = self._reached(begun.events)
+        if self.ledger is not None and not reached and not (begun.spent and done == self.last):
+            check_not_spent(self.ledger, settings, done, self.last)
+        if not reached and done < self.last:
+            check_goes_on(setup, begun)
+        elif setup.directory is not None:  # it may have been cut short after its last checkpoint
+            checkpoint.forget_previous(setup.directory / CHECKPOINT)
+        return begun
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -308,6 +319,8 @@ class Run:
 
     def _result(self, carry: Carry, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
+        store, homes = self.storage.store(carry), setup.planner.rows()
+        clients = {"store": store, "homes": homes, "initial_client": setup.initial}
         return Result(
             params=setup.algorithm.params(server),
             server=server,
@@ -320,9 +333,7 @@ class Run:
             statistics=carry.statistics,
             trajectory=self.trajectory,
             exchanges=self.exchanges,
-            store=self.storage.store(carry),
-            homes=setup.planner.rows(),
-            initial_client=setup.initial,
+            **(clients if self.has_clients else NO_CLIENTS),
         )
 
     # -- failure -----------------------------------------------------------------------------------------------
@@ -366,12 +377,6 @@ class Run:
         error = NonFiniteError(message)
         error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)
         raise error
-
-
-def _check_alike(done: int, setup: Setup) -> None:
-    """FedraxError unless all processes go on from one checkpoint."""
-    if not setup.alone and len({int(n) for n in multihost_utils.process_allgather(np.int32(done))}) > 1:
-        raise FedraxError(f"{setup.kept_in} is not alike to all processes: resume from a directory that all can read")
 
 
 def run_portion(setup: Setup, storage: Storage, carry: Carry, portion: Portion) -> tuple[Carry, dict]:
