@@ -29,7 +29,14 @@ from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
-from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
+from fedrax.simulation.process import (
+    Interrupted,
+    Stop,
+    arithmetic,
+    first_answer,
+    interrupt_flag,
+    write_environment,
+)
 from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
 from fedrax.simulation.result import NO_CLIENTS, Result, Snapshot
@@ -76,11 +83,11 @@ def simulate(
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
     :class:`Result`. record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks:
-    functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True. progress: show a
-    line of it in terminals and notebooks, on standard error.
+    functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True; of several
+    processes the first one's answer counts. progress: show a line of it in terminals and notebooks, on standard error.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
-    after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
+    after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written, also where the run was just over.
     """
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
@@ -173,15 +180,15 @@ class Run:
             with interrupt_flag() as interrupted, self._others_may_end():
                 carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
+            if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too
+                raise Interrupted(interrupted.signal)
+            return result
         finally:
             self.storage.close(failed=result is None)
             if self.log is not None:
                 self.log.close()
             for sink in started:
                 sink.finish(result)
-        if interrupted.signal is not None:  # the run was over, and what surrounds it is told to stop, too
-            raise Interrupted(interrupted.signal)
-        return result
 
     def _begin(self, resume: bool) -> Begun:
         """The run at its start, or where the directory's checkpoint has left it."""
@@ -258,7 +265,8 @@ class Run:
             return "rounds"
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
-        return "callback" if any(answer is not None and bool(answer) for answer in answers) else "rounds"
+        stops = any(answer is not None and bool(answer) for answer in answers)
+        return "callback" if first_answer(stops) else "rounds"
 
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, keep parameters or messages, end."""

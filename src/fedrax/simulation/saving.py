@@ -53,7 +53,7 @@ def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -
     The ``ledger`` is set to what that holds.
     """
     if not resume or setup.kept_in is None:
-        return Begun(_fresh(setup, storage), [])
+        return Begun(fresh(setup, storage), [])
     begun = _restored(setup, storage, ledger)
     done = np.int32(len(begun.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
@@ -70,7 +70,7 @@ def check_goes_on(setup: Setup, begun: Begun) -> None:
         )
 
 
-def _fresh(setup: Setup, storage: Storage) -> Carry:
+def fresh(setup: Setup, storage: Storage) -> Carry:
     """The state before the first round."""
     server = computed(lambda params: setup.algorithm.init(params, setup.info.num_clients), setup.params)
     require_finite_start(setup.algorithm, server)
@@ -85,7 +85,7 @@ def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> Begun:
     assert setup.kept_in is not None
     where = setup.kept_in / CHECKPOINT
     if not checkpoint.exists(where):
-        return Begun(_fresh(setup, storage), [])
+        return Begun(fresh(setup, storage), [])
     try:
         return _at_checkpoint(setup, storage, where, ledger)
     except checkpoint.DamagedError as error:
