@@ -373,15 +373,14 @@ class Run:
             message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
         else:
             message = f"{setup.info.algorithm}, round {len(self.events) + 1}: a number is not finite"
-        message += in_the_data(setup.federation)
         self._stop(message, self.storage.settle(carry, portion), "the server's state it starts from")
 
     def _stop(self, message: str, carry: Carry, what: str) -> NoReturn:
         """Keep the state and raise NonFiniteError."""
         directory = self.setup.directory
-        if directory is not None:
-            self._save(FAILURE, carry, self.keep_clients, error=message)
-            message += f"; {what} is in {directory / FAILURE}"
+        self._save(FAILURE, carry, self.keep_clients, error=message)
+        message += in_the_data(self.setup.federation)
+        message += f"; {what} is in {directory / FAILURE}" if directory else ""
         error = NonFiniteError(message)
         error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)
         raise error
