@@ -28,6 +28,20 @@ def rounded_up(number: int) -> int:
     return -(-number // step) * step
 
 
+def rows_on_a_device(sampler: Sampler, devices: int, row_bytes: int, uneven: bool) -> int:
+    """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
+
+    All clients on every device where that takes little memory; else as many as will take part. Devices that share them
+    have some to spare, since they are not filled evenly. uneven: clients have more to do than others.
+    """
+    clients = sampler.num_clients
+    if clients * row_bytes * devices <= _SMALL_STORE:
+        return clients
+    clients = min(clients, rounded_up(sampler.most_clients))
+    spare = clients // (8 if uneven else 32)
+    return clients if devices == 1 else -(-(clients + spare) // devices)
+
+
 class Planner:
     """Spreads each round's clients over devices, by their work, and gives clients with state a row to keep it.
 
@@ -57,7 +71,7 @@ class Planner:
         places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
         self.places = -(-places // chunk) * chunk
         self._row_bytes = row_bytes
-        self.capacity = self._room(row_bytes)
+        self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
         self._used = [0] * devices
         self._assigned: dict[int, list[list[int]]] = {}
@@ -65,19 +79,6 @@ class Planner:
             for r in range(sampler.settings.rounds):
                 self._assigned[r] = self._assign(r)
             self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
-
-    def _room(self, row_bytes: int) -> int:
-        """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
-
-        All clients on every device where that takes little memory; else as many as will take part. Devices that share
-        them have some to spare, since they are not filled evenly.
-        """
-        clients = self.sampler.num_clients
-        if clients * row_bytes * self.devices <= _SMALL_STORE:
-            return clients
-        clients = min(clients, rounded_up(self.sampler.most_clients))
-        spare = clients // (8 if self.by_samples or self.straggling else 32)
-        return clients if self.devices == 1 else -(-(clients + spare) // self.devices)
 
     @property
     def most_places(self) -> int:
