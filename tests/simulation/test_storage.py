@@ -116,7 +116,8 @@ def test_neither_seeds_nor_rounds_compile_anew(
     def spy(self: storage.Spill, initial: Any, planner: Any, *more: Any) -> None:
         made(self, initial, planner, *more)
         rooms.add(self.room)
-        needed.add(max(len(places) for assigned in planner._assigned.values() for places in assigned))
+        rounds = planner.sampler.settings.rounds
+        needed.add(int(planner.block(0, rounds, rounds).count.max()))
 
     monkeypatch.setattr(storage.Spill, "__init__", spy)
     with jax.log_compiles():
