@@ -12,6 +12,7 @@ import pytest
 from fedrax import FedAvg, Federation, LocalSGD, PFedMe, Result, Script, classification, simulate
 from fedrax.contract.hyperparameters import check
 from fedrax.models import Logistic
+from fedrax.simulation import personal
 
 CLIENTS, CLASSES = 6, 3
 LOCAL = LocalSGD(lr=0.02, epochs=2, batch_size=10)
@@ -82,3 +83,28 @@ def test_a_step_of_one_over_lambda_makes_w_the_personal_model():
         result = run(PFedMe(local, lam=2.0, inner_lr=0.1), rounds=1, cohort_size=1, script=Script(cohorts=[[4]]))
     own = result.client_state(4).personal
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), own, result.params)
+
+
+@pytest.mark.parametrize(("room", "rows"), [(1 << 20, 229), (4000, 169), (1, 129)])
+def test_streamed_samples_reach_the_devices_by_clients(room: int, rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Four, two or one of the seven on each of two devices, with the same numbers."""
+    monkeypatch.setattr(personal, "_AT_ONCE_BYTES", room)
+    x, y = FEDERATION.train
+    offsets = np.array([0, 3, 120, 130, 131, 260, 300, 360])
+    own = Federation.from_arrays(x, y, offsets=offsets, num_classes=CLASSES, shuffle=False)
+    settings: dict[str, Any] = {"rounds": 2, "cohort_size": 3, "eval_every": 1, "per_client": True}
+    method, most, placed = PFedMe(LOCAL), [], personal.PersonalEvaluator._placed
+
+    def spy(self: personal.PersonalEvaluator, clients: np.ndarray) -> Any:
+        starts, samples = placed(self, clients)
+        most.append(len(samples.y) // self.engine.devices)
+        return starts, samples
+
+    wanted = simulate(method, TASK, own, **settings).events
+    monkeypatch.setattr(personal.PersonalEvaluator, "_placed", spy)
+    found = simulate(method, TASK, own, samples="streamed", **settings).events
+    names = [name for name in wanted[-1] if "personal" in name]
+    assert len(names) > 8 and [[event[name] for name in names] for event in found] == [
+        [event[name] for name in names] for event in wanted
+    ]
+    assert set(most) == {rows}

@@ -91,7 +91,7 @@ def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp
     shown = fedrax("show", "kept").out
     assert "epsilon by the paper" in shown and "budget spent" in shown
     again = fedrax("resume", "kept")
-    assert again.status == 2 and "is spent" in again.err
+    assert again.status == 0 and "would exceed the budget of" in again.out
 
 
 @pytest.mark.parametrize(

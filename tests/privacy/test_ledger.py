@@ -97,8 +97,10 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Pat
         text = f"algorithm = {{}}\n[run]\nseed = 0\nrounds = 4\nepsilon_budget = {number}\n"
         (directory / "experiment.toml").write_text(text)
         assert read_run(directory).spent
+    again = run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory, resume=True)
+    assert (again.stopped, again.spent, again.events) == ("budget", result.spent, result.events)
     with pytest.raises(FedraxError, match=r"budget of epsilon = [\d.]+ at delta = 1e-05 is spent: 2 rounds have cost"):
-        run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory, resume=True)
+        run(LOUD, script=SCRIPT, epsilon_budget=of_one(1), directory=directory, resume=True)
     assert len(run(LOUD, script=SCRIPT, epsilon_budget=None, directory=directory, resume=True).events) == 4
 
 

@@ -4,11 +4,13 @@ import errno
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -224,9 +226,23 @@ def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
     assert_identical(resumed, run(SCAFFOLD, rounds=6))
 
 
-def test_a_finished_run_without_client_states_keeps_none_of_them(tmp_path: Path):
-    run(SCAFFOLD, rounds=4, checkpoint_every=2, directory=tmp_path, keep_clients=False)
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [checkpoint.FILE]
+@pytest.mark.parametrize(("options", "stopped"), [({}, "rounds"), ({"target": 0.01, "eval_every": 2}, "target")])
+def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_path: Path):
+    """It keeps none of them, is given back as it was, also where it was cut short at its very end, and goes no
+    further; and it never says that clients are as they were at first."""
+    options = {"rounds": 4, "checkpoint_every": 2, "directory": tmp_path, "keep_clients": False, **options}
+    first, where = run(SCAFFOLD, **options), tmp_path / "checkpoint"
+    assert [path.name for path in where.iterdir()] == [checkpoint.FILE]
+    shutil.copy(where / checkpoint.FILE, where / checkpoint.PREVIOUS)
+    again = run(SCAFFOLD, **options, resume=True)
+    assert (again.stopped, again.events, again.homes) == (stopped, first.events, {}) and first.stopped == stopped
+    jax.tree.map(np.testing.assert_array_equal, again.server, first.server)
+    assert [path.name for path in where.iterdir()] == [checkpoint.FILE]
+    with pytest.raises(FedraxError, match="finished without keep_clients: what its clients keep is not in its result"):
+        again.client_state(next(iter(first.homes)))
+    if stopped == "rounds":
+        with pytest.raises(FedraxError, match="kept no client states: it cannot go on; run it anew"):
+            run(SCAFFOLD, **(options | {"rounds": 5}), resume=True)
 
 
 @pytest.mark.exhaustive

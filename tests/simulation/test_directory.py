@@ -207,6 +207,17 @@ def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path, re
     )
 
 
+def test_a_signal_in_the_last_round_stops_what_surrounds_the_run(tmp_path: Path):
+    """The run itself is finished and kept, and its sinks see the result."""
+    seen: list[Any] = []
+    tell, others = At(4, lambda: os.kill(os.getpid(), signal.SIGTERM)), At(0, lambda: None)
+    others.finish = seen.append
+    with pytest.raises(Interrupted) as stopped:
+        run(directory=tmp_path, sinks=[tell, others])
+    assert stopped.value.signal == signal.SIGTERM and seen[0].stopped == "rounds"
+    assert_identical(run(directory=tmp_path, resume=True), run())
+
+
 @pytest.mark.exhaustive
 def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
     flags = ["--run.rounds", "1000000", "--run.eval-every", "5", "--model", "logistic", "--quiet", "--out", "run"]

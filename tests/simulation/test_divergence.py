@@ -1,6 +1,7 @@
 """A number that stops being finite ends the run and is named: algorithm, round, client and tensor."""
 
 import dataclasses
+import tracemalloc
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import fedrax
 from fedrax.contract.algorithm import Cohort
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.simulation import NonFiniteError, checkpoint, read_events
+from fedrax.simulation import NonFiniteError, checkpoint, debug, read_events
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
 
 SICK = 5
@@ -64,6 +65,30 @@ def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
         kept = [file[name] for name in sorted(file.files) if "params" in name]
     for ours, theirs in zip(kept, [healthy.params["output"][n] for n in ("bias", "weight")], strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_state_is_kept_before_the_samples_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def search(federation: fedrax.Federation) -> str:
+        assert checkpoint.load_meta(tmp_path / "failure")["round"] == 3
+        raise MemoryError
+
+    monkeypatch.setattr("fedrax.simulation.run.in_the_data", search)
+    with pytest.raises(MemoryError):
+        run(federation=sick_federation(), script=fedrax.Script(cohorts=COHORTS), rounds=5, directory=tmp_path)
+
+
+def test_samples_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(debug, "_PIECE_BYTES", 1 << 16)
+    x = np.zeros((20_000, 100), np.float32)
+    x[7_000:7_500, 3], x[19_999] = np.nan, np.inf
+    offsets = np.array([0, 6_000, 20_000])
+    federation = fedrax.Federation.from_arrays(x, np.zeros(len(x), int), offsets=offsets, shuffle=False)
+    tracemalloc.start()
+    found = debug.in_the_data(federation)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "; 501 of the training samples" in found and found.endswith("the first is sample 1000 of client 1")
+    assert most < x.nbytes / 20
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,6 @@
 """Where those who take part do their work: the same work on every number of devices, in every plan."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_a_client_with_state_has_one_home():
                 assert where[1] < p.capacity
     assert len(set(homes.values())) == len(homes)
     assert homes == p.home
+
+
+def test_a_plan_takes_as_much_memory_for_many_rounds_as_for_few():
+    """Once all clients have a home; neither are more rounds looked at then."""
+    most, drawn = [], []
+    for rounds in (20, 2000):
+        tracemalloc.start()
+        planner(stateful=True, rounds=rounds)
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert most[1] < 1.5 * most[0], most
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Sampler.cohort
+        patch.setattr(Sampler, "cohort", lambda self, round: drawn.append(round) or whole(self, round))
+        made = planner(stateful=True, rounds=2000)
+    assert len(made.home) == len(SIZES) and max(drawn) < 100
 
 
 @pytest.mark.parametrize("by_samples", [False, True])

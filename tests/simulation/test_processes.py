@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,10 +154,15 @@ print(json.dumps([result.events[-1]["test_loss"], len(result.events)]))
 
 def in_two(directory: Path, port: int, rounds: int, lr: float = 0.05) -> list[tuple[int, str, str]]:
     """(status, output, errors) of either process."""
+    return two_of(RESUMED, port, rounds, directory, lr)
+
+
+def two_of(code: str, port: int, *arguments: Any) -> list[tuple[int, str, str]]:
+    """(status, output, errors) of either of two processes."""
     path = os.pathsep.join(p for p in sys.path if p)
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", RESUMED, *map(str, (port, process, rounds, directory, lr))],
+            [sys.executable, "-c", code, *map(str, (port, process, *arguments))],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -175,6 +181,28 @@ def test_all_go_on_from_one_checkpoint(port: int, tmp_path: Path) -> None:
     assert [status for status, _, _ in (*first, *further, *whole)] == [0] * 6, further
     ends = [[json.loads(out.splitlines()[-1]) for _, out, _ in said] for said in (further, whole)]
     assert ends[0] == ends[1]
+
+
+STOPPED = """
+import json, os, sys
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+import jax
+import fedrax
+jax.config.update("jax_num_cpu_devices", 1)
+fedrax.join_processes(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+from tests.simulation.problems import FEDERATION, LOCAL, TASK
+
+rounds = (4, 2)[int(sys.argv[2])]
+settings = {"rounds": 8, "cohort_size": 4, "eval_every": 2, "callbacks": [lambda seen: seen.event["round"] == rounds]}
+result = fedrax.simulate(fedrax.FedAvg(local=LOCAL), TASK, FEDERATION, **settings)
+print(json.dumps([result.stopped, len(result.events)]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_first_process_s_callback_ends_the_run_of_all(port: int) -> None:
+    ends = [json.loads(out.splitlines()[-1]) for _, out, _ in two_of(STOPPED, port)]
+    assert ends == [["callback", 4]] * 2
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,6 @@ import fedrax
 from fedrax.simulation import evaluate, planner, plans, row_file, storage
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.row_file import RowFile
-from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
     AWAY,
     FEATURES,
@@ -117,7 +116,8 @@ def test_neither_seeds_nor_rounds_compile_anew(
     def spy(self: storage.Spill, initial: Any, planner: Any, *more: Any) -> None:
         made(self, initial, planner, *more)
         rooms.add(self.room)
-        needed.add(max(len(places) for assigned in planner._assigned.values() for places in assigned))
+        rounds = planner.sampler.settings.rounds
+        needed.add(int(planner.block(0, rounds, rounds).count.max()))
 
     monkeypatch.setattr(storage.Spill, "__init__", spy)
     with jax.log_compiles():
@@ -212,20 +212,6 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------
-
-
-def test_where_things_lie_by_default():
-    """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
-    mesh, memory = plans.make_mesh(2), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    huge = np.broadcast_to(np.zeros(1, np.float32), (memory // 2 // 4 + 10,))  # strides are zero: takes no memory
-    assert storage.choose(Settings(), mesh, (huge,), 0) == (True, False)
-    assert storage.choose(Settings(samples="resident"), mesh, (huge,), 0) == (False, False)
-    many = np.broadcast_to(np.zeros(1, np.uint8), (1 << 31,))
-    assert storage.choose(Settings(), mesh, (many[:-1],), 0) == (False, False)
-    assert storage.choose(Settings(), mesh, (many,), 0) == (True, False)  # more rows than compiled code counts
-    assert storage.choose(Settings(), mesh, FEDERATION.train, memory // 4 - 1000) == (False, False)
-    assert storage.choose(Settings(), mesh, FEDERATION.train, memory // 4 + 1000) == (False, True)
-    assert storage.choose(Settings(states="spilled"), mesh, FEDERATION.train, 0) == (False, False)  # no states
 
 
 def test_rounds_that_fit_by_hand():

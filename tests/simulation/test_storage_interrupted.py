@@ -17,7 +17,8 @@ import pytest
 import fedrax
 from fedrax import FedraxError
 from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.simulation import NonFiniteError, checkpoint, plans, row_file, storage
+from fedrax.simulation import NonFiniteError, checkpoint, row_file, storage
+from fedrax.simulation.account import Account
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
@@ -250,11 +251,11 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    mesh = plans.make_mesh(1)
+    account = Account(1 << 30, on_cpu=True)
     for away in ({"samples": "streamed"}, {"states": "spilled"}):
         with pytest.raises(FedraxError, match="by a single process only"):
-            storage.choose(Settings(**away), mesh, FEDERATION.train, 8)
-    assert storage.choose(Settings(), mesh, FEDERATION.train, 1 << 60) == (False, False)
+            storage.choose(Settings(**away), FEDERATION.train, 8, account)
+    assert storage.choose(Settings(), FEDERATION.train, 1 << 60, account) == (False, False)
 
 
 def test_a_sweep_takes_turns():

@@ -1,7 +1,6 @@
 """Where a run starts: the task's own parameters, drawn while the run is laid out, or given ones."""
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from fedrax.compiled.joint_draws import drawn_together
 from fedrax.contract.model import Params, Variables
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
+from fedrax.memory import host_memory
 
 _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
@@ -92,7 +92,7 @@ def _check_size(shapes: Params) -> None:
     """Refuse a model that this machine's memory cannot hold, before any of it is taken."""
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    if hasattr(os, "sysconf") and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if needed > host_memory():
         raise FedraxError(
             f"the model has {count:.2g} parameters, {needed / 1e9:.3g} GB: more than this machine's memory"
         )

@@ -47,7 +47,7 @@ def run_trials(
         task, federation = problem()
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
         settings = group[0][0].spec.run
-        if not pays(algorithms, task, federation, settings):
+        if not pays(algorithms, task, federation, settings, len(comparison.search_seeds)):
             continue
         watcher.say(f"{group[0][0].spec.name}: {len(group)} points of its grid in one program")
         results = sweep(

@@ -97,6 +97,11 @@ class Sampler:
         """Whether some clients are likelier than others."""
         return isinstance(self.settings.participation, WeightedBySamples)
 
+    @cached_property
+    def _chances(self) -> np.ndarray:
+        """Of each client to be the first that is drawn, where some are likelier."""
+        return self.sizes / self.sizes.sum()
+
     @property
     def expected(self) -> float | None:
         """The S that was asked for, where a round that is drawn may have fewer clients or more."""
@@ -173,7 +178,7 @@ class Sampler:
         if self.by_chance:  # a uniform draw of a binomial number: the same as a coin for each client
             size = self._size_by_chance(rng)
         if self._unequal:
-            return np.sort(rng.choice(self.num_clients, size, replace=False, p=self.sizes / self.sizes.sum()))
+            return np.sort(rng.choice(self.num_clients, size, replace=False, p=self._chances))
         return np.sort(rng.choice(self.num_clients, size, replace=False))
 
     def work(self, round: int, size: int) -> np.ndarray:

@@ -20,7 +20,11 @@ from fedrax.simulation.planner import share_of, whole_round
 from fedrax.simulation.recording import Noted, on_host, statistics_down
 from fedrax.simulation.result import Result
 from fedrax.simulation.round import Executor, Finished, Gathered, Program, Rounds, client_keys, run_round
+from fedrax.simulation.storage import release
 from fedrax.tree import Tree
+
+_PIECE_BYTES = 16 << 20
+"""Of samples that are looked at together: they may lie on disk and be larger than memory."""
 
 
 class NonFiniteError(FedraxError):
@@ -147,8 +151,13 @@ def in_the_data(federation: Federation) -> str:
     """A clause on training samples that are not finite, of which nothing finite can be made; empty without any."""
     bad = np.zeros(len(federation.train.y), bool)
     for part in federation.train:
-        if np.issubdtype(part.dtype, np.inexact):
-            bad |= ~np.isfinite(part).reshape(len(part), -1).all(1)
+        if not np.issubdtype(part.dtype, np.inexact):
+            continue
+        step = max(1, _PIECE_BYTES * len(part) // max(1, part.nbytes))
+        for first in range(0, len(part), step):
+            piece = part[first : first + step]
+            bad[first : first + step] |= ~np.isfinite(piece).reshape(len(piece), -1).all(1)
+            release(part)
     if not bad.any():
         return ""
     row = int(bad.argmax())

@@ -30,12 +30,13 @@ from fedrax.simulation.evaluate import is_lower_better, over_clients, sample_val
 from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.states import rows_of
+from fedrax.simulation.storage import release
 from fedrax.tree import Tree
 
 _ROWS = 100
 """Samples evaluated at a time."""
 _AT_ONCE_BYTES = 64 << 20
-"""Of what the clients of one call keep."""
+"""Of what the clients of one call keep, and of their streamed samples on a device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,8 @@ class PersonalEvaluator:
             kept = rows_of(store, homes, initial, clients)
             sizes = np.diff(self._offsets)[clients]
             mine = (kept.state, kept.statistics)
-            found = self._compiled(algorithm, params, statistics, mine, clients, self._offsets[clients], sizes)
+            starts, samples = self._placed(clients)
+            found = self._compiled(algorithm, params, statistics, mine, clients, starts, sizes, samples)
             sums.append(jax.tree.map(np.asarray, found))
         together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
         return self._metrics(together)
@@ -115,32 +117,64 @@ class PersonalEvaluator:
         offsets = self.federation.test_offsets
         return self.federation.offsets if offsets is None else offsets
 
+    @property
+    def _streamed(self) -> bool:
+        """Whether the samples to evaluate on stay on the host."""
+        return self.program.own_samples and self.federation.test_offsets is None
+
     @cached_property
     def _samples(self) -> Batch:
         """Those to evaluate on, on the devices."""
-        resident = None if self.program.own_samples else self.engine.samples  # of streamed ones it has a block's
-        if self.federation.test_offsets is None and resident is not None:
-            return resident
-        held = self.federation.train if self.federation.test_offsets is None else self.federation.test
-        return jax.device_put(Batch(*held), NamedSharding(self.engine.mesh, P()))
+        if self.federation.test_offsets is None:
+            assert self.engine.samples is not None
+            return self.engine.samples
+        return jax.device_put(Batch(*self.federation.test), NamedSharding(self.engine.mesh, P()))
+
+    def _placed(self, clients: np.ndarray) -> tuple[np.ndarray, Batch]:
+        """Where each client's samples begin on its device, and the samples; of streamed ones those of the clients."""
+        if not self._streamed:
+            return self._offsets[clients], self._samples
+        mine = clients.reshape(self.engine.devices, -1)
+        first, last = self._offsets[mine[:, 0]], self._offsets[mine[:, -1] + 1]
+        room = self._most_rows(mine.shape[1])
+
+        def gather(array: np.ndarray) -> np.ndarray:
+            rows = np.zeros((len(mine), room, *array.shape[1:]), array.dtype)
+            for own, start, end in zip(rows, first, last, strict=True):
+                own[: end - start] = array[start:end]
+            release(array)
+            return rows.reshape(-1, *array.shape[1:])
+
+        samples = jax.tree.map(gather, Batch(*self.federation.train))
+        starts = self._offsets[mine] - first[:, None]
+        return starts.reshape(-1), jax.device_put(samples, NamedSharding(self.engine.mesh, P(AXIS)))
+
+    def _most_rows(self, each: int) -> int:
+        """The most samples of ``each`` clients that follow one another."""
+        return int(np.diff(np.append(self._offsets[:-1:each], self._offsets[-1])).max())
 
     @cached_property
     def _groups(self) -> list[np.ndarray]:
         """All clients, in groups of one size; the last repeats the last client."""
         clients, devices = self.federation.num_clients, self.engine.devices
         fits = max(1, _AT_ONCE_BYTES // max(1, tree.num_bytes(self.initial)))
-        size = -(-min(clients, fits) // devices) * devices
+        each, train = -(-min(clients, fits) // devices), self.federation.train
+        row_bytes = sum(part.nbytes for part in train) / len(train.y)
+        # two at least: a loop of a single trip is compiled to other code, which may round otherwise
+        while self._streamed and each > 2 and self._most_rows(each) * row_bytes > _AT_ONCE_BYTES:
+            each = -(-each // 2)
+        size = each * devices
         return [np.minimum(np.arange(first, first + size), clients - 1) for first in range(0, clients, size)]
 
     @cached_property
     def _compiled(self) -> Callable:
         mesh, by_client = self.engine.mesh, P(AXIS)
         train = self.engine.samples if "finetuned" in self.kinds else ()
-        where = (P(), P(), P(), by_client, by_client, by_client, by_client, P(), P())
-        samples = self._samples
+        of_samples = by_client if self._streamed else P()
+        where = (P(), P(), P(), by_client, by_client, by_client, by_client, of_samples, P())
         mapped = jax.shard_map(self._on_device, mesh=mesh, in_specs=where, out_specs=by_client, check_vma=False)
         evaluate: Callable = jax.jit(mapped)
-        return lambda *inputs: evaluate(*inputs, samples, train)
+        return lambda *inputs: evaluate(*inputs, train)
 
     def _on_device(
         self,

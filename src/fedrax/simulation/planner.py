@@ -28,6 +28,20 @@ def rounded_up(number: int) -> int:
     return -(-number // step) * step
 
 
+def rows_on_a_device(sampler: Sampler, devices: int, row_bytes: int, uneven: bool) -> int:
+    """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
+
+    All clients on every device where that takes little memory; else as many as will take part. Devices that share them
+    have some to spare, since they are not filled evenly. uneven: clients have more to do than others.
+    """
+    clients = sampler.num_clients
+    if clients * row_bytes * devices <= _SMALL_STORE:
+        return clients
+    clients = min(clients, rounded_up(sampler.most_clients))
+    spare = clients // (8 if uneven else 32)
+    return clients if devices == 1 else -(-(clients + spare) // devices)
+
+
 class Planner:
     """Spreads each round's clients over devices, by their work, and gives clients with state a row to keep it.
 
@@ -57,27 +71,15 @@ class Planner:
         places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
         self.places = -(-places // chunk) * chunk
         self._row_bytes = row_bytes
-        self.capacity = self._room(row_bytes)
+        self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
         self._used = [0] * devices
-        self._assigned: dict[int, list[list[int]]] = {}
         if stateful:  # homes depend on all rounds before, so lay them out once, from the start
             for r in range(sampler.settings.rounds):
-                self._assigned[r] = self._assign(r)
+                self._assign(r, sampler.cohort(r))
+                if len(self.home) == sampler.num_clients:
+                    break
             self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
-
-    def _room(self, row_bytes: int) -> int:
-        """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
-
-        All clients on every device where that takes little memory; else as many as will take part. Devices that share
-        them have some to spare, since they are not filled evenly.
-        """
-        clients = self.sampler.num_clients
-        if clients * row_bytes * self.devices <= _SMALL_STORE:
-            return clients
-        clients = min(clients, rounded_up(self.sampler.most_clients))
-        spare = clients // (8 if self.by_samples or self.straggling else 32)
-        return clients if self.devices == 1 else -(-(clients + spare) // self.devices)
 
     @property
     def most_places(self) -> int:
@@ -86,7 +88,9 @@ class Planner:
         share = self.sampler.largest / self.devices
         spread = share * (1 - 1 / self.devices) * (1 - self.sampler.largest / self.sampler.num_clients)
         room = int(np.ceil(share) + 4 * np.sqrt(spread))
-        while any(len(places) > room for assigned in self._assigned.values() for places in assigned):
+        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.settings.rounds))
+        most = max(len(places) for r, cohort in cohorts for places in self._assign(r, cohort))
+        while most > room:
             room *= 2
         return min(room, self.places)
 
@@ -101,9 +105,10 @@ class Planner:
             owners[row] = client
         return owners
 
-    def _assign(self, round: int) -> list[list[int]]:
-        """For each device the places (in the cohort) of its clients, heaviest first to the least loaded."""
-        cohort = self.sampler.cohort(round)
+    def _assign(self, round: int, cohort: np.ndarray) -> list[list[int]]:
+        """For each device the places (in the cohort) of its clients: who has a home is there, others go to the least
+        loaded, heaviest first, and those with state are at home there from then on.
+        """
         cost = self._cost(round, cohort)
         chosen: list[list[int]] = [[] for _ in range(self.devices)]
         load = [0.0] * self.devices
@@ -161,15 +166,13 @@ class Planner:
 
     def _ever_joined(self, speed: float) -> bool:
         self.joint_speed = speed
-        return any(self._joined(r, self._placed(r)) for r in range(self.sampler.settings.rounds))
+        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.settings.rounds))
+        return any(self._joined(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)
 
-    def _placed(self, round: int) -> list[list[int]]:
-        return self._assigned[round] if self.stateful else self._assign(round)
-
-    def _joined(self, round: int, assigned: list[list[int]]) -> set[int]:
+    def _joined(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
         if self.joint_speed is None:
             return set()
-        return to_join(assigned, self._cost(round, self.sampler.cohort(round)).tolist(), self.joint_speed)
+        return to_join(assigned, self._cost(round, cohort).tolist(), self.joint_speed)
 
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
         """Whether a device has no place left in this round, or no row."""
@@ -199,8 +202,8 @@ class Planner:
     def _fill(self, out: Rounds, b: int, round: int) -> None:
         s = self.sampler
         cohort = s.cohort(round)
-        assigned = self._placed(round)
-        joined = self._joined(round, assigned)
+        assigned = self._assign(round, cohort)
+        joined = self._joined(round, cohort, assigned)
         assigned = [sorted(places, key=joined.__contains__) for places in assigned]  # these at the end
         weight = s.sizes[cohort].astype(float) if s.settings.weights == "samples" else np.ones(len(cohort))
         found: dict[str, Any] = {

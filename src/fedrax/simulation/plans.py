@@ -14,12 +14,13 @@ from fedrax.compiled.blocks import has_blocks
 from fedrax.compiled.layers import loops_in
 from fedrax.compiled.pieces import AXIS, cuts_in
 from fedrax.errors import FedraxError
+from fedrax.simulation.account import Account
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
 
-def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tuple[str, int]:
-    """(plan, clients side by side): one after another on CPU cores, side by side on accelerators.
+def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int, account: Account) -> tuple[str, int]:
+    """(plan, clients side by side): one after another on CPU cores, as many as have room side by side on accelerators.
 
     Never by timing: plans differ in rounding, and a run must not depend on how busy the machine was.
     """
@@ -30,10 +31,7 @@ def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int) -> tup
     share = -(-cohort // mesh.devices.size)
     if settings.chunk is not None:
         return plan, min(settings.chunk, share)
-    # A client at work holds about a dozen copies of the parameters, activations included.
-    stats = device.memory_stats() or {}
-    budget = 0.5 * stats.get("bytes_limit", 4 * 2**30)
-    return plan, max(1, min(share, int(budget / (12 * max(tree.num_bytes(params), 1)))))
+    return plan, min(share, account.side_by_side(tree.num_bytes(params)))
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""What a run shares with its process: Ctrl-C, arithmetic, and the description of the machine."""
+"""What a run shares with its process, and with others: Ctrl-C, arithmetic, the description of the machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from threadpoolctl import threadpool_limits
 
 from fedrax.files import replacing
@@ -77,6 +78,13 @@ def interrupt_flag() -> Iterator[Stop]:
         _under_way.remove(flag)
         for number, old in heard.items():
             signal.signal(number, old)
+
+
+def first_answer(answer: bool) -> bool:
+    """The answer of the first process, where several run together and each has its own."""
+    if jax.process_count() == 1:
+        return answer
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
 @contextmanager

@@ -83,9 +83,14 @@ class Result:
         return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
 
     def client_state(self, client: int) -> Tree:
-        """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part)."""
+        """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part).
+
+        FedraxError where the result does not have it: of a run that diverged, or that was read from the directory of a
+        finished one with ``keep_clients=False``.
+        """
         if self.initial_client is None:
-            raise FedraxError("this run diverged: what its clients keep is not in its result")
+            why = "this run diverged" if self.stopped == "diverged" else "this run was finished without keep_clients"
+            raise FedraxError(f"{why}: what its clients keep is not in its result")
         if client not in self.homes:
             return self.initial_client.state
         return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
@@ -154,7 +159,8 @@ class Result:
 
 
 NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None}
-"""Fields of a result that diverged: clients have worked on in that round, or in later ones beside other runs."""
+"""Fields of a result without what clients keep: of a run that diverged, whose clients have worked on in that round, or
+in later ones beside other runs; of a finished one that did not keep it."""
 
 
 def _metric_lines(values: Event) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fedrax.compiled.cores import abandon_processes, use_all_cores
 from fedrax.contract.algorithm import Algorithm
@@ -30,11 +29,18 @@ from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
 from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
-from fedrax.simulation.process import Interrupted, Stop, arithmetic, interrupt_flag, write_environment
+from fedrax.simulation.process import (
+    Interrupted,
+    Stop,
+    arithmetic,
+    first_answer,
+    interrupt_flag,
+    write_environment,
+)
 from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
 from fedrax.simulation.result import NO_CLIENTS, Result, Snapshot
-from fedrax.simulation.saving import check_kept, fresh, restore, save
+from fedrax.simulation.saving import Begun, begin, check_goes_on, check_kept, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.spending import check_not_spent, enter, last_round, ledger_of
@@ -77,11 +83,11 @@ def simulate(
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
     :class:`Result`. record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks:
-    functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True. progress: show a
-    line of it in terminals and notebooks, on standard error.
+    functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True; of several
+    processes the first one's answer counts. progress: show a line of it in terminals and notebooks, on standard error.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
-    after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written.
+    after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written, also where the run was just over.
     """
     settings = changed_settings(settings, changes)
     check_arguments(algorithm, task, federation)
@@ -148,6 +154,8 @@ class Run:
     record: Record | None = None
     ledger: Ledger | None = None
     callbacks: Sequence[Callback] = ()
+    has_clients: bool = True
+    """Whether what clients keep is known; of a finished run it may not have been kept."""
     last: int = 0
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
@@ -158,14 +166,7 @@ class Run:
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         setup, result = self.setup, None
-        if resume and setup.kept_in:
-            carry, self.events = restore(setup, self.storage, self.ledger)
-            _check_alike(len(self.events), setup)
-        else:
-            carry, self.events = fresh(setup, self.storage), []
-        self.last = last_round(self.ledger, setup.settings, setup.planner.sampler)
-        if self.ledger is not None and not self._reached(self.events):
-            check_not_spent(self.ledger, setup.settings, len(self.events), self.last)
+        begun = self._begin(resume)
         started: list[Sink] = []
         try:
             for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
@@ -177,8 +178,10 @@ class Run:
                 write_environment(setup.directory)
                 write_clients(setup.directory, setup.federation)
             with interrupt_flag() as interrupted, self._others_may_end():
-                carry, stopped = self._rounds(carry, interrupted)
+                carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
+            if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too
+                raise Interrupted(interrupted.signal)
             return result
         finally:
             self.storage.close(failed=result is None)
@@ -186,6 +189,21 @@ class Run:
                 self.log.close()
             for sink in started:
                 sink.finish(result)
+
+    def _begin(self, resume: bool) -> Begun:
+        """The run at its start, or where the directory's checkpoint has left it."""
+        setup, settings = self.setup, self.setup.settings
+        begun = begin(setup, self.storage, self.ledger, resume)
+        self.events, self.has_clients, done = begun.events, begun.has_clients, len(begun.events)
+        self.last = last_round(self.ledger, settings, setup.planner.sampler)
+        reached = self._reached(begun.events)
+        if self.ledger is not None and not reached and not (begun.spent and done == self.last):
+            check_not_spent(self.ledger, settings, done, self.last)
+        if not reached and done < self.last:
+            check_goes_on(setup, begun)
+        elif setup.directory is not None:  # it may have been cut short after its last checkpoint
+            checkpoint.forget_previous(setup.directory / CHECKPOINT)
+        return begun
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -247,7 +265,8 @@ class Run:
             return "rounds"
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
-        return "callback" if any(answer is not None and bool(answer) for answer in answers) else "rounds"
+        stops = any(answer is not None and bool(answer) for answer in answers)
+        return "callback" if first_answer(stops) else "rounds"
 
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, keep parameters or messages, end."""
@@ -308,6 +327,8 @@ class Run:
 
     def _result(self, carry: Carry, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
+        store, homes = self.storage.store(carry), setup.planner.rows()
+        clients = {"store": store, "homes": homes, "initial_client": setup.initial}
         return Result(
             params=setup.algorithm.params(server),
             server=server,
@@ -320,9 +341,7 @@ class Run:
             statistics=carry.statistics,
             trajectory=self.trajectory,
             exchanges=self.exchanges,
-            store=self.storage.store(carry),
-            homes=setup.planner.rows(),
-            initial_client=setup.initial,
+            **(clients if self.has_clients else NO_CLIENTS),
         )
 
     # -- failure -----------------------------------------------------------------------------------------------
@@ -354,24 +373,17 @@ class Run:
             message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
         else:
             message = f"{setup.info.algorithm}, round {len(self.events) + 1}: a number is not finite"
-        message += in_the_data(setup.federation)
         self._stop(message, self.storage.settle(carry, portion), "the server's state it starts from")
 
     def _stop(self, message: str, carry: Carry, what: str) -> NoReturn:
         """Keep the state and raise NonFiniteError."""
         directory = self.setup.directory
-        if directory is not None:
-            self._save(FAILURE, carry, self.keep_clients, error=message)
-            message += f"; {what} is in {directory / FAILURE}"
+        self._save(FAILURE, carry, self.keep_clients, error=message)
+        message += in_the_data(self.setup.federation)
+        message += f"; {what} is in {directory / FAILURE}" if directory else ""
         error = NonFiniteError(message)
         error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)
         raise error
-
-
-def _check_alike(done: int, setup: Setup) -> None:
-    """FedraxError unless all processes go on from one checkpoint."""
-    if not setup.alone and len({int(n) for n in multihost_utils.process_allgather(np.int32(done))}) > 1:
-        raise FedraxError(f"{setup.kept_in} is not alike to all processes: resume from a directory that all can read")
 
 
 def run_portion(setup: Setup, storage: Storage, carry: Carry, portion: Portion) -> tuple[Carry, dict]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from fedrax.compiled.tracing import computed
 from fedrax.contract.checks import require_finite_start
@@ -24,6 +25,17 @@ from fedrax.simulation.storage import Storage
 from fedrax.tree import Tree
 
 
+class Begun(NamedTuple):
+    """Where a run begins: the state, and what went before."""
+
+    carry: Carry
+    events: list[Event]
+    has_clients: bool = True
+    """Whether the state holds what clients keep: a finished run may have kept none of it."""
+    spent: bool = False
+    """Whether the privacy budget has ended the run."""
+
+
 class Saved(NamedTuple):
     """What a checkpoint holds: the state, and which client each row of the store belongs to (-1: none)."""
 
@@ -33,6 +45,29 @@ class Saved(NamedTuple):
     owners: Any
     ledger: Any = ()
     """How often each client took part, of a private run."""
+
+
+def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -> Begun:
+    """The run before its first round or, to ``resume`` it, at the last checkpoint of its directory, if there is one.
+
+    The ``ledger`` is set to what that holds.
+    """
+    if not resume or setup.kept_in is None:
+        return Begun(fresh(setup, storage), [])
+    begun = _restored(setup, storage, ledger)
+    done = np.int32(len(begun.events))
+    if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
+        raise FedraxError(f"{setup.kept_in} is not alike to all processes: resume from a directory that all can read")
+    return begun
+
+
+def check_goes_on(setup: Setup, begun: Begun) -> None:
+    """FedraxError where a run that is not over has lost what its clients kept."""
+    if not begun.has_clients:
+        raise FedraxError(
+            f"the finished run in {setup.kept_in} kept no client states: it cannot go on; run it anew in another"
+            " directory, with keep_clients=True"
+        )
 
 
 def fresh(setup: Setup, storage: Storage) -> Carry:
@@ -46,15 +81,11 @@ def fresh(setup: Setup, storage: Storage) -> Carry:
     return carry._replace(store=store)  # the store is nobody else's: no copy
 
 
-def restore(setup: Setup, storage: Storage, ledger: Ledger | None = None) -> tuple[Carry, list[Event]]:
-    """State and events at the last checkpoint of the run's directory, or at the start if there is none.
-
-    The ``ledger`` is set to what it holds.
-    """
+def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> Begun:
     assert setup.kept_in is not None
     where = setup.kept_in / CHECKPOINT
     if not checkpoint.exists(where):
-        return fresh(setup, storage), []
+        return Begun(fresh(setup, storage), [])
     try:
         return _at_checkpoint(setup, storage, where, ledger)
     except checkpoint.DamagedError as error:
@@ -70,7 +101,7 @@ def _what_helps(directory: Path) -> str:
     return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
 
 
-def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> tuple[Carry, list[Event]]:
+def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> Begun:
     assert setup.kept_in is not None
     if not (where / checkpoint.FILE).is_file():
         raise checkpoint.DamagedError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
@@ -78,8 +109,6 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
     done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
         raise FedraxError(f"{setup.kept_in} is at round {done}, beyond the {rounds} asked for")
-    if done < rounds and setup.stateful and not meta["rows"]:
-        raise FedraxError(f"the finished run in {setup.kept_in} kept no client states: it cannot go on")
     like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
     saved = checkpoint.load(where, like, in_pieces="store" if setup.spilled else None)[0]
     events = read_events(setup.kept_in)
@@ -92,9 +121,10 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
         )
     if ledger is not None:
         ledger.restore(saved.ledger, done)
-    if done == rounds and setup.directory is not None:  # it was cut short after its last checkpoint
-        checkpoint.forget_previous(where)
-    return setup.engine.put(saved.server, saved.statistics, _stored(setup, storage, saved)), events[:done]
+    has_clients = not setup.stateful or meta["rows"] > 0
+    store = _stored(setup, storage, saved) if has_clients else ()
+    carry = setup.engine.put(saved.server, saved.statistics, store)
+    return Begun(carry, events[:done], has_clients, meta.get("stopped") == "budget")
 
 
 def check_kept(setup: Setup) -> None:

@@ -121,10 +121,10 @@ class Settings:
     """How a round is executed; the numbers are the same."""
     samples: Literal["auto", "resident", "streamed"] = "auto"
     """Where training samples lie: all on the devices, or on the host, from where each block of rounds gets its own.
-    By default on the devices unless they would take more than half of their memory."""
+    By default on the devices unless they would take more than half of the memory left there."""
     states: Literal["auto", "resident", "spilled"] = "auto"
     """Where client states lie: on the devices, or in scratch files on disk. By default on the devices unless they
-    would take more than half of their memory."""
+    would take more than half of the memory that samples leave there."""
     devices: Count | None = None
     """Devices to spread the clients over; all by default."""
     chunk: Count | None = None

@@ -30,6 +30,7 @@ from fedrax.contract.task import Batch, Task, Variables
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
+from fedrax.simulation.account import Account
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
@@ -40,7 +41,7 @@ from fedrax.simulation.given import given_work
 from fedrax.simulation.identity import identify
 from fedrax.simulation.loop import LoopEngine
 from fedrax.simulation.personal import PersonalEvaluator
-from fedrax.simulation.planner import Planner
+from fedrax.simulation.planner import Planner, rows_on_a_device
 from fedrax.simulation.plans import choose_plan, describe, make_mesh
 from fedrax.simulation.round import Kept, Program
 from fedrax.simulation.settings import Script, Settings
@@ -121,11 +122,10 @@ def prepare(
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
-    plan, chunk = choose_plan(settings, mesh, start, sampler.largest)
+    streamed, spilled, plan, chunk = _room(algorithm, federation, settings, sampler, start, initial, mesh)
     planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size, chunk)
     if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
-    streamed, spilled = choose(settings, mesh, samples, planner.capacity * tree.num_bytes(initial))
     known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk, code=Code(algorithm, task))
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
@@ -244,6 +244,30 @@ def _info(
     )
 
 
+def _room(
+    algorithm: Algorithm,
+    federation: Federation,
+    settings: Settings,
+    sampler: Sampler,
+    start: Tree,
+    initial: Kept,
+    mesh: Mesh,
+) -> tuple[bool, bool, str, int]:
+    """(samples are streamed, client states spilled, plan, clients side by side), from one account of the memory."""
+    account, row_bytes = Account.of(mesh), tree.num_bytes(initial)
+    account.spend(account.copied(federation.test))
+    uneven = _by_samples(algorithm, federation) or settings.stragglers > 0
+    store_bytes = row_bytes * rows_on_a_device(sampler, mesh.devices.size, row_bytes, uneven)
+    streamed, spilled = choose(settings, Batch(*federation.train), store_bytes, account)
+    return streamed, spilled, *choose_plan(settings, mesh, start, sampler.largest, account)
+
+
+def _by_samples(algorithm: Algorithm, federation: Federation) -> bool:
+    """Whether clients with more samples have more to do."""
+    local, sizes = algorithm.local_steps, federation.sizes
+    return sizes.min() != sizes.max() and (local is None or local.steps is None)
+
+
 def _planner(
     algorithm: Algorithm,
     federation: Federation,
@@ -253,13 +277,12 @@ def _planner(
     devices: int,
     chunk: int,
 ) -> Planner:
-    local, sizes = algorithm.local_steps, federation.sizes
     return Planner(
         sampler,
         federation.offsets,
         devices=devices,
         stateful=bool(jax.tree.leaves(initial)),
-        by_samples=sizes.min() != sizes.max() and (local is None or local.steps is None),
+        by_samples=_by_samples(algorithm, federation),
         chunk=max(chunk, 1),
         row_bytes=tree.num_bytes(initial),
         given=given,

@@ -8,7 +8,6 @@ renumbered on the host, and after it the states are written back. Blocks are cut
 from __future__ import annotations
 
 import mmap
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.data.federation import ALIGNMENT
 from fedrax.errors import FedraxError
+from fedrax.simulation.account import Account
 from fedrax.simulation.engine import Carry
 from fedrax.simulation.planner import Planner
 from fedrax.simulation.round import Rounds
@@ -37,32 +37,27 @@ nothing: copying as much takes far longer than starting a block, and larger arra
 # -- where things lie ----------------------------------------------------------------------------------------------
 
 
-def choose(settings: Settings, mesh: Mesh, samples: Tree, store_bytes: int) -> tuple[bool, bool]:
-    """(samples are streamed, client states are spilled), for ``store_bytes`` of states on each device."""
+def choose(settings: Settings, samples: Tree, store_bytes: int, account: Account) -> tuple[bool, bool]:
+    """(samples are streamed, client states are spilled), for ``store_bytes`` of states on each device.
+
+    What is to lie on the devices is spent from the ``account``.
+    """
+    copied = account.copied(samples)
     if jax.process_count() > 1:
         if settings.samples == "streamed" or settings.states == "spilled":
             raise FedraxError("samples are streamed and client states spilled by a single process only")
+        account.spend(copied + store_bytes)
         return False, False
-    device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu"
-    if on_cpu:
-        memory, store_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), store_bytes * mesh.devices.size
-    else:
-        memory = (device.memory_stats() or {}).get("bytes_limit", 1 << 62)
-    # CPU devices read well-placed arrays where they are, from memory or, mapped, through the page cache: streaming
-    # these would only add copies. Others would be copied, and that can be too much.
-    copied = sum(a.nbytes for a in jax.tree.leaves(samples) if not (on_cpu and _taken_over(a)))
     countable = all(len(a) <= np.iinfo(np.int32).max for a in jax.tree.leaves(samples))
-    streamed, spilled = copied > memory / 2 or not countable, store_bytes > memory / 2
-    return (
-        streamed if settings.samples == "auto" else settings.samples == "streamed",
-        spilled if settings.states == "auto" else settings.states == "spilled" and store_bytes > 0,
-    )
-
-
-def _taken_over(array: np.ndarray) -> bool:
-    same = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
-    return same and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
+    streamed = not (account.has_room(copied) and countable)
+    if settings.samples != "auto":
+        streamed = settings.samples == "streamed"
+    account.spend(0 if streamed else copied)
+    spilled = not account.has_room(store_bytes)
+    if settings.states != "auto":
+        spilled = settings.states == "spilled" and store_bytes > 0
+    account.spend(0 if spilled else store_bytes)
+    return streamed, spilled
 
 
 def release(array: np.ndarray) -> None:

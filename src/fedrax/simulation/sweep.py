@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedrax import tree
 from fedrax.compiled.cores import use_all_cores
 from fedrax.compiled.pieces import AXIS
 from fedrax.contract.algorithm import Algorithm
@@ -29,6 +30,7 @@ from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError, unknown
+from fedrax.simulation.account import Account
 from fedrax.simulation.arguments import changed_settings, check_arguments, check_lists
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
@@ -67,10 +69,10 @@ def sweep(
 
     The algorithms must be of one kind: the same class and the same static fields, different floats. seeds: by default
     the one of the settings.
-    ``together`` runs them in one compiled call, ``in turn`` one after another; ``auto`` picks by model size and
-    backend. A run that diverges ends where it did, with ``stopped = "diverged"``, and does not disturb the others.
-    Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds of their events are
-    those of all runs.
+    ``together`` runs them in one compiled call, ``in turn`` one after another; ``auto`` picks by model size, backend
+    and the memory that all of them take. A run that diverges ends where it did, with ``stopped = "diverged"``, and does
+    not disturb the others. Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds
+    of their events are those of all runs.
 
     Runs that one compiled call cannot do go in turn: under the plans loop and debug, with samples streamed or client
     states on disk, up to a target or a budget. progress: as of :func:`fedrax.simulate`.
@@ -94,7 +96,7 @@ def sweep(
         apart = _apart(setups[0])
         if apart and mode == "together":
             raise FedraxError(f"runs together {apart}, or run them in turn")
-        if mode == "together" or (mode == "auto" and _pays(algorithms, setups[0])):
+        if mode == "together" or (mode == "auto" and _pays(algorithms, setups[0], len(seeds), settings.devices)):
             for algorithm in algorithms:
                 check(algorithm)
             with _line(progress) as line:
@@ -139,20 +141,40 @@ def _apart(setup: Setup) -> str | None:
     return None
 
 
-def _pays(algorithms: Sequence[Algorithm], setup: Setup) -> bool:
+def _pays(algorithms: Sequence[Algorithm], setup: Setup, seeds: int, devices: int | None) -> bool:
     same = len({(jax.tree.structure(a), *map(jnp.shape, jax.tree.leaves(a))) for a in algorithms}) == 1
-    on_cpu = jax.default_backend() == "cpu"
-    return same and _apart(setup) is None and (setup.info.parameters <= _SMALL or not on_cpu)
+    if not same or _apart(setup) is not None:
+        return False
+    small = setup.info.parameters <= _SMALL or jax.default_backend() != "cpu"
+    return small and _fit(setup, len(algorithms), seeds, devices)
 
 
-def pays(algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings) -> bool:
-    """Whether ``sweep`` would of itself run these together."""
+def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
+    """Whether the devices have room for ``count`` algorithms side by side, and for the states of them and all seeds."""
+    mesh = _mesh(devices, count)
+    account, lanes = Account.of(mesh), -(-count // mesh.devices.size)
+    account.spend(account.copied((*setup.federation.train, *setup.federation.test)))
+    server = jax.eval_shape(lambda: setup.algorithm.init(setup.params, setup.info.num_clients))
+    states = tree.num_bytes(server) + setup.planner.capacity * tree.num_bytes(setup.initial)
+    clients = max(setup.engine.program.chunk, 1)
+    return account.has_room(lanes * (seeds * states + account.at_work(clients, tree.num_bytes(setup.params))))
+
+
+def _mesh(devices: int | None, count: int) -> Mesh:
+    """Of the devices that ``count`` algorithms side by side are spread over."""
+    return make_mesh(min(devices or len(jax.devices()), count))
+
+
+def pays(
+    algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings, seeds: int = 1
+) -> bool:
+    """Whether ``sweep`` would of itself run these together, with so many seeds."""
     use_all_cores()
     if len(algorithms) < 2:
         return False
     with arithmetic(settings.dtype):
         setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
-        return _pays(algorithms, setup)
+        return _pays(algorithms, setup, seeds, settings.devices)
 
 
 def program_of(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
@@ -189,7 +211,7 @@ class _Together:
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
-        mesh = make_mesh(min(devices or len(jax.devices()), self.count))
+        mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
         spare = -self.count % devices
         self.stacked, self.width = _stack(list(algorithms) + [algorithms[-1]] * spare), self.count + spare

@@ -1,0 +1,40 @@
+"""How much memory there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_UNKNOWN = 1 << 62
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process can have: the machine's, or less where a control group limits it.
+
+    As a container or a cluster's job does.
+    """
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else _UNKNOWN
+    return min(there, *_limits(), _UNKNOWN)
+
+
+def _limits() -> Iterator[int]:
+    """Those of the process's control groups, of version 2 or 1, and of the groups that these are in."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, name = _GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = PurePosixPath(path)
+        for place in (group, *group.parents):  # inside a container the outermost alone may be there
+            with suppress(OSError, ValueError):  # the root has no file, and "max" is no limit
+                yield int((root / place.relative_to("/") / name).read_text())

@@ -1,0 +1,77 @@
+"""What is promised of the devices' memory: one account for samples, client states and clients at work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from fedrax.data.federation import ALIGNMENT
+from fedrax.memory import host_memory
+from fedrax.tree import Tree
+
+_UNSAID = 16 << 30
+"""Bytes of a device that does not say how many it has."""
+_COPIES = 12
+"""Of the parameters that a client at work holds, about, activations included."""
+
+
+@dataclass
+class Account:
+    """A device's memory. What is promised of it may be half of what is left, so that all together is never all."""
+
+    left: int
+    """Bytes that are not promised."""
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Account:
+        """Of each device of the mesh; of several processes that of the one that has least, for all of them."""
+        device = mesh.local_devices[0]
+        on_cpu = device.platform == "cpu"
+        if on_cpu:  # they share the memory
+            memory = host_memory() // len(mesh.local_devices)
+        else:
+            memory = (device.memory_stats() or {}).get("bytes_limit", _UNSAID)
+        if jax.process_count() > 1:
+            unit = 1 << 20  # or 32 bits would not do
+            memory = int(np.min(multihost_utils.process_allgather(np.int32(min(memory // unit, 1 << 30))))) * unit
+        return cls(memory, on_cpu)
+
+    def has_room(self, size: float) -> bool:
+        """Whether so many bytes are not too much."""
+        return size <= self.left / 2
+
+    def spend(self, size: int) -> None:
+        """Promise so many bytes."""
+        self.left = max(0, self.left - size)
+
+    def copied(self, samples: Tree) -> int:
+        """Bytes that arrays of the host take on the device.
+
+        CPU devices read well-placed arrays where they are, from memory or, mapped, through the page cache. Others are
+        copied.
+        """
+        return sum(
+            0 if self.on_cpu and _taken_over(a) else a.size * _dtype(a).itemsize for a in jax.tree.leaves(samples)
+        )
+
+    def at_work(self, clients: int, params: int) -> int:
+        """Bytes for so many clients at work side by side, of so many bytes of parameters."""
+        return clients * _COPIES * max(params, 1)
+
+    def side_by_side(self, params: int) -> int:
+        """How many clients at work have room, one at least."""
+        return max(1, self.left // 2 // self.at_work(1, params))
+
+
+def _dtype(array: Any) -> np.dtype:
+    return jax.dtypes.canonicalize_dtype(array.dtype)
+
+
+def _taken_over(array: np.ndarray) -> bool:
+    return _dtype(array) == array.dtype and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0

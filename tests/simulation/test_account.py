@@ -1,0 +1,77 @@
+"""How much memory there is, and what it is spent on: where things lie by default, and what runs side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import memory
+from fedrax.simulation import plans, storage, sweep
+from fedrax.simulation.account import Account
+from fedrax.simulation.settings import Settings
+from tests.simulation.problems import FEDERATION, LOCAL, TASK
+
+
+def test_where_things_lie_by_default():
+    """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
+    memory = 1 << 34
+    choose = lambda *what, **how: storage.choose(Settings(**how), *what, Account(memory, on_cpu=True))  # noqa: E731
+    huge = np.broadcast_to(np.zeros(1, np.float32), (memory // 8 + 10,))  # strides are zero: takes no memory
+    assert choose((huge,), 0) == (True, False)
+    assert choose((huge[:-20],), 0) == choose((huge,), 0, samples="resident") == (False, False)
+    many = np.broadcast_to(np.zeros(1, np.uint8), (1 << 31,))
+    assert choose((many[:-1],), 0) == (False, False)
+    assert choose((many,), 0) == (True, False)  # more rows than compiled code counts
+    assert choose(FEDERATION.train, memory // 2 - 1000) == (False, False)
+    assert choose(FEDERATION.train, memory // 2 + 1000) == (False, True)
+    assert choose(FEDERATION.train, 0, states="spilled") == (False, False)  # no states
+
+
+def test_what_is_spent_on_one_is_not_there_for_another():
+    """Samples take 600 of 1300 bytes, states 300 of the 700 left, and clients at work half of 400, 12 at a time."""
+    samples, account = np.zeros((100, 6), np.uint8), Account(1300, on_cpu=False)
+    assert storage.choose(Settings(), (samples,), 300, account) == (False, False)
+    mesh, params = plans.make_mesh(1), np.zeros(1, np.float32)
+    assert plans.choose_plan(Settings(plan="vmap"), mesh, params, 9, account) == ("vmap", 200 // 48)
+    assert storage.choose(Settings(), (samples,), 400, Account(1300, on_cpu=False)) == (False, True)
+    streamed = Settings(samples="streamed")
+    assert storage.choose(streamed, (samples,), 400, Account(1300, on_cpu=False)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [
+        ("0::/jobs/7\n", "jobs/7/memory.max"),
+        ("0::/jobs/7\n", "jobs/memory.max"),
+        ("3:cpu:/\n2:memory:/not/seen/inside\n0::/\n", "memory/memory.limit_in_bytes"),
+    ],
+    ids=["version 2", "around it", "version 1, in a container"],
+)
+def test_memory_is_what_the_control_group_allows(
+    groups: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    machine, limit = memory.host_memory(), 123456789
+    (tmp_path / "cgroup").write_text(groups)
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    place = tmp_path / file
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for said, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
+        place.write_text(said)
+        assert memory.host_memory() == expected
+    assert Account.of(plans.make_mesh(2)).left == limit // 2
+
+
+def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.MonkeyPatch):
+    """What clients keep lies there once for each run."""
+    grid = [fedrax.Scaffold(local=LOCAL), fedrax.Scaffold(local=dataclasses.replace(LOCAL, lr=0.1))]
+    ways = {}
+    for there in (1 << 30, 1 << 12):
+        monkeypatch.setattr("fedrax.simulation.account.host_memory", lambda there=there: there)
+        options = {"rounds": 1, "cohort_size": 2, "states": "resident", "samples": "resident"}
+        ways[there] = sweep(grid, TASK, FEDERATION, [0, 1], **options, progress=False)[0][0].plan.startswith("together")
+    assert ways == {1 << 30: True, 1 << 12: False}
