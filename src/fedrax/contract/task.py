@@ -82,6 +82,10 @@ class Task:
     """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
     labels_within: tuple[float, float] | None = None
     """The least and the largest label that the loss is meant for."""
+    reads_amounts: bool = False
+    """Whether the integers of samples reach a model to which they are amounts, see `Model`."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what its numbers are, which commands print."""
 
     def __post_init__(self) -> None:
         check_function("init", self.init, "key")
@@ -283,6 +287,7 @@ def supervised(
         measures=None if measures is None else lambda params: measures(params, truth),
         lower_is_better=lower_is_better,
         whole_set=dict(whole_set or {}),
+        reads_amounts=model.reads_amounts and preprocess is None,
     )
 
 
