@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -72,7 +73,7 @@ class Owners:
         cls, table: pl.DataFrame, chosen: Columns, first: int | None, test_fraction: float, seed: int, path: str
     ) -> Owners:
         """Read the columns; the ``first`` rows are for training, or all but ``test_fraction`` of each group."""
-        y, names = classes_or_targets(_labels(table, chosen.label, chosen.labels, path))
+        y, names = classes_or_targets(_labels(table, chosen, path))
         clients, client_names = None, ()
         if chosen.client is not None:
             _refuse_missing(table, chosen.client, path)
@@ -82,7 +83,7 @@ class Owners:
             train, test = split(y, clients, test_fraction, seed)
         else:
             train, test = np.arange(first), np.arange(first, len(table))
-        by = None if chosen.partition_by is None else _kinds(table, chosen.partition_by, path)[train]
+        by = None if chosen.partition_by is None else _kinds(table, chosen, chosen.partition_by, path)[train]
         lacking = len(client_names) - len(np.unique(clients[test])) if clients is not None and first is None else 0
         few = f"{lacking:,} of {len(client_names):,} clients have too few rows"
         said = f"{few} to keep {test_fraction:g} of them for the test"
@@ -95,9 +96,10 @@ class Owners:
         return replace(made, partition_by=self.partition_by, notes=(*notes, *self.notes))
 
 
-def _kinds(table: pl.DataFrame, name: str, path: str) -> np.ndarray:
+def _kinds(table: pl.DataFrame, chosen: Columns, name: str, path: str) -> np.ndarray:
     """A column as whole numbers from 0 in the order of its values, or as the floats that it holds."""
     _refuse_missing(table, name, path)
+    refuse_numbers_among_texts(table, chosen, [name], path)
     values = table[name].to_numpy()
     if values.dtype.kind != "f":
         return coded(values)[1]
@@ -126,9 +128,12 @@ def check_columns(table: pl.DataFrame, named: Sequence[str], path: object) -> No
             raise unknown(f"column of {path}", column, table.columns)
 
 
-def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndarray:
+def _labels(table: pl.DataFrame, chosen: Columns, path: object) -> np.ndarray:
     """The label column as classes (integers, texts) or targets (floats)."""
+    label, kind = chosen.label, chosen.labels
     _refuse_missing(table, label, path)
+    if kind != "classes":
+        refuse_numbers_among_texts(table, chosen, [label], path)
     column = table[label]
     if column.dtype.is_nested() or str(column.dtype) in ("Binary", "Object"):
         raise FedraxError(
@@ -154,6 +159,48 @@ def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
             f"{path}: column {column!r} has missing values, which no row may have there: remove those rows, of which"
             f" there are {found.null_count():,}"
         )
+
+
+def is_text(column: pl.Series) -> bool:
+    """Whether a column holds text; an empty one fits anything."""
+    empty = column.null_count() == len(column)
+    return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
+
+
+def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:
+    """Refuse a column of numbers that a few texts ("NA", "?") would make categories of, or classes."""
+    import polars as pl
+
+    for name in names:
+        if name in chosen.categorical or not is_text(table[name]):
+            continue
+        written = table[name].drop_nulls().cast(pl.String)
+        odd = written.filter(written.str.strip_chars().cast(pl.Float64, strict=False).is_null())
+        if 0 < 2 * len(odd) < len(written):
+            kinds = odd.unique(maintain_order=True).to_list()
+            listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
+            raise FedraxError(
+                f"{path}: column {name!r} holds numbers, and in {len(odd):,} of {len(table):,} rows texts: {listed}."
+                " missing_as names texts that stand for a missing value"
+                + (
+                    '; labels = "classes" takes all of them for classes.'
+                    if name == chosen.label
+                    else "; categorical names columns whose numbers are categories; drop leaves columns out."
+                )
+            )
+
+
+def refuse_idle(reader: Callable[..., Dataset], where: str, **given: object) -> None:
+    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them."""
+    known = inspect.signature(reader).parameters
+    idle = [name for name, value in given.items() if _as_written(value) != known[name].default]
+    if idle:
+        has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
+        raise FedraxError(f"{', '.join(idle)} {has} no effect {where}: leave {it} out.")
+
+
+def _as_written(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
