@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +34,9 @@ class Columns:
 
     def __post_init__(self) -> None:
         _check_words(labels=self.labels, standardise=self.standardise, missing=self.missing)
+        twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
+        if twice is not None:
+            raise FedraxError(f"columns names {twice!r} twice.")
 
     @property
     def named(self) -> list[str]:
@@ -84,10 +88,8 @@ class Owners:
         else:
             train, test = np.arange(first), np.arange(first, len(table))
         by = None if chosen.partition_by is None else _kinds(table, chosen, chosen.partition_by, path)[train]
-        lacking = len(client_names) - len(np.unique(clients[test])) if clients is not None and first is None else 0
-        few = f"{lacking:,} of {len(client_names):,} clients have too few rows"
-        said = f"{few} to keep {test_fraction:g} of them for the test"
-        return cls(y, names, clients, client_names, by, train, test, (said,) if lacking and test_fraction else ())
+        notes = () if first is not None else few_notes(clients, test, test_fraction)
+        return cls(y, names, clients, client_names, by, train, test, notes)
 
     def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
         """The data set of these rows with the inputs x [n, ...]."""
@@ -152,6 +154,21 @@ def _labels(table: pl.DataFrame, chosen: Columns, path: object) -> np.ndarray:
     return y
 
 
+def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
+    """A warning where whole numbers may be meant otherwise than they are taken."""
+    column, most = table[chosen.label], chosen.max_categories
+    if chosen.labels != "auto" or not column.dtype.is_numeric():
+        return []
+    count = column.n_unique()
+    if column.dtype.is_integer() and count > most:
+        said, other, made = "different whole numbers, which are taken for classes", "numbers", "a regression"
+    elif column.dtype.is_float() and count <= min(most, len(column) // 5) and (column == column.floor()).all():
+        said, other, made = "different whole numbers, written as floats and so taken for targets", "classes", "classes"
+    else:
+        return []
+    return [f'warning: {chosen.label!r} holds {count:,} {said}: labels = "{other}" makes {made} of them']
+
+
 def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
     found = table[column].fill_nan(None) if table[column].dtype.is_float() else table[column]
     if found.null_count():
@@ -167,8 +184,12 @@ def is_text(column: pl.Series) -> bool:
     return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
+_AMOUNT = r"^[-+]?[$€£]?\s?\d[\d,]*(\.\d+)?\s?[%$€£]?$"
+"""Numbers with commas in them, percentages, prices."""
+
+
 def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:
-    """Refuse a column of numbers that a few texts ("NA", "?") would make categories of, or classes."""
+    """Refuse columns of numbers of which a few texts ("NA", "?"), or commas, would make categories, or classes."""
     import polars as pl
 
     for name in names:
@@ -187,6 +208,13 @@ def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequ
                     if name == chosen.label
                     else "; categorical names columns whose numbers are categories; drop leaves columns out."
                 )
+            )
+        amounts = odd.filter(odd.str.strip_chars().str.contains(_AMOUNT))
+        if 2 * len(amounts) > len(written):
+            remedy = 'labels = "classes" takes them' if name == chosen.label else "categorical takes the column"
+            raise FedraxError(
+                f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
+                f' plain numbers (decimal = "," of csv reads commas before fractions); {remedy} for categories.'
             )
 
 
@@ -236,6 +264,15 @@ def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int)
     """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
     groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
     return split_test(groups, fraction, generator(seed, "test split"))
+
+
+def few_notes(clients: np.ndarray | None, test: np.ndarray, fraction: float) -> tuple[str, ...]:
+    """A sentence where a split leaves some of the clients without a test row; ``test`` are the rows of all."""
+    count = 0 if clients is None else len(np.unique(clients))
+    lacking = 0 if clients is None else count - len(np.unique(clients[test]))
+    if not lacking or not fraction:
+        return ()
+    return (f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test",)
 
 
 def rows_of(samples: Samples, rows: np.ndarray) -> Samples:

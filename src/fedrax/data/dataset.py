@@ -130,7 +130,12 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     except (ValueError, TypeError) as error:
         raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
-        raise FedraxError(f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}.")
+        hint = (
+            "; np.unique(y, return_inverse=True) numbers texts"
+            if x.dtype.kind in "buif" and y.dtype.kind in "OUT"
+            else ""
+        )
+        raise FedraxError(f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}{hint}.")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
     if y.dtype.kind in "bui":

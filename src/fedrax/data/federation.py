@@ -182,10 +182,10 @@ class Federation:
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
         rows, test_rows, names = None, None, ()
         if client_ids is not None:
-            clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))
+            clients, rows, offsets = _group(check_ids("client_ids", client_ids, len(train.y)))
             names = () if clients.dtype.kind in "iu" else tuple(map(str, clients))
             if test_client_ids is not None:
-                test_ids = _check_ids("test_client_ids", test_client_ids, len(tested.y), like=clients)
+                test_ids = check_ids("test_client_ids", test_client_ids, len(tested.y), like=clients)
                 test_rows, test_offsets = _group_test(clients, test_ids)
         offsets = _check_train_offsets(np.asarray(offsets), len(train.y), f"federation {name!r}")
         if shuffle:
@@ -277,7 +277,7 @@ def _check_owners(client_ids: object, offsets: object, test_client_ids: object, 
         raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
 
 
-def _check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
+def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
     """Integers or texts [rows], as ``like`` is, of arrays, of columns of pandas or polars, and of lists alike."""
     given = np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)  # NumPy would write None out
     listed = given.ravel().tolist() if given.dtype.kind in "Of" else []

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedrax.data.columns import Columns, Owners, check_columns, refuse_idle
+from fedrax.data.columns import Columns, Owners, check_columns, label_notes, refuse_idle
 from fedrax.data.dataset import Dataset
 from fedrax.data.decoding import MAX_FILE, ON_A_SIDE, check_form, decoded, moments, orientation
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.tables import dataset_of
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import as_numbers
 
 if TYPE_CHECKING:
     import polars as pl
@@ -77,7 +78,8 @@ def load_huggingface(
         refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
     table = _without(table, missing_as, chosen)
     owners = _named(Owners.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name)
-    owners = replace(owners, notes=(*owners.notes, *_left_out(splits, train_split, test_split, name)))
+    said = [] if getattr(features[label], "names", None) else label_notes(table, chosen)
+    owners = replace(owners, notes=(*owners.notes, *said, *_left_out(splits, train_split, test_split, name)))
     inputs = chosen.features(table, name)
     kind = _kind_of_samples({column: _kind(table[column].dtype) for column in inputs}, chosen, given, name)
     if kind == "features":
@@ -225,12 +227,9 @@ def _without(table: pl.DataFrame, missing_as: Sequence[str], chosen: Columns) ->
     import polars as pl
 
     for column in table.select(pl.col(pl.String)).iter_columns() if missing_as else ():
-        kept = column.set(column.is_in(list(missing_as)), None)
-        numbers = kept.str.strip_chars().cast(pl.Float64, strict=False)
-        if kept.null_count() == column.null_count():
-            continue
-        all_numbers = numbers.null_count() == kept.null_count() and column.name not in chosen.of_names
-        table = table.with_columns(numbers if all_numbers else kept)
+        kept = column.set(column.str.strip_chars().is_in([*map(str.strip, missing_as)]), None)
+        if kept.null_count() > column.null_count():
+            table = table.with_columns(kept if column.name in chosen.of_names else as_numbers(kept))
     return table
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedrax.data.columns import from_rows, refuse_idle, split
+from fedrax.data.columns import few_notes, from_rows, refuse_idle, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.decoding import MAX_FILE, check_form, decoded, moments
 from fedrax.data.kept import kept_images
@@ -65,12 +65,13 @@ def load_image_folder(
     paths = [file for part in parts for file in part.paths]
     found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
     names, owner = np.unique([name for part in parts for name in part.clients], return_inverse=True)
-    images = _images(paths, shape, mode, str(path))
+    images, few = _images(paths, shape, mode, str(path)), ()
     if len(parts) == 2:
         train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
         refuse_idle(load_image_folder, f"where {folders[1]} holds the test images", test_fraction=test_fraction)
     else:
         train, test = split(y, owner if clients else None, test_fraction, seed)
+        few = few_notes(owner if clients else None, test, test_fraction)
     mean, std = moments(images, train)
     made = from_rows(
         Path(path).resolve().name or "images",
@@ -80,7 +81,7 @@ def load_image_folder(
         test,
         tuple(found.tolist()),
         client_names=tuple(names.tolist()),
-        notes=_notes(parts, ignored),
+        notes=(*_notes(parts, ignored), *few),
     )
     return replace(made, pixels=True, mean=mean, std=std)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fedrax.data.columns import classes_or_targets, from_rows, in_digits, refuse_idle, split
+from fedrax.data.columns import classes_or_targets, few_notes, from_rows, in_digits, refuse_idle, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
@@ -76,12 +76,14 @@ def load_leaf(
     y = _joined([user.y for user in users], "labels", path)
     next_characters = _are_characters(y)
     y, class_names = classes_or_targets(_labels(y, labels, path))
+    notes: tuple[str, ...] = ()
     if len(parts) == 2:
         refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
         first = sum(sizes[: len(parts[0])])
         train, test = np.arange(first), np.arange(first, len(y))
     else:
         train, test = split(y, owner, test_fraction, seed)
+        notes = few_notes(owner, test, test_fraction)
     words: tuple[str, ...] = ()
     of_words: dict[str, Any] = {"min_count": min_count, "largest": largest}
     if isinstance(x, np.ndarray):
@@ -92,7 +94,7 @@ def load_leaf(
         x, words = _tokens(x, train, tokens, next_characters, length, of_words)
     client_names = tuple(str(name) for name in found)
     made = from_rows(Path(path).stem, as_samples(x, y), owner, train, test, class_names, client_names=client_names)
-    return replace(made, vocabulary=words)
+    return replace(made, vocabulary=words, notes=notes)
 
 
 def _tokens(
@@ -269,8 +271,10 @@ def _joined(parts: Sequence[np.ndarray | list[str]], what: str, path: object) ->
     """Inputs or labels of all users, which must be of one kind."""
     texts = {isinstance(part, list) for part in parts}
     shapes = {part.shape[1:] for part in parts if isinstance(part, np.ndarray)}
-    if not parts or len(texts) > 1 or len(shapes) > 1:
-        found = "none at all" if not parts else "texts and numbers" if len(texts) > 1 else f"lengths {sorted(shapes)}"
+    if not parts:
+        raise FedraxError(f"{path} holds no samples.")
+    if len(texts) > 1 or len(shapes) > 1:
+        found = "texts and numbers" if len(texts) > 1 else f"lengths {sorted(shapes)}"
         raise FedraxError(f"{path}: all {what} must be of one kind, found {found:.100}.")
     if texts == {True}:
         return [text for part in parts for text in part]

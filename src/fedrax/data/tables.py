@@ -18,6 +18,7 @@ from fedrax.data.columns import (
     Owners,
     check_columns,
     is_text,
+    label_notes,
     refuse_idle,
     refuse_numbers_among_texts,
 )
@@ -100,12 +101,7 @@ def load_csv(
         refuse_idle(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
-    if labels == "auto" and table[label].dtype.is_integer() and len(owners.class_names) > max_categories:
-        many = (
-            f"warning: {label!r} holds {len(owners.class_names):,} different whole numbers, which are taken for classes"
-        )
-        made = replace(made, notes=(*made.notes, f'{many}: labels = "numbers" makes a regression of them'))
-    return made
+    return replace(made, notes=(*made.notes, *label_notes(table, chosen)))
 
 
 def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
