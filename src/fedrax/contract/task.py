@@ -312,11 +312,14 @@ def _over_positions(values: Array) -> Array:
 def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
     """The labels, signed, if there is one for each vector of logits."""
     if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
-        one_hot = labels.shape == logits.shape or labels.shape == (*logits.shape[:-1], 1)
+        hint = ""
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
+            hint = "; where classes are meant, y.astype(int) numbers them"
+        elif labels.shape in (logits.shape, (*logits.shape[:-1], 1)):
+            hint = "; y[:, 0] has one label a row, and of one-hot labels y.argmax(1)"
         raise FedraxError(
             "a classification needs outputs [B, ..., classes] for integer labels [B, ...], not outputs of shape"
-            f" {logits.shape} for {labels.dtype} labels of shape {labels.shape}"
-            + ("; y[:, 0] has one label a row, and of one-hot labels y.argmax(1)." if one_hot else ".")
+            f" {logits.shape} for {labels.dtype} labels of shape {labels.shape}{hint}."
         )
     if logits.shape[-1] == 1:
         raise FedraxError("a classification needs an output for each class, not one: binary(model) takes one")

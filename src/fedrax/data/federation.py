@@ -68,6 +68,9 @@ class Federation:
             raise FedraxError(
                 f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."
             )
+        if self.class_names and len(self.class_names) != self.num_classes:
+            found = "no classes" if self.num_classes is None else f"{self.num_classes} classes"
+            raise FedraxError(f"federation {self.name!r} has {found}, but {len(self.class_names)} names for them.")
         check_alike(self.train, self.test, f"federation {self.name!r}")
         for part, samples in (("training", self.train), ("test", self.test)):
             where = f"federation {self.name!r}, {part} part"
@@ -166,11 +169,11 @@ class Federation:
     ) -> Self:
         """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets.
 
-        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; they are numbered in
-        sorted order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
-        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer labels,
-        the largest plus one unless given. ``pixels`` says that x are bytes of images, ``padding`` which label of y [n,
-        ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
+        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; numbered in sorted
+        order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
+        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` of integer labels is that
+        of ``class_names``, or else the largest plus one. ``pixels``: x are bytes of images; ``padding``: which label of
+        y [n, ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
         train = as_samples(x, y, padding)
         tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
@@ -178,7 +181,7 @@ class Federation:
         if not len(train.y):
             raise FedraxError("a federation needs training samples.")
         if train.y.dtype.kind == "i" and num_classes is None:
-            num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
+            num_classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
         rows, test_rows, names = None, None, ()
         if client_ids is not None:
