@@ -277,8 +277,10 @@ _KNOWN = {
 def _header(path: Path, form: CsvForm) -> list[str]:
     """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
     with _reading_csv(path), reading(path, MAX_CSV) as file:
-        if file.read(4).startswith(_COMPRESSED):
-            raise FedraxError(f"{path} is compressed: unpack it first.")
+        first = file.read(4)
+        other = next((said for said, marks in _NO_TEXTS.items() if first.startswith(marks)), None)
+        if other is not None:
+            raise FedraxError(f"{path} is {other}.")
         file.seek(0)
         line = file.readline(MAX_FILE).decode("utf-8-sig")
         header = next(csv.reader([line], delimiter=form.separator), [])
@@ -295,8 +297,19 @@ def _header(path: Path, form: CsvForm) -> list[str]:
     return header
 
 
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
-"""How gzip, zstandard and zlib begin: what polars would unpack by itself."""
+_NO_TEXTS = {
+    "compressed: unpack it first": (
+        b"\x1f\x8b",
+        b"\x28\xb5\x2f\xfd",
+        b"\x78\x01",
+        b"\x78\x5e",
+        b"\x78\x9c",
+        b"\x78\xda",
+    ),
+    "a ZIP archive or a spreadsheet: unpack it, or save it as CSV": (b"PK\x03\x04",),
+    "a Parquet table: the data set huggingface reads it": (b"PAR1",),
+}
+"""How other files begin: gzip, zstandard and zlib, which polars would unpack by itself, ZIP and Parquet."""
 
 
 def read_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,15 @@ def test_splits_that_are_left_out_are_told() -> None:
     assert any(
         "validation left out (train_split, test_split)" in n for n in from_huggingface(splits, label="ill").notes
     )
+
+
+def test_dates_and_durations() -> None:
+    """Dates are categories, alone too, and no words; durations have no numbers of their own."""
+    days = [datetime.date(2021, 1, 1 + i % 2) for i in range(8)]
+    dated = datasets.Dataset.from_dict({"day": days, "label": [0, 1] * 4})
+    assert from_huggingface(dated, test_fraction=0.0).feature_names == ("day=2021-01-01", "day=2021-01-02")
+    waits = [datetime.timedelta(hours=i) for i in range(8)]
+    waited = datasets.Dataset.from_dict({"wait": waits, "a": list(range(8)), "label": [0, 1] * 4})
+    for options in ({}, {"categorical": ("wait",)}, {"label": "wait"}, {"partition_by": "wait", "columns": ("a",)}):
+        with pytest.raises(FedraxError, match=r"'wait' holds Duration.* which are neither numbers nor texts"):
+            from_huggingface(waited, **options)

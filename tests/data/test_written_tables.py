@@ -123,6 +123,16 @@ def test_whole_numbers_written_as_floats(tmp_path: Path):
     assert not any(says in note for note in load("csv", path=path, labels="numbers").notes)
 
 
+@pytest.mark.parametrize(
+    ("begins", "says"), [(b"PK\x03\x04", "a spreadsheet: unpack it, or save"), (b"PAR1", "huggingface reads it")]
+)
+def test_files_of_other_programs(tmp_path: Path, begins: bytes, says: str):
+    path = tmp_path / "other.csv"
+    path.write_bytes(begins + bytes(100))
+    with pytest.raises(FedraxError, match=says):
+        load("csv", path=path)
+
+
 def test_lines_that_end_in_carriage_returns(tmp_path: Path):
     path = tmp_path / "mac.csv"
     path.write_bytes(b"a,label\r1,x\r2,y\r")

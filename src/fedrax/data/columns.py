@@ -134,13 +134,10 @@ def _labels(table: pl.DataFrame, chosen: Columns, path: object) -> np.ndarray:
     """The label column as classes (integers, texts) or targets (floats)."""
     label, kind = chosen.label, chosen.labels
     _refuse_missing(table, label, path)
+    column = table[label]
+    _refuse_other_kinds(column, path)
     if kind != "classes":
         refuse_numbers_among_texts(table, chosen, [label], path)
-    column = table[label]
-    if column.dtype.is_nested() or str(column.dtype) in ("Binary", "Object"):
-        raise FedraxError(
-            f"{path}: column {label!r} holds {column.dtype} values, of which a label is none: choose another"
-        )
     if kind == "numbers":
         if not column.dtype.is_numeric():
             raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
@@ -169,6 +166,14 @@ def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
     return [f'warning: {chosen.label!r} holds {count:,} {said}: labels = "{other}" makes {made} of them']
 
 
+def _refuse_other_kinds(column: pl.Series, path: object) -> None:
+    if column.dtype.is_nested() or str(column.dtype).startswith(("Binary", "Object", "Duration")):
+        raise FedraxError(
+            f"{path}: column {column.name!r} holds {column.dtype} values, which are neither numbers nor texts: choose"
+            " other columns, or write it in numbers"
+        )
+
+
 def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
     found = table[column].fill_nan(None) if table[column].dtype.is_float() else table[column]
     if found.null_count():
@@ -193,6 +198,7 @@ def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequ
     import polars as pl
 
     for name in names:
+        _refuse_other_kinds(table[name], path)
         if name in chosen.categorical or not is_text(table[name]):
             continue
         written = table[name].drop_nulls().cast(pl.String)

@@ -105,7 +105,7 @@ _OPTIONS = {
 
 def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, Any], name: str) -> str:
     """What samples of columns of these kinds are: features, or what one column alone holds; options must suit it."""
-    odd = next((column for column, kind in kinds.items() if kind not in ("text", "number")), None)
+    odd = next((column for column, kind in kinds.items() if kind not in ("text", "number", "time")), None)
     if odd is not None and len(kinds) > 1:
         raise FedraxError(
             f"{name}: column {odd!r} holds {kinds[odd]}s, which are not read together with others"
@@ -260,7 +260,9 @@ def _kind(dtype: Any) -> str:
         return "image"
     if isinstance(dtype, pl.List | pl.Array):
         return "list"
-    return "number" if dtype.is_numeric() or dtype == pl.Boolean else "text"
+    if dtype.is_numeric() or dtype == pl.Boolean:
+        return "number"
+    return "text" if dtype in (pl.String, pl.Categorical, pl.Enum) else "time"
 
 
 def _of_images(column: pl.Series, owners: Owners, size: tuple[int, int] | None, color: str, name: str) -> Dataset:
