@@ -193,3 +193,15 @@ def test_folders_of_validation_images(tmp_path: Path, name: str) -> None:
     write(tmp_path / "test/a/5.png", picture((7, 0, 0)))
     both = load("image_folder", path=tmp_path, size=(3, 4))
     assert both.test.x[:, 0, 0, 0].tolist() == [7] and any(f"left out: {name}" in note for note in both.notes)
+
+
+def test_folders_of_other_names(tmp_path: Path) -> None:
+    """Parts in capitals are read; others, and clients without the option, are told of; so is an empty test."""
+    for place in ("Train/a/1", "Train/b/2", "Test/a/3", "more/training/a/4"):
+        write(tmp_path / f"{place}.png", picture((1, 0, 0)))
+    made = load("image_folder", path=tmp_path, size=(3, 4))
+    assert made.class_names == ("a", "b") and len(made.test.y) == 1
+    with pytest.raises(FedraxError, match=r"training holds no images, .* but folders: parts are called train and test"):
+        load("image_folder", path=tmp_path / "more", size=(3, 4))
+    whole = load("image_folder", path=tmp_path / "Train", size=(3, 4))
+    assert "there are too few rows to keep 0.2 of them for the test: it is empty" in whole.notes

@@ -273,12 +273,15 @@ def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int)
 
 
 def few_notes(clients: np.ndarray | None, test: np.ndarray, fraction: float) -> tuple[str, ...]:
-    """A sentence where a split leaves some of the clients without a test row; ``test`` are the rows of all."""
-    count = 0 if clients is None else len(np.unique(clients))
-    lacking = 0 if clients is None else count - len(np.unique(clients[test]))
-    if not lacking or not fraction:
+    """A sentence where a split leaves no row for the test, or none of some clients; ``test`` are the rows of all."""
+    if not fraction:
         return ()
-    return (f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test",)
+    if clients is None:
+        return () if len(test) else (f"there are too few rows to keep {fraction:g} of them for the test: it is empty",)
+    count = len(np.unique(clients))
+    lacking = count - len(np.unique(clients[test]))
+    said = f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test"
+    return (said,) if lacking else ()
 
 
 def rows_of(samples: Samples, rows: np.ndarray) -> Samples:

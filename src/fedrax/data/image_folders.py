@@ -27,7 +27,7 @@ from fedrax.files import reading
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 TESTS = ("test", "val", "valid", "validation")
-"""Folders beside train, of which the first that is there holds the test images."""
+"""Folders beside train, of which the first that is there holds the test images; in capitals or not."""
 SETTLED = 2_000_000_000
 """Nanoseconds after which a second change of a file has another time, on the coarsest file systems."""
 
@@ -116,11 +116,11 @@ def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> t
 
 def _parts(path: Path) -> tuple[list[Path], list[str]]:
     """The folders of the training part and, where there is one, of the test part; the names of those left out."""
-    inside = [folder.name for folder in _folders(path)]
-    if "train" not in inside or not _folders(path / "train"):  # a class may be called so
+    inside = {folder.name.lower(): folder for folder in _folders(path)}
+    if "train" not in inside or not _folders(inside["train"]):  # a class may be called so
         return [path], []
     chosen = ["train", *(name for name in TESTS if name in inside)][:2]
-    return [path / name for name in chosen], [name for name in inside if name not in chosen]
+    return [inside[name] for name in chosen], [inside[name].name for name in inside if name not in chosen]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -154,7 +154,10 @@ def _listed(path: Path, clients: bool) -> Listing:
                 else:
                     made.others += 1
             if len(made.paths) == before:
-                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}.")
+                hint = ""
+                if _folders(folder):
+                    hint = ", but folders: parts are called train and test, and clients = true reads client/class/file"
+                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}{hint}.")
     if not made.paths:
         wanted = "client/class/file" if clients else "class/file"
         raise FedraxError(f"{path} holds no images in folders {wanted}.")
