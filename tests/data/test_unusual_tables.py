@@ -180,3 +180,24 @@ def test_kinds_to_partition_by_in_which_a_few_texts_stand(tmp_path: Path):
     path = write(tmp_path / "k.csv", "a,age,label\n" + rows)
     with pytest.raises(FedraxError, match="'age' holds numbers, and in 1 of 9 rows texts: 'NA'"):
         load("csv", path=path, labels="classes", partition_by="age", drop=("age",))
+
+
+def test_texts_that_are_no_categories(tmp_path: Path):
+    """Messages of newsgroups, with line ends in them: words are read elsewhere."""
+    rows = "".join(f'"Hello all,\n this ""is"" message {i}\nregards",{"ab"[i % 2]}\n' for i in range(80))
+    with pytest.raises(FedraxError, match="max_categories; what huggingface reads from Parquet tables may be texts"):
+        load("csv", path=write(tmp_path / "news.csv", "text,label\n" + rows))
+
+
+def test_a_number_far_beyond_those_of_training(tmp_path: Path):
+    train = write(tmp_path / "a.csv", "a,label\n" + "".join(f"{1 + i * 1e-9},{i % 2}\n" for i in range(9)))
+    with pytest.raises(FedraxError, match="'a' holds numbers beyond 32-bit floats once it is standardised"):
+        load("csv", path=train, test_path=write(tmp_path / "b.csv", "a,label\n3e38,1\n"))
+
+
+def test_classes_that_differ_in_capitals_are_told_of(tmp_path: Path):
+    path = write(tmp_path / "c.csv", "a,label\n1,Yes\n2,no\n3,yes\n")
+    assert (
+        "warning: 'label' has classes that differ in capitals alone, such as 'Yes' and 'yes'"
+        in load("csv", path=path).notes
+    )

@@ -102,7 +102,7 @@ def test_blanks_around_cells(tmp_path: Path):
     assert made.train.x[:, 0].tolist() == [1.5, 2.5, 4] and made.class_names == ("1", "2")
 
 
-@pytest.mark.parametrize("written", ["{},5", '"{},000"', "{}%", "${}", "-{},25 €"])
+@pytest.mark.parametrize("written", ["{},5", "1.00{},5", '"{},000"', "{}%", "${}", "-{},25 €"])
 def test_numbers_in_another_form(tmp_path: Path, written: str):
     """They would be categories, one for each."""
     path = tmp_path / "n.csv"

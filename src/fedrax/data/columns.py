@@ -152,8 +152,12 @@ def _labels(table: pl.DataFrame, chosen: Columns, path: object) -> np.ndarray:
 
 
 def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
-    """A warning where whole numbers may be meant otherwise than they are taken."""
+    """A warning where whole numbers, or texts in capitals, may be meant otherwise than they are taken."""
+    import polars as pl
+
     column, most = table[chosen.label], chosen.max_categories
+    if is_text(column):
+        return _alike(column.cast(pl.String).unique().sort().to_list(), chosen.label)
     if chosen.labels != "auto" or not column.dtype.is_numeric():
         return []
     count = column.n_unique()
@@ -164,6 +168,15 @@ def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
     else:
         return []
     return [f'warning: {chosen.label!r} holds {count:,} {said}: labels = "{other}" makes {made} of them']
+
+
+def _alike(names: Sequence[str], label: str) -> list[str]:
+    """A warning of two classes whose names differ in capitals alone."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            return [f"warning: {label!r} has classes that differ in capitals alone, such as {other!r} and {name!r}"]
+    return []
 
 
 def _refuse_other_kinds(column: pl.Series, path: object) -> None:
@@ -189,8 +202,8 @@ def is_text(column: pl.Series) -> bool:
     return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
-_AMOUNT = r"^[-+]?[$€£]?\s?\d[\d,]*(\.\d+)?\s?[%$€£]?$"
-"""Numbers with commas in them, percentages, prices."""
+_AMOUNT = r"^[-+]?[$€£]?\s?(\d[\d,]*(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
+"""Numbers with commas or points between their thousands, percentages, prices."""
 
 
 def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:

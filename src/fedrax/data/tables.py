@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 FAR_APART = 100.0
 """Times by which the deviations of two features may differ before a note says so."""
 
+WORDS_APART = 3
+"""Blanks in a category from which on it is taken for a text that is to be read."""
+
 COPIES = 4
 """Of all samples, in a machine's memory at once at most: while they are read, split and dealt out."""
 
@@ -211,9 +214,11 @@ def _categories(column: pl.Series, name: str, train: np.ndarray, most: int, path
     words = texts.fill_null("").to_numpy()  # not of one length: a long text would make all of them long
     categories = sorted(set(words[train][~lost[train]]))
     if len(categories) > most:
+        sentences = np.mean([category.count(" ") for category in categories]) >= WORDS_APART
+        hint = "; what huggingface reads from Parquet tables may be texts, word by word" if sentences else ""
         raise FedraxError(
             f"{path}: column {name!r} has {len(categories):,} different texts, too many to be categories (limit:"
-            f" {most}): leave it out by drop, or raise max_categories."
+            f" {most}): leave it out by drop, or raise max_categories{hint}."
         )
     places = {category: place for place, category in enumerate(categories)}
     codes = np.array([places.get(word, -1) for word in words], int)
@@ -254,7 +259,12 @@ def _standardised(
     single = int((np.bincount(owner[train]) == 1).sum()) if how == "client" else 0
     if single:
         said.append(f"warning: {single:,} clients have one training row, whose features are 0, being their mean")
-    x[:, numeric] = np.nan_to_num(numbers)  # a missing number is the mean
+    with np.errstate(over="ignore"):  # what is too large is infinite, and refused
+        x[:, numeric] = np.where(np.isnan(numbers), 0, numbers)  # a missing number is the mean
+    beyond = ~np.isfinite(x).all(axis=0)
+    if beyond.any():
+        name = features.names[int(beyond.argmax())]
+        raise FedraxError(f"column {name!r} holds numbers beyond 32-bit floats once it is standardised: scale it.")
     whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
     told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
     return x, said + [f"{told} (standardise)"] * bool(numeric.any())
