@@ -199,34 +199,50 @@ class CsvForm:
 def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -> pl.DataFrame:
     """The table in a CSV file with a header of different names; FedraxError if it is not one.
 
-    Columns in ``texts`` stay texts, whatever they hold; rows that hold nothing are left out. A path is a file and never
-    a pattern. A compressed file is refused: it may grow to any size.
+    Columns in ``texts`` stay texts, whatever they hold; rows that hold nothing are left out, and so are blanks around
+    names and texts. A path is a file and never a pattern. A compressed file is refused: it may grow to any size.
     """
     import polars as pl
 
     header = _header(path, form)
     with _reading_csv(path):
-        kinds = {name: pl.String for name in texts if name in header}
+        kinds = {name: pl.String for name in header if name.strip() in texts}
         table = pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_options(form))
+    table.columns = [name.strip() for name in table.columns]
     # a cell of quotes alone, as programs write them that quote everything, is as empty as one of nothing
-    texts_of = pl.col(pl.String)
-    table = table.with_columns(pl.when(texts_of == "").then(None).otherwise(texts_of).name.keep())
+    written = pl.col(pl.String).str.strip_chars()
+    empty = written.is_in(["", *map(str.strip, form.missing_as)])
+    table = table.with_columns(pl.when(empty).then(None).otherwise(written).name.keep())
+    of_texts = [c for c in table.select(pl.col(pl.String)).iter_columns() if c.name not in texts]
+    table = table.with_columns(as_numbers(column, form.decimal) for column in of_texts)
     long = next((name for name, kind in table.schema.items() if kind.is_integer() and "128" in str(kind)), None)
     if long is not None:
         raise FedraxError(f"{path}: column {long!r} holds whole numbers beyond 64 bits: write floats, or texts.")
     return table.filter(~pl.all_horizontal(pl.all().is_null())) if table.width > 1 else table
 
 
+def as_numbers(column: pl.Series, decimal: str = ".") -> pl.Series:
+    """A column of texts all of which are numbers as whole numbers or floats; any other as it is."""
+    import polars as pl
+
+    written = column.str.strip_chars().str.replace(decimal, ".", literal=True)
+    for kind in (pl.Int64, pl.Float64):
+        made = written.cast(kind, strict=False)
+        if made.null_count() == column.null_count() < len(column):
+            return made
+    return column
+
+
 def zero_padded(path: Path, names: Sequence[str], form: CsvForm = CsvForm()) -> list[str]:
     """Of these columns those where a whole number begins with a zero, as in 007: such are names of things."""
     import polars as pl
 
-    known = [name for name in names if name in _header(path, form)]
+    known = [name for name in _header(path, form) if name.strip() in names]
     if not known:
         return []
     with _reading_csv(path):
         table = pl.read_csv(path, infer_schema=False, columns=known, **_options(form))
-    return [name for name in known if table[name].str.contains(r"^\s*0\d+\s*$").any()]
+    return [name.strip() for name in known if table[name].str.contains(r"^\s*0\d+\s*$").any()]
 
 
 def _options(form: CsvForm) -> dict[str, Any]:
@@ -251,6 +267,7 @@ def _reading_csv(path: Path) -> Iterator[None]:
 _KNOWN = {
     "utf-8": "it is no text in UTF-8: save it in this encoding",
     "more fields than": "a row has more cells than the header has names",
+    "new-line character": "its lines end in carriage returns alone: save it with line feeds",
     "could not parse": "{}: perhaps a quotation mark is never closed",
     "malformed": "{}: perhaps a quotation mark is never closed",
 }
@@ -260,8 +277,10 @@ _KNOWN = {
 def _header(path: Path, form: CsvForm) -> list[str]:
     """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
     with _reading_csv(path), reading(path, MAX_CSV) as file:
-        if file.read(4).startswith(_COMPRESSED):
-            raise FedraxError(f"{path} is compressed: unpack it first.")
+        first = file.read(4)
+        other = next((said for said, marks in _NO_TEXTS.items() if first.startswith(marks)), None)
+        if other is not None:
+            raise FedraxError(f"{path} is {other}.")
         file.seek(0)
         line = file.readline(MAX_FILE).decode("utf-8-sig")
         header = next(csv.reader([line], delimiter=form.separator), [])
@@ -272,14 +291,25 @@ def _header(path: Path, form: CsvForm) -> list[str]:
         raise FedraxError(
             f"{path} has one column {header[0]!r}: if {other!r} separates its columns, set separator to it."
         )
-    twice = next((name for name, count in Counter(header).items() if count > 1), None)
+    twice = next((name for name, count in Counter(map(str.strip, header)).items() if count > 1), None)
     if twice is not None:
-        raise FedraxError(f"{path} has two columns {twice!r}.")
+        raise FedraxError(f"{path} has two columns {twice!r}: its first line must give each a name of its own.")
     return header
 
 
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
-"""How gzip, zstandard and zlib begin: what polars would unpack by itself."""
+_NO_TEXTS = {
+    "compressed: unpack it first": (
+        b"\x1f\x8b",
+        b"\x28\xb5\x2f\xfd",
+        b"\x78\x01",
+        b"\x78\x5e",
+        b"\x78\x9c",
+        b"\x78\xda",
+    ),
+    "a ZIP archive or a spreadsheet: unpack it, or save it as CSV": (b"PK\x03\x04",),
+    "a Parquet table: the data set huggingface reads it": (b"PAR1",),
+}
+"""How other files begin: gzip, zstandard and zlib, which polars would unpack by itself, ZIP and Parquet."""
 
 
 def read_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:

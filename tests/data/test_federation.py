@@ -214,3 +214,35 @@ def test_what_a_partition_of_one_s_own_may_return(found, says):
 
     with pytest.raises(FedraxError, match=says):
         Federation.from_dataset(load("digits"), Mine(), 0)
+
+
+def test_owners_as_tables_hold_them():
+    """Objects, and columns of pandas and polars, each of texts or whole numbers."""
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    texts, x, y = ["b", "a", "b", "c"], np.zeros((4, 1)), np.arange(4)
+    for ids in (
+        texts,
+        np.array(texts, object),
+        np.array(texts, "S"),
+        pandas.Series(texts, dtype="string"),
+        pandas.Series(texts, dtype=object),
+        pandas.Categorical(texts),
+        polars.Series(texts),
+    ):
+        made = Federation.from_arrays(x, y, ids, test=(x, y), test_client_ids=ids, shuffle=False)
+        assert made.client_names == ("a", "b", "c") and list(made.train.y) == list(made.test.y) == [1, 0, 2, 3]
+    for ids in (pandas.Series([7, 5, 7, 9], dtype="Int64"), np.array([7, np.int8(5), 7, 9], object)):
+        made = Federation.from_arrays(x, y, ids)
+        assert made.client_names == () and list(made.sizes) == [1, 2, 1]
+
+
+def test_owners_that_are_none():
+    pandas, x, y = pytest.importorskip("pandas"), np.zeros((2, 1)), np.arange(2)
+    for ids in (["a", None], ["a", np.nan], pandas.Series([1, None], dtype="Int64"), [1.0, np.nan], [pandas.NaT, 1]):
+        with pytest.raises(FedraxError, match=r"missing in 1 of 2 rows: leave out rows"):
+            Federation.from_arrays(x, y, ids)
+    for ids, found in (([1, "a"], "int and str"), ([1.0, 2.0], "float"), ([True, False], "bool"), ([2**70, 1], "int")):
+        with pytest.raises(FedraxError, match=f"one integer or string for each of 2 rows, not {found}"):
+            Federation.from_arrays(x, y, ids)
+    with pytest.raises(FedraxError, match="test_client_ids must be integers, as client_ids are"):
+        Federation.from_arrays(x, y, [1, 2], test=(x, y), test_client_ids=["1", "2"])

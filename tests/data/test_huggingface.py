@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,51 @@ def test_a_column_of_encoded_images(tmp_path):
     )
     made = load("huggingface", path=tmp_path / "b.parquet", size=(4, 4))
     assert made.pixels and made.train.x.dtype == np.uint8 and made.train.x.shape[1:] == (4, 4, 3)
+
+
+def test_options_without_effect_are_refused() -> None:
+    """Each kind of samples has options of its own."""
+    texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "label": ["up", "down"] * 4})
+    lists = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "label": [0, 1]})
+    for given, options, says in (
+        (texts, {"standardise": "none", "size": (2, 2)}, "size, standardise have no effect on texts: leave them out"),
+        (texts, {"tokens": "characters", "min_count": 2}, "min_count has no effect on characters"),
+        (lists, {"length": 3}, "length has no effect on lists"),
+        (table(), {"label": "ill", "tokens": "characters"}, "tokens has no effect on features"),
+        (datasets.DatasetDict(train=texts, test=texts), {"test_fraction": 0.5}, "no effect where test is a split"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            from_huggingface(given, **options)
+    made = from_huggingface(texts, categorical=["text"], test_fraction=0.0)
+    assert made.feature_names == ("text=bad day", "text=good day") and not made.vocabulary
+
+
+def test_numbers_with_a_few_texts_among_them() -> None:
+    """As in csv: they are refused, or missing where missing_as names them."""
+    dose = [str(i) for i in range(9)] + ["?"]
+    mixed = datasets.Dataset.from_dict({"dose": dose, "a": list(range(10)), "label": ["x", "y"] * 5})
+    with pytest.raises(FedraxError, match=r"'dose' holds numbers, and in 1 of 10 rows texts: '\?'\. missing_as"):
+        from_huggingface(mixed)
+    made = from_huggingface(mixed, missing_as=("?",), missing="mean", test_fraction=0.0)
+    assert made.feature_names == ("dose", "a") and made.train.x[9, 0] == 0
+    with pytest.raises(FedraxError, match="'dose' holds numbers"):
+        from_huggingface(mixed, label="dose")
+
+
+def test_splits_that_are_left_out_are_told() -> None:
+    splits = datasets.DatasetDict(train=table(), validation=table(6))
+    assert any(
+        "validation left out (train_split, test_split)" in n for n in from_huggingface(splits, label="ill").notes
+    )
+
+
+def test_dates_and_durations() -> None:
+    """Dates are categories, alone too, and no words; durations have no numbers of their own."""
+    days = [datetime.date(2021, 1, 1 + i % 2) for i in range(8)]
+    dated = datasets.Dataset.from_dict({"day": days, "label": [0, 1] * 4})
+    assert from_huggingface(dated, test_fraction=0.0).feature_names == ("day=2021-01-01", "day=2021-01-02")
+    waits = [datetime.timedelta(hours=i) for i in range(8)]
+    waited = datasets.Dataset.from_dict({"wait": waits, "a": list(range(8)), "label": [0, 1] * 4})
+    for options in ({}, {"categorical": ("wait",)}, {"label": "wait"}, {"partition_by": "wait", "columns": ("a",)}):
+        with pytest.raises(FedraxError, match=r"'wait' holds Duration.* which are neither numbers nor texts"):
+            from_huggingface(waited, **options)

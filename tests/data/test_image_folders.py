@@ -179,3 +179,29 @@ def test_images_are_as_the_camera_was_held(tmp_path: Path, way: int) -> None:
     np.testing.assert_array_equal(
         load("image_folder", path=tmp_path, size=(4, 6), test_fraction=0.0).train.x[0], upright
     )
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_folders_of_validation_images(tmp_path: Path, name: str) -> None:
+    """They serve as the test where there is no other, and are said to be left out where there is."""
+    for i, place in enumerate(("train/a/1", "train/b/2", f"{name}/a/3", f"{name}/b/4")):
+        write(tmp_path / f"{place}.png", picture((i, 0, 0)))
+    made = load("image_folder", path=tmp_path, size=(3, 4))
+    assert made.test.x[:, 0, 0, 0].tolist() == [2, 3] and not any("left out" in note for note in made.notes)
+    with pytest.raises(FedraxError, match=f"test_fraction has no effect where .*{name} holds the test images"):
+        load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.4)
+    write(tmp_path / "test/a/5.png", picture((7, 0, 0)))
+    both = load("image_folder", path=tmp_path, size=(3, 4))
+    assert both.test.x[:, 0, 0, 0].tolist() == [7] and any(f"left out: {name}" in note for note in both.notes)
+
+
+def test_folders_of_other_names(tmp_path: Path) -> None:
+    """Parts in capitals are read; others, and clients without the option, are told of; so is an empty test."""
+    for place in ("Train/a/1", "Train/b/2", "Test/a/3", "more/training/a/4"):
+        write(tmp_path / f"{place}.png", picture((1, 0, 0)))
+    made = load("image_folder", path=tmp_path, size=(3, 4))
+    assert made.class_names == ("a", "b") and len(made.test.y) == 1
+    with pytest.raises(FedraxError, match=r"training holds no images, .* but folders: parts are called train and test"):
+        load("image_folder", path=tmp_path / "more", size=(3, 4))
+    whole = load("image_folder", path=tmp_path / "Train", size=(3, 4))
+    assert "there are too few rows to keep 0.2 of them for the test: it is empty" in whole.notes

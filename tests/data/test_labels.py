@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedrax import FedAvg, classification, simulate
 from fedrax.data import (
     PARTITIONS,
     Dataset,
@@ -21,6 +22,7 @@ from fedrax.data import (
     load,
 )
 from fedrax.errors import FedraxError
+from fedrax.models import Linear
 
 INTEGERS = [order + code for code in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8") for order in "<>"]
 FLOATS = [order + code for code in ("f2", "f4", "f8") for order in "<>"] + ["longdouble"]
@@ -203,3 +205,39 @@ def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
     assert dataset.pixels and dataset.padding == 255 and dataset.num_classes == 2
     dataset = load("npz", path=tmp_path / "maps.npz")
     assert not dataset.pixels and dataset.padding is None and dataset.num_classes == 256
+
+
+def test_labels_in_another_form_are_told_how():
+    x = np.zeros((4, 2))
+    with pytest.raises(FedraxError, match=r"np.unique\(y, return_inverse=True\) numbers texts"):
+        Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1])
+    for y in (np.array([[0], [1], [0], [1]]), np.eye(2, dtype=int)[[0, 1, 0, 1]]):
+        made = Federation.from_arrays(x, y, [0, 0, 1, 1])
+        with pytest.raises(FedraxError, match=r"y\[:, 0\] has one label a row, and of one-hot labels y.argmax\(1\)"):
+            simulate(FedAvg(), classification(Linear().build((2,), 2)), made, rounds=1, cohort_size=2)
+
+
+def test_samples_that_are_no_plain_arrays_are_told_how():
+    x, y, owner = np.arange(8.0).reshape(4, 2), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
+    sparse = pytest.importorskip("scipy.sparse").csr_matrix(x)
+    for arrays, says in (
+        ((np.ma.masked_greater(x, 5), y), "x has masked values: leave those rows out"),
+        ((x, np.ma.masked_equal(y, 1)), "y has masked values"),
+        ((sparse, y), r"x.toarray\(\) is dense"),
+        ((x.astype(object), y), r"x.astype\(float\) makes numbers of objects"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            Federation.from_arrays(*arrays, owner)
+    assert Federation.from_arrays(np.ma.masked_greater(x, 100), y, owner).num_clients == 2
+    floats = Federation.from_arrays(x, y.astype(float), owner)
+    with pytest.raises(FedraxError, match=r"where classes are meant, y.astype\(int\) numbers them"):
+        simulate(FedAvg(), classification(Linear().build((2,), 2)), floats, rounds=1, cohort_size=2)
+
+
+def test_names_of_classes_are_as_many():
+    x, y, owner = np.zeros((4, 2)), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
+    assert Federation.from_arrays(x, y, owner, class_names=("a", "b", "c")).num_classes == 3
+    with pytest.raises(FedraxError, match="labels must lie in 0"):
+        Federation.from_arrays(x, y, owner, class_names=("a",))
+    with pytest.raises(FedraxError, match="has 3 classes, but 2 names for them"):
+        Federation.from_arrays(x, y, owner, num_classes=3, class_names=("a", "b"))

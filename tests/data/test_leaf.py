@@ -157,7 +157,7 @@ def samples(x: Any, y: Any) -> dict[str, Any]:
         (leaf({"a": ([[1.0]], [0]), "b": ([[1.0, 2.0]], [0])}), "of one kind"),
         (leaf({"a": ([[1.0]], [0]), "b": (["text"], [0])}), "of one kind"),
         (leaf({"a": ([[1.0]], [0]), "b": ([[1.0]], ["c"])}), "labels must be of one kind"),
-        (leaf({"a": ([], [])}), "found none at all"),
+        (leaf({"a": ([], [])}), "holds no samples"),
         (samples([[1.0], [1.0, 2.0]], [0, 1]), "all of one length"),
         (samples([[1.0], "text"], [0, 1]), "neither texts nor vectors"),
         (samples([[True]], [0]), "neither texts nor vectors"),

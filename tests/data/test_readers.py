@@ -202,9 +202,9 @@ def test_npz_regression_without_clients(tmp_path):
             "y_test holds numbers that are not finite",
         ),
         ({"client_train": None}, "holds client_test and no client_train"),
-        ({"client_test": np.zeros((2, 1), np.int16)}, "must be integers or strings"),
+        ({"client_test": np.zeros((2, 1), np.int16)}, "must be one integer or string"),
         ({"client_train": np.zeros(3, np.int16)}, "not n samples"),
-        ({"client_train": np.zeros(4)}, "must be integers or strings"),
+        ({"client_train": np.zeros(4)}, "must be one integer or string"),
         ({"client_train": np.array([1, "a", 1], str), "client_test": None}, "not n samples|one integer for each"),
     ],
 )
@@ -324,3 +324,17 @@ class TestRealData:
         assert list(np.bincount(dataset.train.y)) == [1226, 1073, 986, 1286, 1374, 1407]
         federation = Federation.from_dataset(dataset, Natural(), 0)
         assert federation.num_clients == 21 and federation.test_offsets is None
+
+
+def test_arrays_as_others_save_them(tmp_path):
+    """Labels that are texts, clients in bytes; labels from 1 and bytes that may be pixels are warned of."""
+    texts = {"y_train": np.array(["b", "a", "b", "b"]), "y_test": np.array(["c"] * 4)}
+    x = {part: np.zeros((4, 8, 8), np.uint8) for part in ("x_train", "x_test")}
+    np.savez(tmp_path / "t.npz", **x, **texts, client_train=np.array(["p", "q"] * 2, "S"))
+    made = load("npz", path=tmp_path / "t.npz")
+    assert made.class_names == ("a", "b", "c") and made.train.y.tolist() == [1, 0, 1, 1]
+    assert made.client_names == ("p", "q")
+    assert any("pixels = true takes them" in note for note in made.notes)
+    np.savez(tmp_path / "one.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([1, 2, 1, 2]))
+    made = load("npz", path=tmp_path / "one.npz", pixels=True)
+    assert made.notes == ("warning: labels count from 0, and the first of the training rows is 1: take 1 off",)

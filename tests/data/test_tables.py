@@ -91,10 +91,10 @@ def test_numbers_with_a_few_texts_among_them_are_no_categories(tmp_path: Path) -
     path.write_text("age,stage,label\n" + "".join(f"{20 + i % 40},{'I' * (i % 3 + 1)},{i % 2}\n" for i in range(80)))
     with path.open("a") as file:
         file.write("NA,II,0\n ?,I,1\n")
-    says = r"column 'age' holds numbers, and in 2 of 82 rows texts: 'NA', ' \?'. missing_as names"
+    says = r"column 'age' holds numbers, and in 2 of 82 rows texts: 'NA', '\?'\. missing_as names"
     with pytest.raises(FedraxError, match=says):
         load("csv", path=path)
-    read = load("csv", path=path, missing_as=("NA", " ?"), missing="mean")
+    read = load("csv", path=path, missing_as=("NA", "?"), missing="mean")
     assert read.feature_names == ("age", "stage=I", "stage=II", "stage=III")
     assert len(load("csv", path=path, categorical=("age",)).feature_names) > 40
 

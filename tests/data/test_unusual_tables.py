@@ -149,3 +149,55 @@ def test_many_clients_are_standardised_in_one_pass(tmp_path: Path):
 def test_a_share_whose_product_lies_just_below_a_whole_number():
     train, test = split_test(np.zeros(100), 0.29, np.random.default_rng(0))
     assert (len(train), len(test)) == (71, 29)
+
+
+def test_categories_that_no_memory_holds(tmp_path: Path):
+    """A feature for each of 80,000 names in 100,000 rows."""
+    path = write(
+        tmp_path / "n.csv", "name,a,label\n" + "".join(f"n{i},{i % 7},{'xy'[i % 2]}\n" for i in range(100_000))
+    )
+    with pytest.raises(FedraxError, match=r"takes 32 GB in 100,000 rows, too much: column 'name' has 80,000 different"):
+        load("csv", path=path, max_categories=1_000_000)
+
+
+def test_options_without_effect_are_refused(tmp_path: Path):
+    path = write(tmp_path / "a.csv", "a,label\n1,x\n2,y\n")
+    with pytest.raises(FedraxError, match="test_fraction has no effect where test_path holds the test rows: leave it"):
+        load("csv", path=path, test_path=path, test_fraction=0.5)
+    vectors = json.dumps({"users": ["u"], "user_data": {"u": {"x": [[1.0], [2.0]], "y": [0, 1]}}})
+    with pytest.raises(FedraxError, match="tokens, length have no effect on vectors of numbers: leave them out"):
+        load("leaf", path=write(tmp_path / "v.json", vectors), tokens="words", length=3)
+    texts = json.dumps({"users": ["u"], "user_data": {"u": {"x": ["ab", "cd"], "y": [0, 1]}}})
+    with pytest.raises(FedraxError, match="shape has no effect on texts"):
+        load("leaf", path=write(tmp_path / "t.json", texts), shape=[2])
+    with pytest.raises(FedraxError, match="min_count has no effect on characters"):
+        load("leaf", path=tmp_path / "t.json", tokens="characters", min_count=1)
+
+
+def test_kinds_to_partition_by_in_which_a_few_texts_stand(tmp_path: Path):
+    """With labels = "classes" too, where the labels themselves may be so."""
+    rows = "".join(f"{i},{'NA' if i == 3 else i / 2},{i % 2}\n" for i in range(9))
+    path = write(tmp_path / "k.csv", "a,age,label\n" + rows)
+    with pytest.raises(FedraxError, match="'age' holds numbers, and in 1 of 9 rows texts: 'NA'"):
+        load("csv", path=path, labels="classes", partition_by="age", drop=("age",))
+
+
+def test_texts_that_are_no_categories(tmp_path: Path):
+    """Messages of newsgroups, with line ends in them: words are read elsewhere."""
+    rows = "".join(f'"Hello all,\n this ""is"" message {i}\nregards",{"ab"[i % 2]}\n' for i in range(80))
+    with pytest.raises(FedraxError, match="max_categories; what huggingface reads from Parquet tables may be texts"):
+        load("csv", path=write(tmp_path / "news.csv", "text,label\n" + rows))
+
+
+def test_a_number_far_beyond_those_of_training(tmp_path: Path):
+    train = write(tmp_path / "a.csv", "a,label\n" + "".join(f"{1 + i * 1e-9},{i % 2}\n" for i in range(9)))
+    with pytest.raises(FedraxError, match="'a' holds numbers beyond 32-bit floats once it is standardised"):
+        load("csv", path=train, test_path=write(tmp_path / "b.csv", "a,label\n3e38,1\n"))
+
+
+def test_classes_that_differ_in_capitals_are_told_of(tmp_path: Path):
+    path = write(tmp_path / "c.csv", "a,label\n1,Yes\n2,no\n3,yes\n")
+    assert (
+        "warning: 'label' has classes that differ in capitals alone, such as 'Yes' and 'yes'"
+        in load("csv", path=path).notes
+    )

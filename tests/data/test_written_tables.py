@@ -85,3 +85,56 @@ def test_a_form_is_that_of_every_column(path: Path) -> None:
     path.write_text("a|b\n1|NA\n|2\n")
     table = read_csv(path, CsvForm("|", missing_as=("NA",)), texts=("a",))
     assert table["a"].to_list() == ["1", None] and np.isnan(table["b"].to_numpy()[0])
+
+
+def test_blanks_around_cells(tmp_path: Path):
+    """As in "39, State-gov, ?": numbers stay numbers, names of columns and texts have none."""
+    rows = "".join(
+        f"{i}, {i % 5}, {'?' if i == 3 else 'State-gov'}, {i / 2}, {'>50K' if i % 2 else '<=50K'}\n" for i in range(20)
+    )
+    path = tmp_path / "adult.csv"
+    path.write_text("age, hours, work, gain, label\n" + rows)
+    made = load("csv", path=path, missing="mean", missing_as=("?",))
+    assert made.feature_names == ("age", "hours", "work=State-gov", "work missing", "gain")
+    assert made.class_names == ("<=50K", ">50K")
+    path.write_text("size; label\n1,5; 1\n 2,5; 2\n 4; 1\n")
+    made = load("csv", path=path, separator=";", decimal=",", standardise="none", test_fraction=0.0)
+    assert made.train.x[:, 0].tolist() == [1.5, 2.5, 4] and made.class_names == ("1", "2")
+
+
+@pytest.mark.parametrize("written", ["{},5", "1.00{},5", '"{},000"', "{}%", "${}", "-{},25 €"])
+def test_numbers_in_another_form(tmp_path: Path, written: str):
+    """They would be categories, one for each."""
+    path = tmp_path / "n.csv"
+    path.write_text("price;a;label\n" + "".join(f"{written.format(i)};{i};{i % 2}\n" for i in range(1, 9)))
+    with pytest.raises(FedraxError, match=r"'price' holds texts such as .*1.*, numbers in another form: write them as"):
+        load("csv", path=path, separator=";")
+    assert len(load("csv", path=path, separator=";", categorical=("price",), test_fraction=0.0).feature_names) == 9
+    with pytest.raises(FedraxError, match='labels = "classes" takes them'):
+        load("csv", path=path, separator=";", label="price")
+
+
+def test_whole_numbers_written_as_floats(tmp_path: Path):
+    """What pandas makes of classes of which some were missing."""
+    path = tmp_path / "f.csv"
+    path.write_text("a,label\n" + "".join(f"{i},{i % 3}.0\n" for i in range(30)))
+    says = "3 different whole numbers, written as floats and so taken for targets"
+    assert any(says in note for note in load("csv", path=path).notes)
+    assert not any(says in note for note in load("csv", path=path, labels="numbers").notes)
+
+
+@pytest.mark.parametrize(
+    ("begins", "says"), [(b"PK\x03\x04", "a spreadsheet: unpack it, or save"), (b"PAR1", "huggingface reads it")]
+)
+def test_files_of_other_programs(tmp_path: Path, begins: bytes, says: str):
+    path = tmp_path / "other.csv"
+    path.write_bytes(begins + bytes(100))
+    with pytest.raises(FedraxError, match=says):
+        load("csv", path=path)
+
+
+def test_lines_that_end_in_carriage_returns(tmp_path: Path):
+    path = tmp_path / "mac.csv"
+    path.write_bytes(b"a,label\r1,x\r2,y\r")
+    with pytest.raises(FedraxError, match="its lines end in carriage returns alone: save it with line feeds"):
+        load("csv", path=path)

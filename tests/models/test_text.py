@@ -1,5 +1,7 @@
 """Networks of words against NumPy; padding changes nothing; the hinge loss; the way from a file to a task."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,10 +10,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedrax import Batch, FedraxError, classification
+from fedrax import Batch, FedraxError, classification, simulate
 from fedrax.contract.task import margin
 from fedrax.experiments import experiment
-from fedrax.models import Model, SentencePairs, Tweets
+from fedrax.models import Linear, Model, SentencePairs, Tweets
 from fedrax.models.recurrent import lstm
 from fedrax.models.text import states
 
@@ -124,3 +126,22 @@ def test_from_a_file_to_a_task(tmp_path: Path) -> None:
     assert params["embedding"].shape == (2 + 3, 2)
     gradient = jax.grad(lambda p: task.loss(p, Batch(*federation.train), KEY).sum())(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
+    """In files and in Python; whole numbers that are amounts they take as ever."""
+    data = {user: {"x": ["good day", "bad day", "day"], "y": [0, 1, 1]} for user in "ab"}
+    (tmp_path / "t.json").write_text(json.dumps({"users": list(data), "user_data": data}))
+    table = {"data": {"name": "leaf", "path": str(tmp_path / "t.json")}, "partition": {"name": "natural"}}
+    for model in ({}, {"model": {"name": "logistic"}}, {"model": {"name": "tinynn"}}):
+        with pytest.raises(
+            FedraxError, match=r"numbers of words, which the model \w+ would take for amounts: .*tweets"
+        ):
+            experiment.build(experiment.from_table(table | model, "made"))
+    tweets = {"name": "tweets", "hidden": 2, "layers": 1, "embedding": 2}
+    algorithm, _, federation = experiment.build(experiment.from_table(table | {"model": tweets}, "made"))
+    linear = classification(Linear().build(federation.train.x.shape[1:], 2))
+    with pytest.raises(FedraxError, match="'t' are numbers of words"):
+        simulate(algorithm, linear, federation, rounds=1, cohort_size=2)
+    counts = replace(federation, vocabulary=())
+    assert len(simulate(algorithm, linear, counts, rounds=1, cohort_size=2).events) == 1

@@ -7,6 +7,7 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
 import fedrax
 from fedrax.contract.metrics import METRICS, auc, f1, r2
+from fedrax.experiments import experiment
 from fedrax.models import Linear
 
 RNG = np.random.default_rng(0)
@@ -62,3 +63,32 @@ def test_in_a_run_and_a_loss_of_ones_own() -> None:
     assert tuned.algorithm.local.lr == tuned.best.point["local.lr"] and "Tuned by validation auc" in repr(tuned)
     with pytest.raises(fedrax.FedraxError, match="did you mean 'local'"):
         fedrax.tune(fedrax.FedAvg(), task, federation, {"locl.lr": (0.01, 0.1)})
+
+
+def test_the_class_that_f1_is_of() -> None:
+    """The one that is named; what it is of is said in any case."""
+    y, score = LABELS > 1, LOGITS[:, 2]
+    assert f1(score, y.astype(int), positive=0) == pytest.approx(f1_score(y, score > 0, pos_label=False))
+    assert f1(LOGITS, LABELS, positive=2) == pytest.approx(f1_score(LABELS == 2, LOGITS.argmax(1) == 2))
+    federation = fedrax.Federation.from_arrays(LOGITS, y.astype(int), LABELS, class_names=("case", "control"))
+    for options, value, says in (
+        ({}, f1(score, y), "of the class 'control'"),
+        ({"positive": "case"}, f1(score, y, positive=0), "of the class 'case'"),
+    ):
+        spec = experiment.from_table({"task": {"name": "binary", "metrics": ["f1"], **options}}, "made")
+        task = experiment.make_task(spec, federation)
+        assert task.whole_set["f1"](score, y) == value and f"f1 is {says} (task.positive)" in task.notes
+    for options, says in (
+        ({"metrics": ["f1"], "positive": "cse"}, "did you mean 'case'"),
+        ({"positive": "case"}, "no effect without the metric f1"),
+        ({"metrics": ["r2"]}, "are classes, of which r2 is no metric"),
+    ):
+        with pytest.raises(fedrax.FedraxError, match=says):
+            experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), federation)
+    numbers = fedrax.Federation.from_arrays(LOGITS, score, LABELS)
+    for options, says in (
+        ({"metrics": ["f1"]}, "are numbers, of which f1 is no metric"),
+        ({"metrics": ["r2"], "positive": "case"}, "positive names a class"),
+    ):
+        with pytest.raises(fedrax.FedraxError, match=says):
+            experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), numbers)

@@ -70,7 +70,7 @@ def main(args: list[str]) -> int:
     directory = new_directory(spec, options.out)
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
-    say_notes([*not_of_one_run(parsed.left_out, spec), *problem[2].notes], options)
+    say_notes([*not_of_one_run(parsed.left_out, spec), *problem[2].notes, *problem[1].notes], options)
     return run(spec, problem, directory, options, resume=False)
 
 

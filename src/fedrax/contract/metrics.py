@@ -37,12 +37,17 @@ def _auc(scores: np.ndarray, positive: np.ndarray) -> float | None:
     return float((rankdata(scores)[positive].sum() - count * (count + 1) / 2) / (count * rest))
 
 
-def f1(outputs: np.ndarray, y: np.ndarray) -> float | None:
-    """F1 of class 1 of two, 2 TP / (2 TP + FP + FN); of more classes the mean over those in y or predicted."""
+def f1(outputs: np.ndarray, y: np.ndarray, positive: int | None = None) -> float | None:
+    """F1 of the class ``positive``, 2 TP / (2 TP + FP + FN), None where it is neither in y nor predicted.
+
+    By default of class 1 of two; of more classes the mean over those in y or predicted.
+    """
     scores = _scores(outputs, y, "f1")
-    if scores.ndim == 1:
-        return _f1(scores > 0, y > 0)
-    predicted = scores.argmax(1)
+    predicted = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+    if positive is None and scores.ndim == 1:
+        positive = 1
+    if positive is not None:
+        return _f1(predicted == positive, y == positive)
     labels = np.union1d(y, predicted)
     return float(np.mean([_f1(predicted == label, y == label) or 0.0 for label in labels]))
 

@@ -39,6 +39,8 @@ class Model:
     loss: Literal["hinge", "value"] | None = None
     """What an experiment trains it with, where that is neither cross entropy (of classes) nor squared error (of a
     regression): the multiclass hinge loss, or its own output as the loss."""
+    reads_amounts: bool = False
+    """Whether integers are to it the amounts that they are, so that numbers of words, which are names, mean nothing."""
 
     def __repr__(self) -> str:
         """What it is called, and what it offers."""

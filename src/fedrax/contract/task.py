@@ -82,6 +82,10 @@ class Task:
     """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
     labels_within: tuple[float, float] | None = None
     """The least and the largest label that the loss is meant for."""
+    reads_amounts: bool = False
+    """Whether the integers of samples reach a model to which they are amounts, see `Model`."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what its numbers are, which commands print."""
 
     def __post_init__(self) -> None:
         check_function("init", self.init, "key")
@@ -283,6 +287,7 @@ def supervised(
         measures=None if measures is None else lambda params: measures(params, truth),
         lower_is_better=lower_is_better,
         whole_set=dict(whole_set or {}),
+        reads_amounts=model.reads_amounts and preprocess is None,
     )
 
 
@@ -307,9 +312,14 @@ def _over_positions(values: Array) -> Array:
 def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
     """The labels, signed, if there is one for each vector of logits."""
     if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
+        hint = ""
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
+            hint = "; where classes are meant, y.astype(int) numbers them"
+        elif labels.shape in (logits.shape, (*logits.shape[:-1], 1)):
+            hint = "; y[:, 0] has one label a row, and of one-hot labels y.argmax(1)"
         raise FedraxError(
-            "a classification needs outputs [B, ..., classes] for integer labels [B, ...], "
-            f"not outputs of shape {logits.shape} for {labels.dtype} labels of shape {labels.shape}."
+            "a classification needs outputs [B, ..., classes] for integer labels [B, ...], not outputs of shape"
+            f" {logits.shape} for {labels.dtype} labels of shape {labels.shape}{hint}."
         )
     if logits.shape[-1] == 1:
         raise FedraxError("a classification needs an output for each class, not one: binary(model) takes one")

@@ -32,12 +32,13 @@ def check_function(what: str, function: Any, arguments: str) -> None:
         raise FedraxError(f"the task's {what} is a function {signature}, and is called with ({arguments})") from None
 
 
-def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None) -> None:
+def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None:
     """Trace loss and metrics with a batch such as ``samples`` (x [n, ...], y [n, ...]); nothing is computed.
 
     FedraxError where the model does not take such samples, for labels that the loss is not meant for, and for other
     results than one number a sample.
     """
+    check_words(task, federation)
     shapes = [jax.ShapeDtypeStruct((TRACED, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
     batch = type(samples)(*shapes)
     _within(task, samples.y)
@@ -49,10 +50,20 @@ def check_task(task: Any, variables: Any, samples: Any, num_classes: int | None)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise FedraxError(f"the task's loss must be floating numbers, not {losses.dtype}: others have no gradient")
     if task.one_output_a_class and task.outputs is not None:  # the metric is ours
-        _enough_outputs(_traced("model", about, task.outputs, variables, batch.x).shape[-1:], num_classes)
+        _enough_outputs(_traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
         return
     for name, metric in task.metrics.items():
         _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch))
+
+
+def check_words(task: Any, federation: Any) -> None:
+    """Refuse samples that are numbers of words where the task's model takes them for amounts."""
+    if federation.vocabulary and task.reads_amounts:
+        fitting = "sentence_pairs" if federation.train.x.ndim > 2 else "tweets"
+        raise FedraxError(
+            f"the samples of {federation.name!r} are numbers of words, which the model {task.name.rpartition('/')[2]}"
+            f" would take for amounts: choose a model that learns a vector for each word, such as {fitting}"
+        )
 
 
 def _within(task: Any, labels: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -32,6 +34,9 @@ class Columns:
 
     def __post_init__(self) -> None:
         _check_words(labels=self.labels, standardise=self.standardise, missing=self.missing)
+        twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
+        if twice is not None:
+            raise FedraxError(f"columns names {twice!r} twice.")
 
     @property
     def named(self) -> list[str]:
@@ -72,7 +77,7 @@ class Owners:
         cls, table: pl.DataFrame, chosen: Columns, first: int | None, test_fraction: float, seed: int, path: str
     ) -> Owners:
         """Read the columns; the ``first`` rows are for training, or all but ``test_fraction`` of each group."""
-        y, names = classes_or_targets(_labels(table, chosen.label, chosen.labels, path))
+        y, names = classes_or_targets(_labels(table, chosen, path))
         clients, client_names = None, ()
         if chosen.client is not None:
             _refuse_missing(table, chosen.client, path)
@@ -82,11 +87,9 @@ class Owners:
             train, test = split(y, clients, test_fraction, seed)
         else:
             train, test = np.arange(first), np.arange(first, len(table))
-        by = None if chosen.partition_by is None else _kinds(table, chosen.partition_by, path)[train]
-        lacking = len(client_names) - len(np.unique(clients[test])) if clients is not None and first is None else 0
-        few = f"{lacking:,} of {len(client_names):,} clients have too few rows"
-        said = f"{few} to keep {test_fraction:g} of them for the test"
-        return cls(y, names, clients, client_names, by, train, test, (said,) if lacking and test_fraction else ())
+        by = None if chosen.partition_by is None else _kinds(table, chosen, chosen.partition_by, path)[train]
+        notes = () if first is not None else few_notes(clients, test, test_fraction)
+        return cls(y, names, clients, client_names, by, train, test, notes)
 
     def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
         """The data set of these rows with the inputs x [n, ...]."""
@@ -95,9 +98,10 @@ class Owners:
         return replace(made, partition_by=self.partition_by, notes=(*notes, *self.notes))
 
 
-def _kinds(table: pl.DataFrame, name: str, path: str) -> np.ndarray:
+def _kinds(table: pl.DataFrame, chosen: Columns, name: str, path: str) -> np.ndarray:
     """A column as whole numbers from 0 in the order of its values, or as the floats that it holds."""
     _refuse_missing(table, name, path)
+    refuse_numbers_among_texts(table, chosen, [name], path)
     values = table[name].to_numpy()
     if values.dtype.kind != "f":
         return coded(values)[1]
@@ -126,14 +130,14 @@ def check_columns(table: pl.DataFrame, named: Sequence[str], path: object) -> No
             raise unknown(f"column of {path}", column, table.columns)
 
 
-def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndarray:
+def _labels(table: pl.DataFrame, chosen: Columns, path: object) -> np.ndarray:
     """The label column as classes (integers, texts) or targets (floats)."""
+    label, kind = chosen.label, chosen.labels
     _refuse_missing(table, label, path)
     column = table[label]
-    if column.dtype.is_nested() or str(column.dtype) in ("Binary", "Object"):
-        raise FedraxError(
-            f"{path}: column {label!r} holds {column.dtype} values, of which a label is none: choose another"
-        )
+    _refuse_other_kinds(column, path)
+    if kind != "classes":
+        refuse_numbers_among_texts(table, chosen, [label], path)
     if kind == "numbers":
         if not column.dtype.is_numeric():
             raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
@@ -147,6 +151,42 @@ def _labels(table: pl.DataFrame, label: str, kind: str, path: object) -> np.ndar
     return y
 
 
+def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
+    """A warning where whole numbers, or texts in capitals, may be meant otherwise than they are taken."""
+    import polars as pl
+
+    column, most = table[chosen.label], chosen.max_categories
+    if is_text(column):
+        return _alike(column.cast(pl.String).unique().sort().to_list(), chosen.label)
+    if chosen.labels != "auto" or not column.dtype.is_numeric():
+        return []
+    count = column.n_unique()
+    if column.dtype.is_integer() and count > most:
+        said, other, made = "different whole numbers, which are taken for classes", "numbers", "a regression"
+    elif column.dtype.is_float() and count <= min(most, len(column) // 5) and (column == column.floor()).all():
+        said, other, made = "different whole numbers, written as floats and so taken for targets", "classes", "classes"
+    else:
+        return []
+    return [f'warning: {chosen.label!r} holds {count:,} {said}: labels = "{other}" makes {made} of them']
+
+
+def _alike(names: Sequence[str], label: str) -> list[str]:
+    """A warning of two classes whose names differ in capitals alone."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            return [f"warning: {label!r} has classes that differ in capitals alone, such as {other!r} and {name!r}"]
+    return []
+
+
+def _refuse_other_kinds(column: pl.Series, path: object) -> None:
+    if column.dtype.is_nested() or str(column.dtype).startswith(("Binary", "Object", "Duration")):
+        raise FedraxError(
+            f"{path}: column {column.name!r} holds {column.dtype} values, which are neither numbers nor texts: choose"
+            " other columns, or write it in numbers"
+        )
+
+
 def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
     found = table[column].fill_nan(None) if table[column].dtype.is_float() else table[column]
     if found.null_count():
@@ -154,6 +194,60 @@ def _refuse_missing(table: pl.DataFrame, column: str, path: object) -> None:
             f"{path}: column {column!r} has missing values, which no row may have there: remove those rows, of which"
             f" there are {found.null_count():,}"
         )
+
+
+def is_text(column: pl.Series) -> bool:
+    """Whether a column holds text; an empty one fits anything."""
+    empty = column.null_count() == len(column)
+    return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
+
+
+_AMOUNT = r"^[-+]?[$€£]?\s?(\d[\d,]*(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
+"""Numbers with commas or points between their thousands, percentages, prices."""
+
+
+def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:
+    """Refuse columns of numbers of which a few texts ("NA", "?"), or commas, would make categories, or classes."""
+    import polars as pl
+
+    for name in names:
+        _refuse_other_kinds(table[name], path)
+        if name in chosen.categorical or not is_text(table[name]):
+            continue
+        written = table[name].drop_nulls().cast(pl.String)
+        odd = written.filter(written.str.strip_chars().cast(pl.Float64, strict=False).is_null())
+        if 0 < 2 * len(odd) < len(written):
+            kinds = odd.unique(maintain_order=True).to_list()
+            listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
+            raise FedraxError(
+                f"{path}: column {name!r} holds numbers, and in {len(odd):,} of {len(table):,} rows texts: {listed}."
+                " missing_as names texts that stand for a missing value"
+                + (
+                    '; labels = "classes" takes all of them for classes.'
+                    if name == chosen.label
+                    else "; categorical names columns whose numbers are categories; drop leaves columns out."
+                )
+            )
+        amounts = odd.filter(odd.str.strip_chars().str.contains(_AMOUNT))
+        if 2 * len(amounts) > len(written):
+            remedy = 'labels = "classes" takes them' if name == chosen.label else "categorical takes the column"
+            raise FedraxError(
+                f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
+                f' plain numbers (decimal = "," of csv reads commas before fractions); {remedy} for categories.'
+            )
+
+
+def refuse_idle(reader: Callable[..., Dataset], where: str, **given: object) -> None:
+    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them."""
+    known = inspect.signature(reader).parameters
+    idle = [name for name, value in given.items() if _as_written(value) != known[name].default]
+    if idle:
+        has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
+        raise FedraxError(f"{', '.join(idle)} {has} no effect {where}: leave {it} out.")
+
+
+def _as_written(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def classes_or_targets(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -189,6 +283,18 @@ def split(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int)
     """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
     groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
     return split_test(groups, fraction, generator(seed, "test split"))
+
+
+def few_notes(clients: np.ndarray | None, test: np.ndarray, fraction: float) -> tuple[str, ...]:
+    """A sentence where a split leaves no row for the test, or none of some clients; ``test`` are the rows of all."""
+    if not fraction:
+        return ()
+    if clients is None:
+        return () if len(test) else (f"there are too few rows to keep {fraction:g} of them for the test: it is empty",)
+    count = len(np.unique(clients))
+    lacking = count - len(np.unique(clients[test]))
+    said = f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test"
+    return (said,) if lacking else ()
 
 
 def rows_of(samples: Samples, rows: np.ndarray) -> Samples:

@@ -125,12 +125,18 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     Raises FedraxError for arrays that are not n samples with n (arrays of) labels, that hold anything but real
     numbers, or integers that do not fit into 32 bits, and for labels below zero other than ``padding``.
     """
+    given = x
+    for what, array in (("x", x), ("y", y)):
+        if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+            raise FedraxError(f"{what} has masked values: leave those rows out, or fill them with numbers.")
     try:
         x, y = np.asarray(x), np.asarray(y)
     except (ValueError, TypeError) as error:
         raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
-        raise FedraxError(f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}.")
+        raise FedraxError(
+            f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}{_remedy(given, x, y)}."
+        )
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
     if y.dtype.kind in "bui":
@@ -140,6 +146,15 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
             raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
         return Samples(_held(x, "x"), y.astype(np.int32, copy=False))
     return Samples(_held(x, "x"), _held(y, "y"))
+
+
+def _remedy(given: object, x: np.ndarray, y: np.ndarray) -> str:
+    """What makes numbers of what is none."""
+    if hasattr(given, "toarray"):
+        return "; x.toarray() is dense"
+    if x.dtype.kind == "O":
+        return "; x.astype(float) makes numbers of objects, where all of them are"
+    return "; np.unique(y, return_inverse=True) numbers texts" if y.dtype.kind in "OUT" else ""
 
 
 def label_range(labels: np.ndarray, padding: int | None) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -68,6 +68,9 @@ class Federation:
             raise FedraxError(
                 f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."
             )
+        if self.class_names and len(self.class_names) != self.num_classes:
+            found = "no classes" if self.num_classes is None else f"{self.num_classes} classes"
+            raise FedraxError(f"federation {self.name!r} has {found}, but {len(self.class_names)} names for them.")
         check_alike(self.train, self.test, f"federation {self.name!r}")
         for part, samples in (("training", self.train), ("test", self.test)):
             where = f"federation {self.name!r}, {part} part"
@@ -148,11 +151,11 @@ class Federation:
         cls,
         x: np.ndarray,
         y: np.ndarray,
-        client_ids: np.ndarray | None = None,
+        client_ids: Any = None,
         *,
         offsets: np.ndarray | None = None,
         test: tuple[np.ndarray, np.ndarray] | None = None,
-        test_client_ids: np.ndarray | None = None,
+        test_client_ids: Any = None,
         test_offsets: np.ndarray | None = None,
         num_classes: int | None = None,
         mean: tuple[float, ...] = (),
@@ -166,30 +169,30 @@ class Federation:
     ) -> Self:
         """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets.
 
-        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; they are numbered in
-        sorted order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
-        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` is, for integer labels,
-        the largest plus one unless given. ``pixels`` says that x are bytes of images, ``padding`` which label of y [n,
-        ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
+        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; numbered in sorted
+        order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
+        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` of integer labels is that
+        of ``class_names``, or else the largest plus one. ``pixels``: x are bytes of images; ``padding``: which label of
+        y [n, ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
         train = as_samples(x, y, padding)
         tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
         check_alike(train, tested, f"federation {name!r}")
-        if len(train.y) == 0:
+        if not len(train.y):
             raise FedraxError("a federation needs training samples.")
         if train.y.dtype.kind == "i" and num_classes is None:
-            num_classes = max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
+            num_classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
-        rows = test_rows = None
+        rows, test_rows, names = None, None, ()
         if client_ids is not None:
-            clients, rows, offsets = _group(_check_ids("client_ids", client_ids, len(train.y)))
+            clients, rows, offsets = _group(check_ids("client_ids", client_ids, len(train.y)))
+            names = () if clients.dtype.kind in "iu" else tuple(map(str, clients))
             if test_client_ids is not None:
-                test_ids = _check_ids("test_client_ids", test_client_ids, len(tested.y))
+                test_ids = check_ids("test_client_ids", test_client_ids, len(tested.y), like=clients)
                 test_rows, test_offsets = _group_test(clients, test_ids)
         offsets = _check_train_offsets(np.asarray(offsets), len(train.y), f"federation {name!r}")
         if shuffle:
-            order = _shuffled_inside(offsets, seed)
-            rows = order if rows is None else rows[order]
+            rows = (np.arange(len(train.y)) if rows is None else rows)[_shuffled_inside(offsets, seed)]
         return cls(
             train=_aligned(train) if rows is None else taken(train, rows),
             offsets=aligned(offsets),
@@ -202,7 +205,7 @@ class Federation:
             name=name,
             pixels=pixels,
             padding=padding,
-            client_names=_names(client_ids),
+            client_names=names,
         )
 
 
@@ -277,18 +280,41 @@ def _check_owners(client_ids: object, offsets: object, test_client_ids: object, 
         raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
 
 
-def _check_ids(what: str, ids: np.ndarray, rows: int) -> np.ndarray:
-    ids = np.asarray(ids)
-    if ids.shape != (rows,) or ids.dtype.kind not in "iuUST":
-        raise FedraxError(f"{what} must be one integer or string for each of {rows} rows.")
-    return ids
+def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
+    """Integers or texts [rows], as ``like`` is, of arrays, of columns of pandas or polars, and of lists alike."""
+    given = np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)  # NumPy would write None out
+    listed = given.ravel().tolist() if given.dtype.kind in "Of" else []
+    lost = sum(map(_is_missing, listed))
+    if lost:
+        raise FedraxError(f"{what} are missing in {lost:,} of {len(listed):,} rows: leave out rows that nobody owns.")
+    if listed and all(map(_is_integer, listed)):
+        given = np.array(listed, np.int64).reshape(given.shape)
+    if given.dtype.kind == "S":
+        given = np.char.decode(given.astype(bytes), "utf-8", "replace")
+    kind = given.dtype.kind
+    texts = kind in "UT" or (kind == "O" and all(isinstance(value, str) for value in listed))
+    if given.shape != (rows,) or not (texts or kind in "iu"):
+        found = _kinds_of(listed) if kind == "O" else given.dtype
+        raise FedraxError(f"{what} must be one integer or string for each of {rows} rows, not {found} {given.shape}.")
+    if like is not None and (like.dtype.kind in "iu") == texts:
+        raise FedraxError(f"{what} must be {'integers' if texts else 'strings'}, as client_ids are.")
+    return given
 
 
-def _names(client_ids: np.ndarray | None) -> tuple[str, ...]:
-    """Names of clients in their order; none of clients that are numbered or not named at all."""
-    if client_ids is None or np.asarray(client_ids).dtype.kind in "iu":
-        return ()
-    return tuple(np.unique(client_ids).astype(str).tolist())
+def _is_missing(value: object) -> bool:
+    """None, or what differs from itself: NaN, NaT, and the NA of pandas, which is no truth value."""
+    try:
+        return value is None or bool(value != value)
+    except (TypeError, ValueError):
+        return value.__class__.__name__ == "NAType"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
+
+
+def _kinds_of(values: list[Any]) -> str:
+    return " and ".join(sorted({type(value).__name__ for value in values}))
 
 
 def _group(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedrax.data.columns import Columns, Owners, check_columns
+from fedrax.data.columns import Columns, Owners, check_columns, label_notes, refuse_idle
 from fedrax.data.dataset import Dataset
 from fedrax.data.decoding import MAX_FILE, ON_A_SIDE, check_form, decoded, moments, orientation
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.tables import dataset_of
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import as_numbers
 
 if TYPE_CHECKING:
     import polars as pl
@@ -50,6 +52,7 @@ def load_huggingface(
     largest: int = 100_000,
     standardise: Literal["all", "client", "none"] = "all",
     missing: Literal["refuse", "mean"] = "refuse",
+    missing_as: tuple[str, ...] = (),
     categorical: tuple[str, ...] = (),
     max_categories: int = 50,
 ) -> Dataset:
@@ -58,36 +61,64 @@ def load_huggingface(
     Samples are the ``columns``, or all others but ``label``, ``client`` and ``drop``. One column alone may hold images,
     which are resized to ``size`` (height, width; by default that of the first) in ``color``; texts, of which ``length``
     ``tokens`` are read (the vocabulary: training words that occur ``min_count`` times, at most ``largest``); or lists
-    of numbers, all of one shape. Otherwise columns are features, with ``standardise``, ``missing``, ``categorical`` and
-    ``max_categories`` as of csv. Natural clients are the values of ``client``; partitions that go by labels go by
-    ``partition_by`` if given. Without ``test_split`` each client, or else each class, keeps ``test_fraction`` of its
-    rows for the test.
+    of numbers, all of one shape. Otherwise columns are features, with ``standardise``, ``missing``, ``missing_as``,
+    ``categorical`` (which also makes features of one column of texts) and ``max_categories`` as of csv. Options that
+    have no effect on what the columns hold are refused. Natural clients are the values of ``client``; partitions that
+    go by labels go by ``partition_by`` if given. Without ``test_split`` each client, or else each class, keeps
+    ``test_fraction`` of its rows for the test.
     """
+    given = dict(locals())
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
     if tokens not in ("words", "characters"):
         raise unknown("tokens:", tokens, ("words", "characters"))
     splits, name = _splits(path)
     table, first, features = _joined(splits, train_split, test_split, chosen, name)
+    if first is not None:
+        refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    table = _without(table, missing_as, chosen)
     owners = _named(Owners.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name)
+    said = [] if getattr(features[label], "names", None) else label_notes(table, chosen)
+    owners = replace(owners, notes=(*owners.notes, *said, *_left_out(splits, train_split, test_split, name)))
     inputs = chosen.features(table, name)
-    kinds = [_kind(table[column].dtype) for column in inputs]
-    if set(kinds) <= {"text", "number"} and kinds != ["text"]:
+    kind = _kind_of_samples({column: _kind(table[column].dtype) for column in inputs}, chosen, given, name)
+    if kind == "features":
         return dataset_of(table, chosen, owners, name, name)
-    if len(inputs) > 1:
-        odd = next(column for column, kind in zip(inputs, kinds, strict=True) if kind not in ("text", "number"))
-        raise FedraxError(
-            f"{name}: column {odd!r} holds {dict(zip(inputs, kinds, strict=True))[odd]}s, which are not read together "
-            f"with others ({', '.join(inputs)}): choose one in columns."
-        )
     column = table[inputs[0]]
     if column.null_count():
         raise FedraxError(f"{name}: column {inputs[0]!r} has missing values.")
-    if kinds == ["image"]:
+    if kind == "images":
         return _of_images(column, owners, size, color, name)
-    if kinds == ["text"]:
+    if kind == "texts":
         return _of_texts(column, owners, tokens, length, min_count, largest, name)
     return owners.dataset(name, _arrays(column, name))
+
+
+_OPTIONS = {
+    "images": ("size", "color"),
+    "texts": ("tokens", "length", "min_count", "largest"),
+    "lists": (),
+    "features": ("standardise", "missing", "missing_as", "categorical", "max_categories"),
+}
+"""What samples may be, and the options that have an effect on them."""
+
+
+def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, Any], name: str) -> str:
+    """What samples of columns of these kinds are: features, or what one column alone holds; options must suit it."""
+    odd = next((column for column, kind in kinds.items() if kind not in ("text", "number", "time")), None)
+    if odd is not None and len(kinds) > 1:
+        raise FedraxError(
+            f"{name}: column {odd!r} holds {kinds[odd]}s, which are not read together with others"
+            f" ({', '.join(kinds)}): choose one in columns."
+        )
+    if odd is not None:
+        found = "images" if kinds[odd] == "image" else "lists"
+    else:
+        texts = list(kinds.values()) == ["text"] and not set(kinds) <= set(chosen.categorical)
+        found = "texts" if texts else "features"
+    idle = sorted(option for of in _OPTIONS.values() for option in of if option not in _OPTIONS[found])
+    refuse_idle(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
+    return found
 
 
 def from_huggingface(dataset: Any, **options: Any) -> Dataset:
@@ -185,6 +216,23 @@ def _table(part: Any) -> pl.DataFrame:
     return made.with_columns(pl.col(pl.Decimal).cast(pl.Float64))  # amounts, as databases write them
 
 
+def _left_out(splits: Splits, train_split: str, test_split: str | None, name: str) -> list[str]:
+    """A sentence about splits that nothing is made of."""
+    others = sorted(set(splits) - {"", train_split, test_split})
+    return [f"{name}: {', '.join(others)} left out (train_split, test_split)"] * bool(others)
+
+
+def _without(table: pl.DataFrame, missing_as: Sequence[str], chosen: Columns) -> pl.DataFrame:
+    """Nothing where the texts of ``missing_as`` stand; a column whose other texts are all numbers is one of numbers."""
+    import polars as pl
+
+    for column in table.select(pl.col(pl.String)).iter_columns() if missing_as else ():
+        kept = column.set(column.str.strip_chars().is_in([*map(str.strip, missing_as)]), None)
+        if kept.null_count() > column.null_count():
+            table = table.with_columns(kept if column.name in chosen.of_names else as_numbers(kept))
+    return table
+
+
 def _named(owners: Owners, table: pl.DataFrame, chosen: Columns, features: Any, name: str) -> Owners:
     """Classes and clients by the names that a ``ClassLabel`` gives them, in its order."""
     names = getattr(features[chosen.label], "names", None)
@@ -212,7 +260,9 @@ def _kind(dtype: Any) -> str:
         return "image"
     if isinstance(dtype, pl.List | pl.Array):
         return "list"
-    return "number" if dtype.is_numeric() or dtype == pl.Boolean else "text"
+    if dtype.is_numeric() or dtype == pl.Boolean:
+        return "number"
+    return "text" if dtype in (pl.String, pl.Categorical, pl.Enum) else "time"
 
 
 def _of_images(column: pl.Series, owners: Owners, size: tuple[int, int] | None, color: str, name: str) -> Dataset:
@@ -252,6 +302,7 @@ def _of_texts(
         raise FedraxError(f"{name}: {len(column):,} texts of length {length} are none, or too much.")
     texts = [str(text)[:MAX_CHARACTERS] for text in column]
     if tokens == "characters":
+        refuse_idle(load_huggingface, "on characters", min_count=min_count, largest=largest)
         x, words = encode_characters(texts, owners.train, length)
     else:
         lists = [tokenise(text) for text in texts]

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedrax.data.columns import from_rows, split
+from fedrax.data.columns import few_notes, from_rows, refuse_idle, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.decoding import MAX_FILE, check_form, decoded, moments
 from fedrax.data.kept import kept_images
@@ -26,6 +26,8 @@ from fedrax.errors import FedraxError
 from fedrax.files import reading
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+TESTS = ("test", "val", "valid", "validation")
+"""Folders beside train, of which the first that is there holds the test images; in capitals or not."""
 SETTLED = 2_000_000_000
 """Nanoseconds after which a second change of a file has another time, on the coarsest file systems."""
 
@@ -50,22 +52,26 @@ def load_image_folder(
 ) -> Dataset:
     """PNG and JPEG files in folders class/file, or with ``clients`` client/class/file, as uint8 [n, height, width, 3].
 
-    With color="grey" the last axis is 1. ``path`` holds those folders, or the folders train and test (or val) with
-    them. Images are resized to ``size``, (height, width), by bilinear interpolation, whatever their proportions;
-    transparency is left out. Classes, clients and files are in the order of their names. Mean and deviation are those
-    of the training pixels. Without a test folder each client, or else each class, keeps ``test_fraction`` of its images
-    for the test. Decoded images are kept in the cache directory: a second start reads them there.
+    With color="grey" the last axis is 1. ``path`` holds those folders, or the folders train and test (else val,
+    valid or validation) with them. Images are resized to ``size``, (height, width), by bilinear interpolation,
+    whatever their proportions; transparency is left out. Classes, clients and files are in the order of their
+    names. Mean and deviation are those of the training pixels. Without a test folder each client, or else each
+    class, keeps ``test_fraction`` of its images for the test. Decoded images are kept in the cache directory: a
+    second start reads them there.
     """
     shape, mode = check_form(size, color)
-    parts = [_listed(folder, clients) for folder in _parts(Path(path))]
+    folders, ignored = _parts(Path(path))
+    parts = [_listed(folder, clients) for folder in folders]
     paths = [file for part in parts for file in part.paths]
     found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
     names, owner = np.unique([name for part in parts for name in part.clients], return_inverse=True)
-    images = _images(paths, shape, mode, str(path))
+    images, few = _images(paths, shape, mode, str(path)), ()
     if len(parts) == 2:
         train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
+        refuse_idle(load_image_folder, f"where {folders[1]} holds the test images", test_fraction=test_fraction)
     else:
         train, test = split(y, owner if clients else None, test_fraction, seed)
+        few = few_notes(owner if clients else None, test, test_fraction)
     mean, std = moments(images, train)
     made = from_rows(
         Path(path).resolve().name or "images",
@@ -75,7 +81,7 @@ def load_image_folder(
         test,
         tuple(found.tolist()),
         client_names=tuple(names.tolist()),
-        notes=_notes(parts),
+        notes=(*_notes(parts, ignored), *few),
     )
     return replace(made, pixels=True, mean=mean, std=std)
 
@@ -108,12 +114,13 @@ def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> t
     return made.hexdigest(), last
 
 
-def _parts(path: Path) -> list[Path]:
-    """The folders of the training part and, where there is one, of the test part."""
-    inside = [folder.name for folder in _folders(path)]
-    if "train" not in inside or not _folders(path / "train"):  # a class may be called so
-        return [path]
-    return [path / "train", *(path / name for name in ("test", "val") if name in inside)][:2]
+def _parts(path: Path) -> tuple[list[Path], list[str]]:
+    """The folders of the training part and, where there is one, of the test part; the names of those left out."""
+    inside = {folder.name.lower(): folder for folder in _folders(path)}
+    if "train" not in inside or not _folders(inside["train"]):  # a class may be called so
+        return [path], []
+    chosen = ["train", *(name for name in TESTS if name in inside)][:2]
+    return [inside[name] for name in chosen], [inside[name].name for name in inside if name not in chosen]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -147,7 +154,10 @@ def _listed(path: Path, clients: bool) -> Listing:
                 else:
                     made.others += 1
             if len(made.paths) == before:
-                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}.")
+                hint = ""
+                if _folders(folder):
+                    hint = ", but folders: parts are called train and test, and clients = true reads client/class/file"
+                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}{hint}.")
     if not made.paths:
         wanted = "client/class/file" if clients else "class/file"
         raise FedraxError(f"{path} holds no images in folders {wanted}.")
@@ -159,7 +169,10 @@ def _written(folder: Path) -> str:
     return os.fsencode(folder.name).decode("utf-8", "replace")
 
 
-def _notes(parts: Sequence[Listing]) -> tuple[str, ...]:
+def _notes(parts: Sequence[Listing], ignored: Sequence[str]) -> tuple[str, ...]:
     others = sum(part.others for part in parts)
-    said = "pixels are standardised by mean and deviation of the training images (normalise)"
-    return (said, *[f"{others:,} files and folders are no images and left out"] * bool(others))
+    return (
+        "pixels are standardised by mean and deviation of the training images (normalise)",
+        *[f"the folders beside train that hold no test images are left out: {', '.join(ignored)}"] * bool(ignored),
+        *[f"{others:,} files and folders are no images and left out"] * bool(others),
+    )

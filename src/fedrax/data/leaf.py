@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fedrax.data.columns import classes_or_targets, from_rows, in_digits, split
+from fedrax.data.columns import classes_or_targets, few_notes, from_rows, in_digits, refuse_idle, split
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
@@ -75,28 +75,46 @@ def load_leaf(
     x = _joined([user.x for user in users], "inputs", path)
     y = _joined([user.y for user in users], "labels", path)
     next_characters = _are_characters(y)
-    if tokens == "auto":
-        tokens = "characters" if next_characters else "words"
     y, class_names = classes_or_targets(_labels(y, labels, path))
+    notes: tuple[str, ...] = ()
     if len(parts) == 2:
+        refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
         first = sum(sizes[: len(parts[0])])
         train, test = np.arange(first), np.arange(first, len(y))
     else:
         train, test = split(y, owner, test_fraction, seed)
+        notes = few_notes(owner, test, test_fraction)
     words: tuple[str, ...] = ()
+    of_words: dict[str, Any] = {"min_count": min_count, "largest": largest}
     if isinstance(x, np.ndarray):
+        refuse_idle(load_leaf, "on vectors of numbers", text=text, tokens=tokens, length=length, **of_words)
         x = _shaped(x, shape, path)
-    elif tokens == "characters":
-        most = _fitting(length, CHARACTERS, len(x))
-        x = [text[-most:] for text in x] if next_characters else x  # what stands before the next one
-        x, words = encode_characters(x, train, most)
     else:
-        texts, length = [tokenise(text) for text in x], _fitting(length, WORDS, len(x))
-        words = vocabulary((texts[row] for row in train), min_count, largest)
-        x = encode(texts, words, length)
+        refuse_idle(load_leaf, "on texts", shape=shape)
+        x, words = _tokens(x, train, tokens, next_characters, length, of_words)
     client_names = tuple(str(name) for name in found)
     made = from_rows(Path(path).stem, as_samples(x, y), owner, train, test, class_names, client_names=client_names)
-    return replace(made, vocabulary=words)
+    return replace(made, vocabulary=words, notes=notes)
+
+
+def _tokens(
+    texts: list[str],
+    train: np.ndarray,
+    tokens: str,
+    next_characters: bool,
+    length: int | None,
+    of_words: dict[str, Any],
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Texts as int32 [n, length], and what their numbers stand for."""
+    if tokens == "words" or (tokens == "auto" and not next_characters):
+        lists, length = [tokenise(text) for text in texts], _fitting(length, WORDS, len(texts))
+        words = vocabulary((lists[row] for row in train), **of_words)
+        return encode(lists, words, length), words
+    refuse_idle(load_leaf, "on characters", **of_words)
+    most = _fitting(length, CHARACTERS, len(texts))
+    if next_characters:
+        texts = [text[-most:] for text in texts]  # what stands before the next one
+    return encode_characters(texts, train, most)
 
 
 def _check_words(clients: str, labels: str, tokens: str) -> None:
@@ -253,8 +271,10 @@ def _joined(parts: Sequence[np.ndarray | list[str]], what: str, path: object) ->
     """Inputs or labels of all users, which must be of one kind."""
     texts = {isinstance(part, list) for part in parts}
     shapes = {part.shape[1:] for part in parts if isinstance(part, np.ndarray)}
-    if not parts or len(texts) > 1 or len(shapes) > 1:
-        found = "none at all" if not parts else "texts and numbers" if len(texts) > 1 else f"lengths {sorted(shapes)}"
+    if not parts:
+        raise FedraxError(f"{path} holds no samples.")
+    if len(texts) > 1 or len(shapes) > 1:
+        found = "texts and numbers" if len(texts) > 1 else f"lengths {sorted(shapes)}"
         raise FedraxError(f"{path}: all {what} must be of one kind, found {found:.100}.")
     if texts == {True}:
         return [text for part in parts for text in part]

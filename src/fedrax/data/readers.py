@@ -14,6 +14,7 @@ import numpy as np
 
 from fedrax.data.columns import classes_or_targets, from_rows, rows_of, shortened, split
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
+from fedrax.data.federation import check_ids
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.huggingface import load_huggingface
 from fedrax.data.image_folders import load_image_folder
@@ -176,9 +177,9 @@ def _load_har(path: Path, name: str, windows: bool) -> Dataset:
 def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
     """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
 
-    Integer labels are classes 0, 1, ...; floating ones make a regression. Clients are integers or strings; without
-    ``client_test`` the test is everyone's. ``pixels`` says that x are images in bytes, ``padding`` which label of
-    y [n, ...] does not count.
+    Integer labels are classes 0, 1, ..., texts classes in sorted order; floating ones make a regression. Clients are
+    integers or strings; without ``client_test`` the test is everyone's. ``pixels`` says that x are images in bytes,
+    ``padding`` which label of y [n, ...] does not count.
     """
     path = Path(path)
     arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
@@ -258,8 +259,12 @@ def _from_npz(
     pixels: bool = False,
     padding: int | None = None,
 ) -> Dataset:
-    train = as_samples(arrays["x_train"], arrays["y_train"], padding)
-    test = as_samples(arrays["x_test"], arrays["y_test"], padding)
+    labels = [arrays["y_train"], arrays["y_test"]]
+    if all(y.ndim == 1 and y.dtype.kind == "U" for y in labels):
+        found, y = np.unique(np.concatenate(labels), return_inverse=True)
+        class_names, labels = tuple(map(str, found)), [y[: len(labels[0])], y[len(labels[0]) :]]
+    train = as_samples(arrays["x_train"], labels[0], padding)
+    test = as_samples(arrays["x_test"], labels[1], padding)
     for part, samples in (("train", train), ("test", test)):
         for key, array in zip("xy", samples, strict=True):
             if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -269,18 +274,18 @@ def _from_npz(
     classes = None
     if train.y.dtype.kind == "i":
         classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
-    ids = [arrays[key] for key in (f"{client}_train", f"{client}_test") if key in arrays]
-    if ids and f"{client}_train" not in arrays:
+    keys = [key for key in (f"{client}_train", f"{client}_test") if key in arrays]
+    if keys == [f"{client}_test"]:
         raise FedraxError(f"{path} holds {client}_test and no {client}_train: give both, that alone, or neither.")
-    if not all(i.ndim == 1 and i.dtype.kind in "iuU" for i in ids):
-        raise FedraxError(f"{path}: {client}_train and {client}_test must be integers or strings, one a row.")
+    ids = [
+        check_ids(f"{path}: {key}", arrays[key], len(part.y)) for key, part in zip(keys, (train, test), strict=False)
+    ]
     codes: list[np.ndarray | None] = [None, None]
     names: tuple[str, ...] = ()
     if ids:
         found, inverse = np.unique(np.concatenate(ids), return_inverse=True)
         names = tuple(str(name) for name in found) if found.dtype.kind == "U" else ()
         codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :] if len(ids) == 2 else None]
-    features = train.x.ndim == 2 and train.x.dtype.kind == "f"
     return Dataset(
         name,
         train,
@@ -292,8 +297,20 @@ def _from_npz(
         pixels=pixels,
         padding=padding,
         client_names=names,
-        notes=tuple(spread_notes(train.x)) if features else (),
+        notes=_npz_notes(train, pixels, padding, class_names),
     )
+
+
+def _npz_notes(train: Samples, pixels: bool, padding: int | None, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Warnings of arrays that may mean something else than what they are taken for."""
+    x, y = train
+    notes = spread_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
+    if x.dtype == np.uint8 and x.ndim > 2 and not pixels:
+        notes.append("warning: x are bytes, read as the numbers 0 to 255: pixels = true takes them for those of images")
+    lowest = label_range(y, padding)[0] if y.dtype.kind == "i" and not class_names else 0
+    if lowest:
+        notes.append(f"warning: labels count from 0, and the first of the training rows is {lowest}: take {lowest} off")
+    return tuple(notes)
 
 
 def _idx_files(folder: str) -> tuple[str, ...]:

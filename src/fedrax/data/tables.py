@@ -5,6 +5,7 @@ Whatever is estimated (means, deviations, categories) is estimated on training r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fedrax.data.columns import Columns, Owners, check_columns
+from fedrax.data.columns import (
+    Columns,
+    Owners,
+    check_columns,
+    is_text,
+    label_notes,
+    refuse_idle,
+    refuse_numbers_among_texts,
+)
 from fedrax.data.dataset import Dataset
+from fedrax.data.files import MAX_BYTES
 from fedrax.errors import FedraxError
 from fedrax.files import CsvForm, read_csv, zero_padded
 
@@ -23,19 +33,35 @@ if TYPE_CHECKING:
 FAR_APART = 100.0
 """Times by which the deviations of two features may differ before a note says so."""
 
+WORDS_APART = 3
+"""Blanks in a category from which on it is taken for a text that is to be read."""
+
+COPIES = 4
+"""Of all samples, in a machine's memory at once at most: while they are read, split and dealt out."""
+
 MANY_ROWS = 50
 """Rows from which on whole numbers that all differ, or texts of which most do, are taken for the rows' own."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """The features of all rows: x float64 [n, features], NaN where a number is missing, which of them are numbers, and
-    what was done to them."""
+    """The features of all rows: those of categories in x float32 [n, features], the numbers float64 [n, numeric], NaN
+    where one is missing, which features these are, and what was done to them."""
 
     x: np.ndarray
+    numbers: np.ndarray
     names: tuple[str, ...]
     numeric: np.ndarray
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Categories:
+    """A column by category: the place of each row's among ``names`` [n], -1 where it has none."""
+
+    column: str
+    codes: np.ndarray
+    names: tuple[str, ...]
 
 
 def load_csv(
@@ -74,46 +100,19 @@ def load_csv(
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
     table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
-    others = [name for name in (chosen.partition_by, label) if name is not None]
-    _refuse_numbers_among_texts(table, chosen, [*others[labels == "classes" :], *chosen.features(table, path)], path)
+    if test_path is not None:
+        refuse_idle(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
-    if labels == "auto" and table[label].dtype.is_integer() and len(owners.class_names) > max_categories:
-        many = (
-            f"warning: {label!r} holds {len(owners.class_names):,} different whole numbers, which are taken for classes"
-        )
-        made = replace(made, notes=(*made.notes, f'{many}: labels = "numbers" makes a regression of them'))
-    return made
-
-
-def _refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:
-    """Refuse a column of numbers that a few texts ("NA", "?") would make categories of, or classes."""
-    import polars as pl
-
-    for name in names:
-        if name in chosen.categorical or not _is_text(table[name]):
-            continue
-        written = table[name].drop_nulls().cast(pl.String)
-        odd = written.filter(written.str.strip_chars().cast(pl.Float64, strict=False).is_null())
-        if 0 < 2 * len(odd) < len(written):
-            kinds = odd.unique(maintain_order=True).to_list()
-            listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
-            raise FedraxError(
-                f"{path}: column {name!r} holds numbers, and in {len(odd):,} of {len(table):,} rows texts: {listed}."
-                " missing_as names texts that stand for a missing value"
-                + (
-                    '; labels = "classes" takes all of them for classes.'
-                    if name == chosen.label
-                    else "; categorical names columns whose numbers are categories; drop leaves columns out."
-                )
-            )
+    return replace(made, notes=(*made.notes, *label_notes(table, chosen)))
 
 
 def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
     """The data set of a table's rows, its features turned into numbers and standardised."""
+    refuse_numbers_among_texts(table, chosen, chosen.features(table, path), path)
     features = _encode(table, chosen, owners.train, path)
     x, said = _standardised(features, owners.train, owners.clients, chosen.standardise)
-    made = owners.dataset(name, x.astype(np.float32), (*features.notes, *said))
+    made = owners.dataset(name, x, (*features.notes, *said))
     return replace(made, feature_names=features.names)
 
 
@@ -132,7 +131,7 @@ def _read(path: Path, test_path: str | Path | None, form: CsvForm, chosen: Colum
     other = others[0]
     if table.columns != other.columns:
         raise FedraxError(f"{path} and {test_path} differ in their columns.")
-    kinds = [[_is_text(t[name]) for t in (table, other)] for name in table.columns]
+    kinds = [[is_text(t[name]) for t in (table, other)] for name in table.columns]
     differing = next((name for name, (one, two) in zip(table.columns, kinds, strict=True) if one != two), None)
     if differing is not None:
         raise FedraxError(f"{path} and {test_path} differ in column {differing!r}: text in one, numbers in the other.")
@@ -144,15 +143,10 @@ def _read(path: Path, test_path: str | Path | None, form: CsvForm, chosen: Colum
     return pl.concat(fitted, how="vertical_relaxed"), len(table)
 
 
-def _is_text(column: pl.Series) -> bool:
-    """Whether a column holds text; an empty one fits anything."""
-    empty = column.null_count() == len(column)
-    return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
-
-
 def _encode(table: pl.DataFrame, chosen: Columns, train: np.ndarray, path: str) -> Features:
     """The columns as numbers: those of text by category, missing values filled or refused."""
-    parts, names, numeric, notes = [], [], [], []
+    parts: list[tuple[str, np.ndarray] | Categories] = []
+    notes = []
     for name in chosen.features(table, path):
         column = table[name].fill_nan(None) if table[name].dtype.is_float() else table[name]
         lost = column.null_count()
@@ -161,20 +155,41 @@ def _encode(table: pl.DataFrame, chosen: Columns, train: np.ndarray, path: str) 
                 f'{path}: column {name!r} has missing values, {lost} of them: missing = "mean" puts the mean of the'
                 " training rows there, for texts a category of their own; drop leaves the column out."
             )
-        if name in chosen.categorical or _is_text(column):
-            part, titles, said = _one_hot(column, name, train, chosen.max_categories, path)
-            parts.append(part)
-            names += titles
-            numeric += [False] * len(titles)
+        if name in chosen.categorical or is_text(column):
+            part, said = _categories(column, name, train, chosen.max_categories, path)
         else:
-            parts.append(_numbers(column, name, train, path)[:, None])
-            names.append(name)
-            numeric.append(True)
+            part = name, _numbers(column, name, train, path)
             numbers_rows = column.dtype.is_integer() and len(column) >= MANY_ROWS and column.is_unique().all()
             said = [f"warning: {name!r} is another whole number in every row: drop it if it only counts them"]
             said = said if numbers_rows else []
+        parts.append(part)
         notes += said
-    return Features(np.concatenate(parts, axis=1), tuple(names), np.array(numeric), tuple(notes))
+    return _side_by_side(parts, len(table), tuple(notes), path)
+
+
+def _side_by_side(
+    parts: Sequence[tuple[str, np.ndarray] | Categories], rows: int, notes: tuple[str, ...], path: str
+) -> Features:
+    """The columns one after the other, those of categories as features of 0 and 1."""
+    hot = [part for part in parts if isinstance(part, Categories)]
+    needed = 4 * rows * sum(len(part.names) for part in hot)
+    if needed > min(MAX_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // COPIES):
+        most = max(hot, key=lambda part: len(part.names))
+        raise FedraxError(
+            f"{path}: a feature for each category takes {needed / 1e9:.3g} GB in {rows:,} rows, too much: column"
+            f" {most.column!r} has {len(most.names):,} different texts; leave it out by drop, or lower max_categories."
+        )
+    names = [part.names if isinstance(part, Categories) else (part[0],) for part in parts]
+    numeric = [np.full(len(titles), not isinstance(p, Categories)) for p, titles in zip(parts, names, strict=True)]
+    x, start = np.zeros((rows, sum(map(len, names))), np.float32), 0
+    for part, titles in zip(parts, names, strict=True):
+        if isinstance(part, Categories):
+            (known,) = np.nonzero(part.codes >= 0)
+            x[known, start + part.codes[known]] = 1
+        start += len(titles)
+    numbers = [part[1] for part in parts if not isinstance(part, Categories)]
+    numbers = np.stack(numbers, axis=1) if numbers else np.zeros((rows, 0))
+    return Features(x, numbers, tuple(name for titles in names for name in titles), np.concatenate(numeric), notes)
 
 
 def _numbers(column: pl.Series, name: str, train: np.ndarray, path: str) -> np.ndarray:
@@ -190,10 +205,8 @@ def _numbers(column: pl.Series, name: str, train: np.ndarray, path: str) -> np.n
     return values
 
 
-def _one_hot(
-    column: pl.Series, name: str, train: np.ndarray, most: int, path: str
-) -> tuple[np.ndarray, list[str], list[str]]:
-    """A column of categories as float64 [n, categories] of 0 and 1."""
+def _categories(column: pl.Series, name: str, train: np.ndarray, most: int, path: str) -> tuple[Categories, list[str]]:
+    """A column of texts, or of numbers that are names, by its categories in the training rows."""
     import polars as pl
 
     texts = column.cast(pl.String)
@@ -201,33 +214,36 @@ def _one_hot(
     words = texts.fill_null("").to_numpy()  # not of one length: a long text would make all of them long
     categories = sorted(set(words[train][~lost[train]]))
     if len(categories) > most:
+        sentences = np.mean([category.count(" ") for category in categories]) >= WORDS_APART
+        hint = "; what huggingface reads from Parquet tables may be texts, word by word" if sentences else ""
         raise FedraxError(
             f"{path}: column {name!r} has {len(categories):,} different texts, too many to be categories (limit:"
-            f" {most}): leave it out by drop, or raise max_categories."
+            f" {most}): leave it out by drop, or raise max_categories{hint}."
         )
     places = {category: place for place, category in enumerate(categories)}
     codes = np.array([places.get(word, -1) for word in words], int)
-    hot = (codes[:, None] == np.arange(len(categories))) & ~lost[:, None]
+    codes[lost] = -1
     titles, said = [f"{name}={category}" for category in categories], []
-    new = ~hot.any(axis=1) & ~lost
+    new = (codes < 0) & ~lost
     if new.any():
         said.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
     if len(column) >= MANY_ROWS and 2 * len(categories) > (~lost[train]).sum():
         said.append(f"warning: {name!r} has another text in most rows: drop it if it names or dates them")
     if lost.any():
-        hot, titles = np.concatenate([hot, lost[:, None]], axis=1), [*titles, f"{name} missing"]
+        codes[lost] = len(titles)
+        titles.append(f"{name} missing")
         said.append(f"{lost.sum():,} missing values of {name!r} are a category of their own")
-    return hot.astype(np.float64), titles, [*said, f"{name!r} is {len(titles)} features, one for each category"]
+    said.append(f"{name!r} is {len(titles)} features, one for each category")
+    return Categories(name, codes, tuple(titles)), said
 
 
 def _standardised(
     features: Features, train: np.ndarray, clients: np.ndarray | None, how: str
 ) -> tuple[np.ndarray, list[str]]:
     """The features with mean and deviation of training rows taken out of the numbers among them, none missing."""
-    x, numeric = features.x.copy(), features.numeric
+    x, numbers, numeric = features.x, features.numbers, features.numeric
     if how == "client" and clients is None:
         raise FedraxError('standardise = "client" needs a column of clients: name it in client.')
-    numbers = x[:, numeric]
     overall = _moments(numbers[train])
     said = _lost(features, overall[0], how)
     if how == "none":
@@ -243,7 +259,12 @@ def _standardised(
     single = int((np.bincount(owner[train]) == 1).sum()) if how == "client" else 0
     if single:
         said.append(f"warning: {single:,} clients have one training row, whose features are 0, being their mean")
-    x[:, numeric] = np.nan_to_num(numbers)  # a missing number is the mean
+    with np.errstate(over="ignore"):  # what is too large is infinite, and refused
+        x[:, numeric] = np.where(np.isnan(numbers), 0, numbers)  # a missing number is the mean
+    beyond = ~np.isfinite(x).all(axis=0)
+    if beyond.any():
+        name = features.names[int(beyond.argmax())]
+        raise FedraxError(f"column {name!r} holds numbers beyond 32-bit floats once it is standardised: scale it.")
     whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
     told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
     return x, said + [f"{told} (standardise)"] * bool(numeric.any())
@@ -270,7 +291,7 @@ def _moments(x: np.ndarray, otherwise: tuple[np.ndarray, np.ndarray] | None = No
 
 def _lost(features: Features, means: np.ndarray, how: str) -> list[str]:
     """What became of missing numbers, column by column."""
-    lost = np.isnan(features.x[:, features.numeric]).sum(0)
+    lost = np.isnan(features.numbers).sum(0)
     names = [name for name, numeric in zip(features.names, features.numeric, strict=True) if numeric]
     whose = "of the client's training rows" if how == "client" else "of the training rows"
     return [

@@ -212,9 +212,9 @@ def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, wa
     use_all_cores()
     first = spec.methods[0]
     federation = experiment.load_federation(first, data_dir)
-    for note in federation.notes:
-        watcher.say(note)
     task = experiment.make_task(first, federation)
+    for note in (*federation.notes, *task.notes):
+        watcher.say(note)
 
     @cache
     def held() -> Problem:

@@ -42,6 +42,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
+from fedrax.contract.task_checks import check_words
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
 from fedrax.data.files import given_directory
 from fedrax.errors import FedraxError
@@ -239,7 +240,9 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    return experiment.task.build(made, federation, federation.preprocess(experiment.normalise))
+    task = experiment.task.build(made, federation, federation.preprocess(experiment.normalise))
+    check_words(task, federation)
+    return task
 
 
 def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fedrax.contract import task as tasks
-from fedrax.contract.metrics import METRICS
+from fedrax.contract.metrics import METRICS, f1
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 from fedrax.experiments import config
 from fedrax.experiments.config import Choice
 from fedrax.models import Model
@@ -35,6 +36,9 @@ class Classification:
 
     metrics: Metrics = ()
     """Metrics of all samples together besides: auc, f1."""
+    positive: str | None = None
+    """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
+    classes f1 is the mean over them."""
 
     def outputs(self, federation: Federation) -> int:
         """A logit for each class."""
@@ -47,7 +51,7 @@ class Classification:
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with(tasks.classification(model, preprocess, federation.padding), self.metrics)
+        return _with(tasks.classification(model, preprocess, federation.padding), self, federation)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Binary:
 
     metrics: Metrics = ()
     """Metrics of all samples together besides: auc, f1."""
+    positive: str | None = None
+    """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
+    classes f1 is the mean over them."""
 
     def outputs(self, federation: Federation) -> int:
         """A logit for each label."""
@@ -67,7 +74,7 @@ class Binary:
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with(tasks.binary(model, preprocess), self.metrics)
+        return _with(tasks.binary(model, preprocess), self, federation)
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Regression:
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with(tasks.regression(model, preprocess, federation.truth), self.metrics)
+        return _with(tasks.regression(model, preprocess, federation.truth), self, federation)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,9 @@ class Auto:
 
     metrics: Metrics = ()
     """Metrics of all samples together besides: auc, f1 of classes, r2 of numbers."""
+    positive: str | None = None
+    """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
+    classes f1 is the mean over them."""
 
     def outputs(self, federation: Federation) -> int:
         """As the labels ask."""
@@ -106,17 +116,45 @@ class Auto:
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task; of a model that says which loss it wants, with that."""
         if model.loss == "value":
-            return _with(tasks.objective(model, preprocess, federation.truth), self.metrics)
+            return _with(tasks.objective(model, preprocess, federation.truth), self, federation)
         if model.loss == "hinge" and federation.num_classes is not None:
-            return _with(tasks.margin(model, preprocess), self.metrics)
+            return _with(tasks.margin(model, preprocess), self, federation)
         return self._meant(federation).build(model, federation, preprocess)
 
     def _meant(self, federation: Federation) -> Classification | Regression:
-        return (Regression if federation.num_classes is None else Classification)(self.metrics)
+        if federation.num_classes is not None:
+            return Classification(self.metrics, self.positive)
+        if self.positive is not None:
+            raise FedraxError(f"positive names a class, and the labels of {federation.name!r} are numbers")
+        return Regression(self.metrics)
 
 
-def _with(task: Task, names: Metrics) -> Task:
-    return dataclasses.replace(task, whole_set={name: METRICS[name] for name in names})
+_OF_NUMBERS = {"r2"}
+"""The metrics of targets; all others are of classes."""
+
+
+def _with(task: Task, spec: Classification | Binary | Regression | Auto, federation: Federation) -> Task:
+    """The task with the metrics of all samples together, which must be of what the labels are."""
+    classes = federation.num_classes is not None
+    odd = next((name for name in spec.metrics if (name in _OF_NUMBERS) == classes), None)
+    if odd is not None:
+        found = "classes" if classes else "numbers"
+        raise FedraxError(f"the labels of {federation.name!r} are {found}, of which {odd} is no metric")
+    whole_set, notes = {name: METRICS[name] for name in spec.metrics}, ()
+    positive = None if isinstance(spec, Regression) else spec.positive
+    if positive is not None and "f1" not in whole_set:
+        raise FedraxError(f"positive = {positive!r} has no effect without the metric f1: leave it out, or add f1")
+    if "f1" in whole_set:
+        names = federation.class_names or tuple(map(str, range(federation.num_classes or 0)))
+        if positive is not None and positive not in names:
+            raise unknown(f"class of {federation.name}", positive, names)
+        if positive is not None:
+            whole_set["f1"] = partial(f1, positive=names.index(positive))
+        meant = names[1] if positive is None and len(names) == 2 else positive
+        notes = (
+            f"f1 is {'the mean over the classes' if meant is None else f'of the class {meant!r}'} (task.positive)",
+        )
+    return dataclasses.replace(task, whole_set=whole_set, notes=notes)
 
 
 def own_task(found: Any) -> type:

@@ -205,6 +205,7 @@ def network(name: str, blocks: dict[str, Part], num_features: int, num_outputs: 
         name,
         tuple(block(place, *pair) for place, pair in enumerate(parts.items())),
         (lambda variables, x, key: run(whole, variables, x, key)) if has_statistics else None,
+        reads_amounts=True,
     )
 
 

@@ -133,7 +133,9 @@ def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False
 def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) -> tuple[Callable, Callable, int]:
     """(function (parameters, words) -> vectors, key -> parameters, numbers of a vector)."""
     if not vocabulary:
-        raise FedraxError("a model of words needs a data set with a vocabulary (snli, sent140).")
+        raise FedraxError(
+            "a model of words needs a data set of texts, with a vocabulary (snli, sent140, leaf, huggingface)."
+        )
     if vectors is not None:
         table = read_vectors(vectors, vocabulary)  # known to all: nothing that is trained or sent
 

@@ -43,7 +43,7 @@ class TraceRegression:
         def apply(params: Params, x: Array, key: Array | None = None) -> Array:
             return jnp.tensordot(x, params["matrix"], 2)
 
-        return Model(init, apply, name="trace_regression", measures=_measures)
+        return Model(init, apply, name="trace_regression", measures=_measures, reads_amounts=True)
 
 
 def _measures(params: Params, truth: Any) -> dict[str, Array]:

@@ -251,7 +251,7 @@ def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, 
     def bottom(params: Params, x: Array, key: Array | None = None) -> Array:
         return first(params, _numbers(params, x), key)
 
-    return Model(init, apply, features, name, (bottom, *others))
+    return Model(init, apply, features, name, (bottom, *others), reads_amounts=True)
 
 
 def _numbers(params: Params, x: Array) -> Array:

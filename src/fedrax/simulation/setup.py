@@ -114,7 +114,7 @@ def prepare(
     _check(algorithm, settings, federation)
     drawn, start, statistics, widened = _start(task, params, settings)
     samples = Batch(*federation.train)
-    check_task(task, Variables(start, statistics) if statistics else start, samples, federation.num_classes)
+    check_task(task, Variables(start, statistics) if statistics else start, samples, federation)
     initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
