@@ -80,3 +80,14 @@ def test_sums_and_maxima_know_no_axes_of_length_one(dtype: Any):
     read = [e.invars[0].aval.shape for e in made if e.primitive.name in ("reduce_sum", "reduce_max")]
     assert len(read) > 8
     assert not any(1 in shape for shape in read)
+
+
+@pytest.mark.parametrize(("places", "kept"), [(1 << 15, True), (1 << 14, False)])
+def test_many_sums_stay_as_they_are(places: int, kept: bool):
+    """A reshape that follows, as before a product, is not one of what they are of, which XLA would write out."""
+    x = jax.random.normal(jax.random.key(0), (places // 16, 4, 16))
+    weight = jax.random.normal(jax.random.key(1), (64, 2))
+    product = lambda x: (x * jnp.sin(x)).sum(1).reshape(-1, 64) @ weight  # noqa: E731
+    made = [equation.primitive.name for equation in equations_in(jax.make_jaxpr(fast_on_cpu(product))(x))]
+    assert ("optimization_barrier" in made) == kept
+    assert_same(product, x)

@@ -15,6 +15,8 @@ from fedrax.compiled.windows import is_short
 _FEW_TAPS, _MOST_TAPS = 8, 128
 """Entries of a window: up to so many XLA adds up fast of itself, and so many are worth being laid out one after
 another."""
+_MANY_SUMS = 1 << 15
+"""Of one operation."""
 
 
 def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
@@ -115,14 +117,16 @@ def sum_in_steps(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
 
     XLA:CPU adds vectors where the last axis stays, and single numbers where it goes; and where a sum goes back into
-    what it is of, as in a softmax's gradient, it is six times as slow at arrays with axes of length one.
+    what it is of, as in a softmax's gradient, it is six times as slow at arrays with axes of length one. Many sums stay
+    as they are: it would move a reshape of them to what they are of, which it then writes out, and computes anew for
+    each of its numbers what it is made of.
     """
     (x,), axes = inputs, equation.params["axes"]
-    if x.dtype not in (jnp.float32, jnp.float64):
+    many = equation.outvars[0].aval.size >= _MANY_SUMS  # type: ignore[attr-defined]
+    if x.dtype not in (jnp.float32, jnp.float64) or not (many or 1 in x.shape or _apart(x, axes)):
         return None
-    if 1 in x.shape:
-        return _without_ones(_in_steps, x, axes)
-    return _in_steps(x, axes) if _apart(x, axes) else None
+    y = _without_ones(_in_steps, x, axes) if 1 in x.shape else _in_steps(x, axes)
+    return lax.optimization_barrier(y) if many else y
 
 
 def _without_ones(reduced: Callable[[Array, tuple[int, ...]], Array], x: Array, axes: Sequence[int]) -> Array:

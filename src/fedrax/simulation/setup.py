@@ -117,8 +117,7 @@ def prepare(
     check_task(task, Variables(start, statistics) if statistics else start, samples, federation)
     initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
-    algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
-    algorithm.requirements.check_task(_name(algorithm), task, statistics)
+    _check_needs(algorithm, settings, sampler, task, statistics)
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
@@ -195,6 +194,12 @@ def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> 
     check_method(algorithm)
     if algorithm.local_steps is not None:
         algorithm.local_steps.check_sizes(federation.sizes)
+
+
+def _check_needs(algorithm: Algorithm, settings: Settings, sampler: Sampler, task: Task, statistics: Tree) -> None:
+    """Refuse a run and a task that the method cannot take."""
+    algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
+    algorithm.requirements.check_task(_name(algorithm), task, statistics)
 
 
 def _check_delays(algorithm: Algorithm, longest: int) -> None:
