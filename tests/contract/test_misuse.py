@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,14 @@ def counted(number: Any) -> FedAvg:
     return method(server=lambda self, server, cohort: (server, number))
 
 
+@dataclasses.dataclass(frozen=True)
+class Halved:
+    """A schedule that lacks the decorator."""
+
+    def __call__(self, round: Any) -> float:
+        return 0.5
+
+
 CASES = {
     "Mine.client returns a dict instead of a ClientOutput": client(lambda m, s, d: m),
     "Mine.client uploads nothing": client(lambda m, s, d: ClientOutput(upload=None)),
@@ -112,6 +121,9 @@ CASES = {
     "return from the loop's body what it begins with": client(
         lambda m, s, d: ClientOutput(upload=m, info={"x": jax.lax.while_loop(lambda x: x < 3, lambda x: (x, x), 0.0)})
     ),
+    r"\(x begins as int32\[\] and ends as float32\[\]\): return from the loop's body": client(
+        lambda m, s, d: ClientOutput(upload=jax.lax.while_loop(lambda x: x < 3, lambda x: x + 0.5, jnp.int32(0)))
+    ),
     "give both the same shapes": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a[:2], m))),
     "fails with AttributeError: .* no attribute 'meen': did you mean 'mean'": method(server=lambda self, s, c: c.meen),
     "fails with KeyError: 'delta': cohort.mean has the keys of": method(server=lambda self, s, c: c.mean["delta"]),
@@ -133,6 +145,9 @@ CASES = {
     "Mine.lam has no annotation, and so is no field: write lam: float = 0.5": method(lam=0.5),
     "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
+    "local.schedule must be something that JAX knows: decorate Halved with @hyperparameters": FedAvg(
+        local=LocalSGD(schedule=Halved())  # type: ignore[arg-type]
+    ),
 }
 
 
