@@ -46,7 +46,7 @@ _HINTS = {
     r"^KeyError": "cohort.mean has the keys of the upload, the message those that broadcast gives it",
 }
 """What to write instead of what fails with such words."""
-_CARRY = re.compile(r"input carry (?:component )?(\S+) has type (\S+) but the corresponding output .* has type (\S+?),? ")
+_CARRY = re.compile(r"input carry (?:component )?(\S+) has type (\S+) but the corresponding .* has type (\S+?),? ")
 """Where a loop's body returns something else than it begins with, what."""
 _FUNCTIONS = ("init", "init_client", "broadcast", "client", "receive", "server", "personal")
 
