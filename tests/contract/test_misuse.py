@@ -255,6 +255,21 @@ def test_a_base_without_what_it_leaves_open_is_refused():
         check_algorithm(Idle)
 
 
+@pytest.mark.parametrize(
+    "server",
+    [
+        lambda self, server, cohort: (server._replace(params=cohort.mean), {}),
+        lambda self, server, cohort: (server._replace(params=tree.scale(cohort.size / cohort.size, cohort.mean)), {}),
+    ],
+    ids=["zero", "not finite"],
+)
+def test_a_model_that_an_empty_round_takes_away_is_found_out(server: Callable):
+    models = lambda self, message, state, data: ClientOutput(upload=self.local.run(data, message).params)  # noqa: E731
+    mine = method(client=models, server=server)
+    with pytest.raises(FedraxError, match="Mine loses the model in a round that nobody joins"):
+        check_algorithm(mine)
+
+
 @pytest.mark.parametrize("kind", thinned([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK]))
 def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)
@@ -276,6 +291,21 @@ def test_the_command_line_says_the_same(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["run", f"{tmp_path}/mine.py:Forgetful", "--out", str(out), "--model", "logistic"]) == 2
     assert "Forgetful.server returns a Server instead of a state and its info" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_method_of_personal_models_alone_passes():
+    def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
+        result = self.local.run(data, state)
+        return ClientOutput(upload=tree.norm(result.params), state=result.params, info=result.info)
+
+    check_algorithm(
+        method(
+            client=client,
+            init_client=lambda self, params: params,
+            server=lambda self, server, cohort: (server, {}),
+            personal=lambda self, params, state: state,
+        )
+    )
 
 
 def test_impure_methods_are_found_out():
