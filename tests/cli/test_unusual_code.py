@@ -79,6 +79,38 @@ def test_a_partition_need_not_be_frozen(tmp_path: Path) -> None:
     assert experiment.load_federation(made).num_clients == 12
 
 
+SCHEDULE = """
+from fedrax import Count, hyperparameters
+
+@hyperparameters
+class Warmup:
+    rounds: Count = 5
+
+    def __call__(self, round):
+        return (round + 1) / self.rounds
+
+@hyperparameters
+class Prox:
+    def __prox__(self, x):
+        return x
+"""
+
+
+def test_a_part_of_a_method_may_be_ones_own(tmp_path: Path) -> None:
+    """A schedule in a file, as in Python, and in the file that a run keeps; one that is none is a sentence."""
+    (tmp_path / "mine.py").write_text(SCHEDULE)
+
+    def made(name: str, **fields: int) -> experiment.Experiment:
+        local = {"schedule": {"name": f"mine.py:{name}", **fields}}
+        return experiment.from_table({"algorithm": {"name": "fedavg", "local": local}}, "x", tmp_path)
+
+    warming = made("Warmup", rounds=4)
+    assert warming.algorithm.local.schedule(1) == 0.5 and experiment.uses_own_code(warming)  # type: ignore[attr-defined]
+    assert experiment.from_table(experiment.to_table(warming), "x", tmp_path) == warming
+    with pytest.raises(FedraxError, match=r"schedule\]: 'Prox' is no schedule: write a class with .* that Constant, "):
+        made("Prox")
+
+
 DATA = """
 import numpy as np
 from fedrax.data import Dataset, Samples

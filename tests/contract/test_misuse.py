@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,14 @@ def counted(number: Any) -> FedAvg:
     return method(server=lambda self, server, cohort: (server, number))
 
 
+@dataclasses.dataclass(frozen=True)
+class Halved:
+    """A schedule that lacks the decorator."""
+
+    def __call__(self, round: Any) -> float:
+        return 0.5
+
+
 CASES = {
     "Mine.client returns a dict instead of a ClientOutput": client(lambda m, s, d: m),
     "Mine.client uploads nothing": client(lambda m, s, d: ClientOutput(upload=None)),
@@ -112,6 +121,9 @@ CASES = {
     "return from the loop's body what it begins with": client(
         lambda m, s, d: ClientOutput(upload=m, info={"x": jax.lax.while_loop(lambda x: x < 3, lambda x: (x, x), 0.0)})
     ),
+    r"\(x begins as int32\[\] and ends as float32\[\]\): return from the loop's body": client(
+        lambda m, s, d: ClientOutput(upload=jax.lax.while_loop(lambda x: x < 3, lambda x: x + 0.5, jnp.int32(0)))
+    ),
     "give both the same shapes": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a[:2], m))),
     "fails with AttributeError: .* no attribute 'meen': did you mean 'mean'": method(server=lambda self, s, c: c.meen),
     "fails with KeyError: 'delta': cohort.mean has the keys of": method(server=lambda self, s, c: c.mean["delta"]),
@@ -133,6 +145,9 @@ CASES = {
     "Mine.lam has no annotation, and so is no field: write lam: float = 0.5": method(lam=0.5),
     "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
+    "local.schedule must be something that JAX knows: decorate Halved with @hyperparameters": FedAvg(
+        local=LocalSGD(schedule=Halved())  # type: ignore[arg-type]
+    ),
 }
 
 
@@ -240,6 +255,21 @@ def test_a_base_without_what_it_leaves_open_is_refused():
         check_algorithm(Idle)
 
 
+@pytest.mark.parametrize(
+    "server",
+    [
+        lambda self, server, cohort: (server._replace(params=cohort.mean), {}),
+        lambda self, server, cohort: (server._replace(params=tree.scale(cohort.size / cohort.size, cohort.mean)), {}),
+    ],
+    ids=["zero", "not finite"],
+)
+def test_a_model_that_an_empty_round_takes_away_is_found_out(server: Callable):
+    models = lambda self, message, state, data: ClientOutput(upload=self.local.run(data, message).params)  # noqa: E731
+    mine = method(client=models, server=server)
+    with pytest.raises(FedraxError, match="Mine loses the model in a round that nobody joins"):
+        check_algorithm(mine)
+
+
 @pytest.mark.parametrize("kind", thinned([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK]))
 def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)
@@ -261,6 +291,21 @@ def test_the_command_line_says_the_same(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["run", f"{tmp_path}/mine.py:Forgetful", "--out", str(out), "--model", "logistic"]) == 2
     assert "Forgetful.server returns a Server instead of a state and its info" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_method_of_personal_models_alone_passes():
+    def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
+        result = self.local.run(data, state)
+        return ClientOutput(upload=tree.norm(result.params), state=result.params, info=result.info)
+
+    check_algorithm(
+        method(
+            client=client,
+            init_client=lambda self, params: params,
+            server=lambda self, server, cohort: (server, {}),
+            personal=lambda self, params, state: state,
+        )
+    )
 
 
 def test_impure_methods_are_found_out():

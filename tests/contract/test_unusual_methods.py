@@ -16,6 +16,7 @@ from fedrax.contract.algorithm import ClientOutput, Cohort
 from fedrax.contract.fields import Leaf
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.server_optimizers import SGD
+from fedrax.models import Model
 from fedrax.simulation.own_methods import check_algorithm
 from tests.simulation.problems import LOCAL, run, travels
 
@@ -204,3 +205,23 @@ def test_what_was_sent_in_a_round_is_not_sent_again():
     assert travels(fedrax.Episode(LOCAL)) == (2 * model, 2 * model)
     assert travels(fedrax.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
     assert travels(fedrax.Mime(LOCAL))[0] == 3 * model
+
+
+@hyperparameters
+class WithoutTheLast(FedAvg):
+    """FedAvg on all of a client's rows but the last one."""
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        result = self.local.run(data.with_samples(data.samples, data.size - 1), message)
+        return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
+
+
+@pytest.mark.parametrize("local", [LocalSGD(batch_size=2, order="stored"), LocalSGD(blocks=2, steps=6)])
+def test_rows_that_are_left_out_are_never_looked_at(local: LocalSGD):
+    """Clients of one size, which batches and blocks divide: each row has a weight of its own."""
+    rows = np.eye(8, dtype=np.float32)
+    federation = fedrax.Federation.from_arrays(rows, np.ones(8, np.float32), np.arange(8) // 4)
+    task = fedrax.regression(Model(lambda key: jnp.zeros(8), lambda params, x, key=None: x @ params))
+    moved = run(WithoutTheLast(local), federation, task=task, rounds=1, cohort_size=2).params != 0
+    stored = federation.train.x.argmax(1)
+    assert moved[stored].reshape(2, 4).tolist() == 2 * [[True, True, True, False]]

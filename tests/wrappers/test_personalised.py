@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,6 +16,7 @@ from flax import linen as nn
 from fedrax import (
     Attacked,
     ClientDP,
+    ClientOutput,
     Ditto,
     FedADMM,
     FedAvg,
@@ -29,6 +31,7 @@ from fedrax import (
     Task,
     Variables,
     classification,
+    hyperparameters,
     sweep,
     tree,
 )
@@ -256,16 +259,28 @@ def test_with_nothing_at_home_it_is_the_method_inside():
     assert one.events[-1]["bytes_up"] == other.events[-1]["bytes_up"]
 
 
+@hyperparameters
+class TwoModels(FedAvg):
+    """Sends two models down, one upon the other."""
+
+    def broadcast(self, server: Any) -> Any:
+        return jax.tree.map(lambda a: jnp.stack([a, a]), server.params)
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        return super().client(tree.row(message, 0), state, data)
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Personalised(TwoModels(), at_home=("output/*",)), "TwoModels sends something else down"),
         (Personalised(at_home=("outptu/*",)), "no parameter is called 'outptu/\\*', .* output/bias"),
         (Personalised(at_home=("*",)), "nothing is left to learn together"),
         (Personalised(Scaffold()), "that do not correct for drift"),
         (Personalised(FedSGD(), at_home=("output/*",)), "methods with local steps"),
         (Personalised(FedADMM(), at_home=("output/*",)), "clients of FedADMM go on from models of their own"),
     ],
-    ids=["typo", "all", "Scaffold", "FedSGD", "FedADMM"],
+    ids=["TwoModels", "typo", "all", "Scaffold", "FedSGD", "FedADMM"],
 )
 def test_misuse_ends_in_a_sentence(method: Personalised, sentence: str):
     with pytest.raises(FedraxError, match=sentence):

@@ -62,7 +62,8 @@ class Cohort(NamedTuple):
     """What the server sees of a phase: the S clients that took part."""
 
     mean: Tree
-    """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least."""
+    """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least. In a round that
+    nobody joins, as of `Poisson` cohorts, it is zero."""
     each: Tree
     """The ``each`` of the clients, stacked on a leading axis of ``clients.shape``."""
     total: Tree

@@ -139,7 +139,16 @@ class ClientData(Ruled):
         return self._with(carried=carried)
 
     def with_samples(self, samples: Tree, size: Array) -> Self:
-        """With other samples of all clients, of which this one has ``size``."""
+        """With other samples of all clients, of which this one has the first ``size`` in its place, at least one.
+
+        ``with_samples(data.samples, size)`` leaves out the last ones of its own.
+        """
+        self.refuse_uncounted("other samples")
+        unknown = Layout(self.layout.largest, 0, 1)  # no client's size is known any more
+        return self.in_terms_of(samples, size)._with(layout=unknown)
+
+    def in_terms_of(self, samples: Tree, size: Array) -> Self:
+        """The same client as a function of its samples and of how many there are: to trace what depends on them."""
         return self._with(samples=samples, size=size, place=self.place._replace(size=size))
 
     def variables(self, params: Tree) -> Tree:

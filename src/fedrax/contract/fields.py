@@ -191,12 +191,12 @@ class Field:
         """What is wrong with ``value``, as 'must be ...', or None."""
         violations = [kind.violation(value) for kind in self.kinds if kind.holds(value)]
         if not violations:
-            return None if _acts_as(value, self.classes) else f"must be {self.words}"
+            return None if acts_as(value, self.classes) else f"must be {self.words}"
         return None if None in violations else violations[0]
 
 
-def _acts_as(value: Any, classes: tuple[type, ...]) -> bool:
-    """Whether ``value``, an object of somebody's own class, does what several alternatives all do.
+def acts_as(value: Any, classes: tuple[type, ...]) -> bool:
+    """Whether ``value``, somebody's own class or an object of it, does what several alternatives all do.
 
     A schedule of one's own, a server rule, a proximal operator: it has the methods that the known ones share.
     """
@@ -205,7 +205,8 @@ def _acts_as(value: Any, classes: tuple[type, ...]) -> bool:
     public = lambda cls: {name for name in dir(cls) if name == "__call__" or not name.startswith("_")}  # noqa: E731
     names = [{name for name in public(cls) if callable(getattr(cls, name)) and name != "check"} for cls in classes]
     shared = set.intersection(*names)
-    return bool(shared) and all(callable(getattr(value, name, None)) for name in shared)
+    mine = {name for name in dir(value) if callable(getattr(value, name, None))}  # of a class not those of its type
+    return bool(shared) and shared <= mine
 
 
 def describe(hint: Any, name: str = "") -> Field:

@@ -153,4 +153,6 @@ def _check_role(field: Field, value: Any, where: str) -> None:
     except TypeError as error:
         static = "hashable, for it shapes the program: give a tuple, or annotate arrays Leaf[...]"
         leaf = "numbers or arrays, for it is an input of the program: annotate anything else Static[...]"
+        if dataclasses.is_dataclass(value):
+            leaf = f"something that JAX knows: decorate {type(value).__name__} with @hyperparameters"
         raise FedraxError(f"{where} must be {static if field.static else leaf}") from error

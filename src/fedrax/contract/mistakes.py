@@ -46,6 +46,8 @@ _HINTS = {
     r"^KeyError": "cohort.mean has the keys of the upload, the message those that broadcast gives it",
 }
 """What to write instead of what fails with such words."""
+_CARRY = re.compile(r"input carry (?:component )?(\S+) has type (\S+) but the corresponding .* has type (\S+?),? ")
+"""Where a loop's body returns something else than it begins with, what."""
 _FUNCTIONS = ("init", "init_client", "broadcast", "client", "receive", "server", "personal")
 
 
@@ -107,6 +109,8 @@ def _failure(error: Exception) -> str:
     keys = re.findall(r"with metadata\s+(\(.*\))", str(error))
     if len(keys) == 2:
         said = f"{said} ({keys[0]} and {keys[1]})"
+    if carry := _CARRY.search(str(error)):
+        said = f"{said} ({carry[1]} begins as {carry[2]} and ends as {carry[3]})"
     if isinstance(error, AttributeError) and error.name is not None:
         near = difflib.get_close_matches(error.name, dir(error.obj), 1)
         hint = f"did you mean {near[0]!r}?" if near else hint

@@ -12,12 +12,12 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.fields import Field, fields_of, hints_of, inferred
+from fedrax.contract.fields import Field, acts_as, fields_of, hints_of, inferred
 from fedrax.contract.hyperparameters import refuse_unfinished
 from fedrax.errors import FedraxError, unknown
 from fedrax.experiments.methods import KNOWN_AS, algorithms
@@ -117,8 +117,22 @@ def choice_of(field: Field) -> Choice | None:
         return ALGORITHM
     known = {snake_case(cls.__name__): cls for cls in field.classes if all(map(fits_a_file, fields_of(cls).values()))}
     if known and (len(field.kinds) > 1 or field.optional):
-        return Choice(field.name.replace("_", " "), lambda: known)
+        kind = field.name.replace("_", " ")
+        alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
+        return Choice(kind, lambda: known, partial(_own_part, kind, field.classes) if alike else None)
     return None
+
+
+def _own_part(kind: str, classes: tuple[type, ...], found: Any) -> type:
+    """What ``file.py:Class`` must be to serve where one of ``classes`` does."""
+    if not (isinstance(found, type) and acts_as(found, classes)):
+        known = ", ".join(sorted(cls.__name__ for cls in classes))
+        raise FedraxError(
+            f"{getattr(found, '__name__', found)!r} is no {kind}: write a class with the decorator @hyperparameters and"
+            f" the methods that {known} have."
+        )
+    refuse_unfinished(found)
+    return found
 
 
 def fits_a_file(field: Field) -> bool:

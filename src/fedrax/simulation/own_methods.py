@@ -22,11 +22,13 @@ from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.result import Result
 from fedrax.simulation.run import simulate
-from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.settings import Poisson, Script, Settings
 from fedrax.tree import Tree
 
 _SIZES = (3, 7, 4, 12, 6, 5)
 _ROUNDS, _COHORT = 2, 3
+_NOBODY = 0
+"""The seed of a first round that somebody joins by chance, and a second one that nobody does."""
 _CLOSE = 2e-4
 """Float32 rounding of two rounds of softmax regression, with room for other orders of summation."""
 
@@ -54,6 +56,7 @@ def check_algorithm(method: type[Algorithm] | Algorithm, **fields: Any) -> None:
         partial(_agrees_on, plan="debug"),
         partial(_agrees_on, plan="vmap", chunk=2),
         _order_does_not_matter,
+        _outlasts_empty_rounds,
         _keeps_float64,
     )
     broken = [sentence for sentence in (_kept(rule, algorithm, base) for rule in rules) if sentence]
@@ -107,7 +110,7 @@ def _run(algorithm: Algorithm, **changes: Any) -> Result:
 def _learns(algorithm: Algorithm, base: Result) -> str | None:
     start = simulate(algorithm, _TASK, _FEDERATION, rounds=1, cohort_size=1, trajectory=True, progress=False)
     moved = any(np.any(a != b) for a, b in zip(_leaves(start.params), _leaves(base.params), strict=True))
-    if not moved:
+    if not moved and algorithm.personal(base.params, base.client_state(0)) is None:
         return "does not move the parameters: its server must use cohort.mean, cohort.each or cohort.total"
     if not base.events[-1]["bytes_up"]:
         return "sends nothing up: put what the server needs into ClientOutput(upload=...)"
@@ -144,6 +147,21 @@ def _order_does_not_matter(algorithm: Algorithm, base: Result) -> str | None:
     if not _close(_run(algorithm, script=backwards), base):
         return "depends on the order of the cohort: index what the server keeps by cohort.clients"
     return None
+
+
+def _outlasts_empty_rounds(algorithm: Algorithm, base: Result) -> str | None:
+    if algorithm.requirements.fixed_cohort:
+        return None
+    try:
+        end = _run(algorithm, cohort_size=1, participation=Poisson(), seed=_NOBODY)
+        if any(np.any(leaf) for leaf in _leaves(end.params)):
+            return None
+    except NonFiniteError:
+        pass
+    return (
+        "loses the model in a round that nobody joins, where cohort.mean and cohort.size are zero: upload updates"
+        " instead of models, and guard what is divided, jnp.maximum(cohort.size, 1)"
+    )
 
 
 def _keeps_float64(algorithm: Algorithm, base: Result) -> str | None:

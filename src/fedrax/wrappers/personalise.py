@@ -19,6 +19,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalResult, LocalSGD
+from fedrax.contract.rules import like
 from fedrax.contract.wrapper import Wrapped, Wrapper
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -94,8 +95,8 @@ class Personalised(Wrapper):
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
         """Without what stays."""
-        message, params = broadcast(state), self.inner.params(state)
-        if jax.tree.structure(message) != jax.tree.structure(params):
+        message = broadcast(state)
+        if not like(message, self.inner.params(state)):
             raise FedraxError(_SENDS.format(type(self.inner).__name__, "down"))
         return _without(message, self._names(message))
 
