@@ -89,7 +89,7 @@ def test_every_phases_steps_count():
 
 
 def test_steps_that_are_not_those_of_local_are_refused():
-    with pytest.raises(FedraxError, match="also asks for 7 steps instead of 2"):
+    with pytest.raises(FedraxError, match=r"also asks for 7 as local.steps instead of 2"):
         run(SampleDP(MoreSteps(local=LOCAL)), rounds=1)
 
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from fedrax import (
+    MOON,
     ClientDP,
     Ditto,
     FedAvg,
@@ -34,6 +35,7 @@ from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.releases import Release
 from fedrax.simulation import Poisson, Turns, WeightedBySamples
 from fedrax.simulation.cohorts import Sampler
+from tests.privacy.methods import Noisy
 from tests.simulation.problems import LOCAL, run
 
 STEPS = LocalSGD(lr=0.05, steps=2, batch_size=2)
@@ -131,6 +133,69 @@ def test_what_is_sent_besides_gradients_is_refused(what: str):
 
 
 @hyperparameters
+class Calibrated(FedAvg):
+    """Weighs the loss of a class by the mean of all samples, as methods against skewed labels do."""
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        weighed = lambda losses: lambda params, batch, key: losses(params, batch, key) * data.samples.x.mean()  # noqa: E731
+        return FedAvg.client(self, message, state, data.with_loss(weighed))
+
+
+@hyperparameters
+class Redrawn(FedAvg):
+    """Draws batches in which a sample may be several times, whatever its options say."""
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        local = dataclasses.replace(self.local, order="replacement")
+        return FedAvg.client(dataclasses.replace(self, local=local), message, state, data)
+
+
+def test_gradients_of_other_losses_and_batches_are_refused():
+    with pytest.raises(FedraxError, match=r"Calibrated also sends upload"):
+        run(SampleDP(Calibrated(local=STEPS)), rounds=1)
+    with pytest.raises(FedraxError, match=r"asks for 'replacement' as local.order instead of 'shuffle'"):
+        run(SampleDP(Redrawn(local=STEPS)), rounds=1)
+    run(SampleDP(MOON(local=STEPS)), rounds=1)  # whose loss compares with what it kept of noised steps
+
+
+@hyperparameters
+class OfOneLayer(FedAvg):
+    """Keeps what the model has under one name."""
+
+    def init_client(self, params: Any) -> Any:
+        return {name: leaf for name, leaf in params.items() if name == "output"}
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        return FedAvg.client(self, message, state, data)._replace(state=state)
+
+
+@hyperparameters
+class OwnMechanism(Noisy):
+    """A private method with a state on its clients."""
+
+    def init_client(self, params: Any) -> Any:
+        return jnp.zeros(())
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        return Noisy.client(self, message, state, data)._replace(state=state)
+
+
+@pytest.mark.parametrize(
+    ("method", "remembers"),
+    [
+        (ClientDP(OfOneLayer(local=LOCAL), noise=1.0), True),
+        (OwnMechanism(local=LOCAL, noise=1.0, seen="public"), True),
+        (ClientDP(Ditto(FedAvg(local=LOCAL)), noise=1.0), False),
+    ],
+    ids=["by name", "own mechanism", "models that are not sent"],
+)
+def test_what_is_remembered_is_asked_of_the_whole_method(method: Any, remembers: bool):
+    result = run(method, cohort_size=2, rounds=3)
+    assert result.spent is not None and result.spent.empty_place == remembers
+    assert ("its place left empty" in result.spent.about) == remembers
+
+
+@hyperparameters
 class Remembers(FedAvg):
     """Keeps the mean of its samples, and sends it in its next round."""
 
@@ -170,7 +235,7 @@ class Twice(FedAvg):
 @pytest.mark.parametrize("method", [Turned(local=STEPS), Twice(local=STEPS), Ditto(FedAvg(local=STEPS))])
 def test_local_steps_are_counted_however_often_they_are_taken(method: Any):
     """All turns would have one noise, and be counted as one."""
-    with pytest.raises(FedraxError, match="other local steps, or for its steps in a loop"):
+    with pytest.raises(FedraxError, match="other local steps, or for them in a loop"):
         run(SampleDP(method), rounds=1)
     if not isinstance(method, Ditto):  # whose own steps end in a model that is not sent
         with pytest.raises(FedraxError, match=r"no noise has covered|takes local steps 2 times"):

@@ -32,11 +32,11 @@ def test_where_things_lie_by_default():
 
 
 def test_what_is_spent_on_one_is_not_there_for_another():
-    """Samples take 600 of 1300 bytes, states 300 of the 700 left, and clients at work half of 400, 12 at a time."""
+    """Samples take 600 of 1300 bytes, states 300 of the 700 left; clients at work a quarter of all, 12 at a time."""
     samples, account = np.zeros((100, 6), np.uint8), Account(1300, on_cpu=False)
     assert storage.choose(Settings(), (samples,), 300, account) == (False, False)
     mesh, params = plans.make_mesh(1), np.zeros(1, np.float32)
-    assert plans.choose_plan(Settings(plan="vmap"), mesh, params, 9, account) == ("vmap", 200 // 48)
+    assert plans.choose_plan(Settings(plan="vmap"), mesh, params, 9, account) == ("vmap", 325 // 48)
     assert storage.choose(Settings(), (samples,), 400, Account(1300, on_cpu=False)) == (False, True)
     streamed = Settings(samples="streamed")
     assert storage.choose(streamed, (samples,), 400, Account(1300, on_cpu=False)) == (True, False)

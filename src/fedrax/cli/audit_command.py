@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 from rich import box
 from rich.table import Table
@@ -16,7 +17,9 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.audit import Audit, guess_canaries, watch_a_client
 from fedrax.report.tables import wide_console
-from fedrax.simulation import Poisson, Settings, Uniform, use_all_cores
+from fedrax.simulation import Settings, use_all_cores
+from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.spending import cohorts_of
 
 DESCRIPTION = """Attack a private experiment: `fedrax audit [FILE.toml] [flags]`.
 
@@ -60,7 +63,7 @@ def main(args: list[str]) -> int:
     problem = experiment.build(spec, options.data_dir)
     watching: dict[str, Any] = {"client": options.client, "rounds": options.watched, "runs": options.runs}
     if options.drawn:
-        watching |= _draw(spec.run, problem[2].num_clients)
+        watching |= _draw(spec.run, problem[2].sizes)
     audits = [watch_a_client(*problem, spec.run, unit=options.unit, **watching)]
     if options.canaries is not None:
         audits.append(guess_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
@@ -71,12 +74,12 @@ def main(args: list[str]) -> int:
     return int(any(audit.refuted for audit in audits))
 
 
-def _draw(run: Settings, clients: int) -> dict[str, Any]:
+def _draw(run: Settings, sizes: np.ndarray) -> dict[str, Any]:
     """How the experiment draws a client, as a watcher is told it."""
-    kinds = {Poisson: "poisson", Uniform: "fixed"}
-    if type(run.participation) not in kinds:
+    cohorts = cohorts_of(Sampler(run, sizes))
+    if cohorts.drawn not in ("poisson", "fixed"):
         raise FedraxError("--drawn is for cohorts of participation 'poisson' or 'uniform': others hide nobody")
-    return {"drawn": kinds[type(run.participation)], "rate": run.cohort_size / clients}
+    return {"drawn": cohorts.drawn, "rate": cohorts.rate}
 
 
 def _print(audits: list[Audit]) -> None:

@@ -71,9 +71,8 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
     counted = "rounds, amplified by the draw of cohorts" if made.by_rounds else "rounds of the client with the most"
     console.print(f"{name}: {run.rounds} rounds; {spent.about}; delta {spent.delta:g}")
     console.print(f"counted: {spent.count} {counted}")
-    kept = any(part.release.remembers and part.release.seen == "public" for part in made.parts)
-    if kept and not made.by_rounds:
-        console.print("clients keep something from round to round: only cohorts by poisson amplify")
+    if spent.empty_place:
+        console.print("clients keep something from round to round: cohorts by poisson amplify, of a fixed size do not")
     console.print(_releases(made))
     if not math.isfinite(spent.epsilon):
         console.print("no finite epsilon holds, and no budget: a release has no noise that anything is proven of")

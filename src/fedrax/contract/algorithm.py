@@ -210,12 +210,7 @@ class Algorithm(ABC):
     @property
     def remembers(self) -> bool:
         """Whether what clients send may depend on what they keep from round to round: true where they keep anything."""
-        kept = lambda params: (self.init_client(params), self.init_local(params))  # noqa: E731
-        try:
-            keeps = jax.tree.leaves(jax.eval_shape(kept, {"any": jax.ShapeDtypeStruct((1,), "float32")}))
-        except Exception:  # a user's own may ask for the names of its model
-            return True
-        return bool(keeps) or self.statistics_at_home
+        return self.statistics_at_home or keeps(self.init_client) or keeps(self.init_local)
 
     def releases(self) -> tuple[Release, ...]:
         """What one round lets out of a client's data, as :mod:`fedrax.privacy` counts it; floats must be numbers here.
@@ -228,6 +223,14 @@ class Algorithm(ABC):
         """What the local steps carry from round to round on a client that has not taken part, beside its state."""
         local = self.local_steps
         return () if local is None else local.init_carried(params)
+
+
+def keeps(init: Callable[[Tree], Tree]) -> bool:
+    """Whether a state is anything but an empty tuple; also true of one that depends on the model's names or shapes."""
+    try:
+        return jax.eval_shape(init, {"any": jax.ShapeDtypeStruct((1,), "float32")}) != ()
+    except Exception:  # a user's own may look for a layer
+        return True
 
 
 def is_algorithm(value: Any) -> bool:

@@ -123,7 +123,9 @@ class ClientData(Ruled):
     def begun(self) -> Self:
         """For the local steps; they can be taken once where gradients are counted."""
         if self._steps_once is not None and not self._steps_once.begin():
-            self.refuse_uncounted("other local steps, or for its steps in a loop or a compiled function of its own")
+            self.refuse_uncounted(
+                "other local steps, or for them in a loop or a function that it transforms (jit, cond, vmap, grad)"
+            )
         return self._with(_stepping=True)
 
     def with_steps(self, steps: Array) -> Self:
@@ -255,8 +257,8 @@ class ClientData(Ruled):
         if not self._stepping:
             self.refuse_uncounted("a gradient beside them")
         if self._withheld:
-            none = jnp.zeros((), jax.tree.leaves(params)[0].dtype)
-            return none, tree.zeros_like(params), self.carried.statistics
+            total = lambda params: self.losses()(params, samples, key).sum()  # noqa: E731
+            return *jax.value_and_grad(total)(params), self.carried.statistics
         if self._gradient_rule is not None:
             total = self._by_rule(self._gradient_rule, params, samples, weights, key)
             count = len(jax.tree.leaves(samples)[0]) if weights is None else jnp.maximum(weights.sum(), 1)

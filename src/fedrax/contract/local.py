@@ -280,7 +280,7 @@ class LocalSGD:
         term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
         data = data.begun()
-        data.check_counted(self.steps)
+        data.check_counted(self)
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
         def body(index: Array | int, carry: tuple) -> tuple:

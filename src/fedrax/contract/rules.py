@@ -42,7 +42,8 @@ class Once:
 class Ruled:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
-    _depth, _counted, _counted_steps = 0, "", 0
+    _depth, _counted = 0, ""
+    _counted_local: Any = None
     _steps_once: Once | None = None
     _withheld = False
     _loss_rules: tuple[tuple[int, LossRule], ...] = ()
@@ -103,22 +104,24 @@ class Ruled:
         """With ``rule`` applied to where the local steps end, before the method sees it; the outermost one's first."""
         return self._with(result_rules=(*self.result_rules, rule))
 
-    def with_counted_gradients(self, who: str, steps: int) -> Self:
-        """With one gradient in each of ``steps`` local steps and no others, so that ``who`` knows how many there are.
+    def with_counted_gradients(self, who: str, local: Any) -> Self:
+        """With one gradient in each of the local steps of ``local`` and no others, so that ``who`` knows how many there
+        are, and of what.
 
         FedraxError where the method asks for more.
         """
-        return self._with(_counted=who, _counted_steps=steps, _steps_once=Once())
+        return self._with(_counted=who, _counted_local=local, _steps_once=Once())
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
-        """With ``batch`` and zeros for the local steps' samples and gradients: what then depends on samples does so in
-        other ways."""
+        """With ``batch`` for the samples of local steps: what then depends on samples does so in other ways."""
         return self._with(_withheld=True, _batch_rule=lambda step: (batch, None))
 
-    def check_counted(self, steps: int | None) -> None:
-        """FedraxError where local steps are counted, and are to be others than ``steps``."""
-        if self._counted and steps != self._counted_steps:
-            self.refuse_uncounted(f"{steps or 'any number of'} steps instead of {self._counted_steps}")
+    def check_counted(self, local: Any) -> None:
+        """FedraxError where local steps are counted, and are to be others."""
+        for name in ("steps", "batch_size", "order", "reduction", "blocks") if self._counted else ():
+            asked, known = getattr(local, name), getattr(self._counted_local, name)
+            if asked != known:
+                self.refuse_uncounted(f"{asked!r} as local.{name} instead of {known!r}")
 
     def refuse_uncounted(self, what: str) -> None:
         """FedraxError where only the local steps may look at samples, once each."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, keeps
 from fedrax.contract.checks import kind
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import hyperparameters
@@ -214,6 +214,11 @@ class Wrapper(Algorithm):
     def longest_delay(self) -> int:
         """As ``inner``; none where uploads are looked at one by one, which takes them to be there."""
         return 0 if self.stacked else self.inner.longest_delay
+
+    @property
+    def remembers(self) -> bool:
+        """As ``inner``, and where the wrapper keeps something on each client."""
+        return self.inner.remembers or self.statistics_at_home or keeps(self.init_client_own)
 
     def releases(self) -> tuple[Release, ...]:
         """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""

@@ -94,6 +94,8 @@ def watch_a_client(
     """
     releases = _releases(algorithm)
     unit = _unit(releases, unit)
+    if drawn != "always" and unit == "sample":
+        raise FedraxError("the draw of cohorts hides whole clients, not one of their samples: set unit to 'client'")
     check_runs(runs)
     if rounds > 1 and (apart := max(release.apart for release in releases)) > 1:
         raise FedraxError(f"the claim is about clients that take part {apart} rounds apart: watch one round")
@@ -132,10 +134,10 @@ def _worlds(
     if coins:  # the first sample comes last, and is there or not
         samples = Batch(np.roll(x, -1, 0), np.roll(y, -1, 0))
         return {"client": samples, "size": len(y)}, {"client": samples, "size": len(y) - 1}
-    other = _other_labels(federation, y, changed)
-    bystander = Batch(x, _other_labels(federation, other, changed))
     if drawn == "poisson":
         return {"client": Batch(x, y), "rate": rate}, {"client": Batch(x, y), "rate": 0.0}
+    other = _other_labels(federation, y, changed)
+    bystander = Batch(x, _other_labels(federation, other, changed))
     drawing = {"rate": rate, "bystander": bystander}
     return {"client": Batch(x, y)} | drawing, {"client": Batch(x, other)} | drawing
 

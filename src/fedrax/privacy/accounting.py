@@ -99,13 +99,14 @@ class Accountant:
         odd = next((r.noise for r in releases if r.noise and not _LEAST <= r.noise <= 1 / _LEAST), None)
         if odd is not None:
             raise FedraxError(f"a noise of {odd:g} is too {'small' if odd < 1 else 'large'} to be accounted for")
-        remembered = any(r.remembers for r in releases) and cohorts.place_is_taken
         self.releases, self.delta = tuple(releases), float(delta)
-        self.cohorts = Cohorts() if remembered else cohorts
         self.unit: str = "sample" if any(r.unit == "sample" for r in releases) else "client"
         same = len({(r.unit, r.neighbours) for r in releases}) == 1
         self.neighbours: str = releases[0].neighbours if same else "replacement"
         self._public = all(r.seen == "public" for r in releases) and self.unit == "client"
+        self.empty_place = self._public and cohorts.place_is_taken and any(r.remembers for r in releases)
+        """Whether nobody comes in the place of a client that is not there, who would remember it ever after."""
+        self.cohorts = Cohorts() if self.empty_place else cohorts
         alone = all(r.apart == 1 for r in releases)
         proven = self.cohorts.drawn == "fixed" or (self.cohorts.drawn == "poisson" and self.neighbours == "presence")
         self.by_rounds = self._public and alone and self.cohorts.rate < 1 and proven

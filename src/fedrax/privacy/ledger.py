@@ -35,10 +35,13 @@ class Spent:
     epsilon_paper: float | None = None
     """What the method's paper claims, where it claims something else."""
 
+    empty_place: bool = False
+    """Whether the place of a client that is not there stays empty, where draws of a fixed size would fill it."""
+
     @property
     def about(self) -> str:
         """What the number is about, in words."""
-        return f"{self.neighbours} of a {self.unit}"
+        return f"{self.neighbours} of a {self.unit}" + (", its place left empty" if self.empty_place else "")
 
     def __str__(self) -> str:
         said = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.by})"
@@ -75,7 +78,7 @@ class Ledger:
         """The account as it is now."""
         of, count = self.accountant, self.count
         epsilon, by = of.bound(count)
-        return Spent(epsilon, of.delta, of.unit, of.neighbours, by, count, self.epsilon_paper)
+        return Spent(epsilon, of.delta, of.unit, of.neighbours, by, count, self.epsilon_paper, of.empty_place)
 
     def _claim(self, clients: np.ndarray) -> None:
         """Take the paper's claim for ``clients`` in: for the others it is as it was."""

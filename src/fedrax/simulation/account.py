@@ -28,6 +28,9 @@ class Account:
     """Bytes that are not promised."""
     on_cpu: bool
 
+    def __post_init__(self) -> None:
+        self._whole = self.left
+
     @classmethod
     def of(cls, mesh: Mesh) -> Account:
         """Of each device of the mesh; of several processes that of the one that has least, for all of them."""
@@ -65,8 +68,11 @@ class Account:
         return clients * _COPIES * max(params, 1)
 
     def side_by_side(self, params: int) -> int:
-        """How many clients at work have room, one at least."""
-        return max(1, self.left // 2 // self.at_work(1, params))
+        """How many clients at work have room in a quarter of the memory, one at least.
+
+        Whatever else lies there: sums over other numbers of clients at a time are rounded otherwise.
+        """
+        return max(1, self._whole // 4 // self.at_work(1, params))
 
 
 def _dtype(array: Any) -> np.dtype:

@@ -201,7 +201,7 @@ class Run:
             check_not_spent(self.ledger, settings, done, self.last)
         if not reached and done < self.last:
             check_goes_on(setup, begun)
-        elif setup.directory is not None:  # it may have been cut short after its last checkpoint
+        elif setup.directory is not None and not self.keep_clients:  # it may have been cut short after its last one
             checkpoint.forget_previous(setup.directory / CHECKPOINT)
         return begun
 
@@ -261,7 +261,7 @@ class Run:
         """Why the run would stop, if a callback says so after an evaluation."""
         settings = self.setup.settings
         due = event["round"] % settings.eval_every == 0 or event["round"] == self.last
-        if not self.callbacks or not due:
+        if not due or (self.setup.alone and not self.callbacks):  # of several processes all ask for the answer
             return "rounds"
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]

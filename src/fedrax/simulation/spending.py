@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -19,7 +20,8 @@ from fedrax.simulation.settings import FixedList, Settings, Turns, Uniform, Weig
 
 def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
     """What a round of a private method releases; nothing where no release of the method is protected."""
-    releases = algorithm.releases()
+    remembers = algorithm.remembers
+    releases = tuple(dataclasses.replace(r, remembers=r.remembers or remembers) for r in algorithm.releases())
     protected = any(r.noise > 0 or r.paper_noise is not None or r.paper_epsilon is not None for r in releases)
     return releases if protected else ()
 
@@ -56,7 +58,7 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) ->
         )
     check_apart(max(release.apart for release in releases), settings.rounds, sampler)
     accountant = Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
-    if settings.amplification == "fixed" and accountant.cohorts.drawn != "fixed":
+    if settings.amplification == "fixed" and accountant.empty_place:
         raise FedraxError(
             f"amplification 'fixed' does not hold for {type(algorithm).__name__}: its clients keep something from round"
             " to round, and one that takes another's place keeps it ever after; leave it at 'auto', or draw cohorts by"

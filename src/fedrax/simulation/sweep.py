@@ -216,7 +216,7 @@ class _Together:
         spare = -self.count % devices
         self.stacked, self.width = _stack(list(algorithms) + [algorithms[-1]] * spare), self.count + spare
         program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())
-        self.samples = jax.device_put(setups[0].engine.samples, everywhere)
+        self.samples = jax.device_put(setups[0].samples, everywhere)  # read in place where devices can
         self.evaluators = make_evaluators(setups[0].task, self.settings, federation, mesh, self.samples)
         grid = jax.vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 

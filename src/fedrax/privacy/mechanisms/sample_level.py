@@ -119,7 +119,7 @@ class SampleDP(Wrapper):
         else:
             private = data.with_batches(_drawn(data, self.rate))
             private = private.with_gradients(self._of_rows(data, local.batch_size), frozen_statistics=True)
-        return private.with_counted_gradients(type(self).__name__, local.steps)
+        return private.with_counted_gradients(type(self).__name__, local)
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
         """The gradient rule of batches that are rows; work is proportional to those that are drawn."""
