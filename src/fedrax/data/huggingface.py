@@ -117,6 +117,8 @@ def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, An
         texts = list(kinds.values()) == ["text"] and not set(kinds) <= set(chosen.categorical)
         found = "texts" if texts else "features"
     idle = sorted(option for of in _OPTIONS.values() for option in of if option not in _OPTIONS[found])
+    if set(chosen.categorical) <= {chosen.label, chosen.partition_by}:  # which are no samples
+        idle = [option for option in idle if option != "categorical"]
     refuse_idle(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
     return found
 
