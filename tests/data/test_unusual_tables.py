@@ -163,7 +163,7 @@ def test_categories_that_no_memory_holds(tmp_path: Path):
 def test_categories_that_this_process_may_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path / "n.csv", "name,label\n" + "".join(f"n{i},{'xy'[i % 2]}\n" for i in range(40)))
     monkeypatch.setattr("fedrax.data.tables.host_memory", lambda: 4096)  # as in a container
-    with pytest.raises(FedraxError, match="'name' has 32 different texts; leave it out by drop\\.$"):
+    with pytest.raises(FedraxError, match=r"'name' has 32 different texts; leave it out by drop\.$"):
         load("csv", path=path)
 
 

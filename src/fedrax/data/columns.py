@@ -35,7 +35,7 @@ class Columns:
     decimal: Literal[".", ","] = "."
 
     def __post_init__(self) -> None:
-        _check_words(labels=self.labels, standardise=self.standardise, missing=self.missing)
+        _check_choices(labels=self.labels, standardise=self.standardise, missing=self.missing)
         twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"columns names {twice!r} twice.")
@@ -119,7 +119,7 @@ _WORDS = {
 }
 
 
-def _check_words(**given: str) -> None:
+def _check_choices(**given: str) -> None:
     for option, word in given.items():
         if word not in _WORDS[option]:
             raise unknown(f"{option}:", word, _WORDS[option])

@@ -63,7 +63,7 @@ def load_leaf(
     they are texts or whole numbers, else targets of a regression. Without a test folder each client keeps
     ``test_fraction`` of its rows for the test.
     """
-    _check_words(clients, labels, tokens)
+    _check_choices(clients, labels, tokens)
     parts = [_read_part(folder, text) for folder in _folders(Path(path))]
     users = [user for part in parts for user in part]
     if clients == "hierarchies" and any(user.group is None for user in users):
@@ -117,7 +117,7 @@ def _tokens(
     return encode_characters(texts, train, most)
 
 
-def _check_words(clients: str, labels: str, tokens: str) -> None:
+def _check_choices(clients: str, labels: str, tokens: str) -> None:
     for option, word, known in (
         ("clients", clients, ("users", "hierarchies")),
         ("labels", labels, ("auto", "classes", "numbers")),
