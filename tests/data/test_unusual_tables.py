@@ -179,6 +179,7 @@ def test_options_without_effect_are_refused(tmp_path: Path):
     path = write(tmp_path / "a.csv", "a,label\n1,x\n2,y\n")
     with pytest.raises(FedraxError, match="test_fraction has no effect where test_path holds the test rows: leave it"):
         load("csv", path=path, test_path=path, test_fraction=0.5)
+    assert len(load("csv", path=path, test_path=path, test_fraction=0.0).test.y) == 2
     vectors = json.dumps({"users": ["u"], "user_data": {"u": {"x": [[1.0], [2.0]], "y": [0, 1]}}})
     with pytest.raises(FedraxError, match="tokens, length have no effect on vectors of numbers: leave them out"):
         load("leaf", path=write(tmp_path / "v.json", vectors), tokens="words", length=3)

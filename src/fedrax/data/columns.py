@@ -248,9 +248,13 @@ def _remedies(chosen: Columns, name: str) -> str:
 
 
 def refuse_idle(reader: Callable[..., Dataset], where: str, **given: object) -> None:
-    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them."""
+    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them.
+
+    A ``test_fraction`` of nothing is none: it goes with test rows that are given.
+    """
     known = inspect.signature(reader).parameters
-    idle = [name for name, value in given.items() if _as_written(value) != known[name].default]
+    changed = [name for name, value in given.items() if _as_written(value) != known[name].default]
+    idle = [name for name in changed if name != "test_fraction" or given[name] != 0]
     if idle:
         has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
         raise FedraxError(f"{', '.join(idle)} {has} no effect {where}: leave {it} out.")

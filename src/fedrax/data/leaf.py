@@ -64,7 +64,10 @@ def load_leaf(
     ``test_fraction`` of its rows for the test.
     """
     _check_choices(clients, labels, tokens)
-    parts = [_read_part(folder, text) for folder in _folders(Path(path))]
+    folders = _folders(Path(path))
+    if len(folders) == 2:
+        refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
+    parts = [_read_part(folder, text) for folder in folders]
     users = [user for part in parts for user in part]
     if clients == "hierarchies" and any(user.group is None for user in users):
         raise FedraxError(f"{path}: a file names no hierarchies for its users: take clients = 'users'.")
@@ -78,7 +81,6 @@ def load_leaf(
     y, class_names = classes_or_targets(_labels(y, labels, path))
     notes: tuple[str, ...] = ()
     if len(parts) == 2:
-        refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
         first = sum(sizes[: len(parts[0])])
         train, test = np.arange(first), np.arange(first, len(y))
     else:

@@ -99,9 +99,9 @@ def load_csv(
     """
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories, decimal=decimal)
-    table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
     if test_path is not None:
         refuse_idle(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
+    table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
     return replace(made, notes=(*made.notes, *label_notes(table, chosen)))
