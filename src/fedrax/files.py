@@ -324,13 +324,7 @@ def _header(path: Path, form: CsvForm) -> list[str]:
 
 
 _NO_TEXTS = {
-    "compressed: unpack it first": (
-        b"\x1f\x8b",
-        b"\x28\xb5\x2f\xfd",
-        b"\x78\x01",
-        b"\x78\x9c",
-        b"\x78\xda",
-    ),
+    "compressed: unpack it first": (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x9c", b"\x78\xda"),
     "a ZIP archive or a spreadsheet: unpack it, or save it as CSV": (b"PK\x03\x04",),
     "taken for compressed, as it begins with x^: unpack it first, or give its first column another name": (b"x^",),
 }

@@ -73,9 +73,7 @@ def load_huggingface(
     if tokens not in ("words", "characters"):
         raise unknown("tokens:", tokens, ("words", "characters"))
     splits, name = _splits(path)
-    parts = _chosen(splits, train_split, test_split, name)
-    if len(parts) == 2:
-        refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    parts = _chosen(splits, train_split, test_split, test_fraction, name)
     table, first, features = _joined(parts, chosen, name)
     table = _without(table, missing_as, chosen)
     owners = _named(Owners.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name)
@@ -174,15 +172,18 @@ def _from_disk(path: Path, datasets: Any) -> Any:
     return {split: datasets.Dataset(read(parts)) for split, parts in splits.items()}
 
 
-def _chosen(splits: Splits, train_split: str, test_split: str | None, name: str) -> list[Any]:
-    """The training split and, where there is one, the test split."""
+def _chosen(splits: Splits, train_split: str, test_split: str | None, test_fraction: float, name: str) -> list[Any]:
+    """The training split and, where there is one, the test split, which leaves nothing to ``test_fraction``."""
     only = splits.get("") if len(splits) == 1 else None
     if only is None and train_split not in splits:
         raise unknown(f"split of {name}", train_split, splits)
     if test_split not in (None, "test", *splits):
         raise unknown(f"split of {name}", test_split, splits)
     train = splits[train_split] if only is None else only
-    return [train] + [splits[split] for split in (test_split,) if split in splits and split != train_split]
+    if test_split not in splits or test_split == train_split:
+        return [train]
+    refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    return [train, splits[test_split]]
 
 
 def _joined(parts: Sequence[Any], chosen: Columns, name: str) -> tuple[pl.DataFrame, int | None, Any]:
