@@ -215,22 +215,43 @@ def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -
     table = table.with_columns(pl.when(empty).then(None).otherwise(written).name.keep())
     of_texts = [c for c in table.select(pl.col(pl.String)).iter_columns() if c.name not in texts]
     table = table.with_columns(as_numbers(column, form.decimal) for column in of_texts)
-    long = next((name for name, kind in table.schema.items() if kind.is_integer() and "128" in str(kind)), None)
+    long = next((column.name for column in table.iter_columns() if column.name not in texts and _is_long(column)), None)
     if long is not None:
-        raise FedraxError(f"{path}: column {long!r} holds whole numbers beyond 64 bits: write floats, or texts.")
+        raise FedraxError(f"{path}: column {long!r} holds {_TOO_LONG}.")
     return table.filter(~pl.all_horizontal(pl.all().is_null())) if table.width > 1 else table
 
 
 def as_numbers(column: pl.Series, decimal: str = ".") -> pl.Series:
-    """A column of texts all of which are numbers as whole numbers or floats; any other as it is."""
+    """A column of texts all of which are numbers as whole numbers or floats; any other as it is.
+
+    So are whole numbers beyond 64 bits, which floats do not tell apart.
+    """
     import polars as pl
 
-    written = column.str.strip_chars().str.replace(decimal, ".", literal=True)
+    written = plain(column, decimal)
     for kind in (pl.Int64, pl.Float64):
         made = written.cast(kind, strict=False)
         if made.null_count() == column.null_count() < len(column):
-            return made
+            return column if kind == pl.Float64 and _is_long(column) else made
     return column
+
+
+def plain(column: pl.Series, decimal: str) -> pl.Series:
+    """Numbers among texts with a point before their fraction; nothing where one stands already and should not."""
+    written = column.str.strip_chars()
+    if decimal == ".":
+        return written
+    return written.set(written.str.contains(".", literal=True), None).str.replace(decimal, ".", literal=True)
+
+
+def _is_long(column: pl.Series) -> bool:
+    """Whether all are whole numbers, some of them beyond 64 bits."""
+    import polars as pl
+
+    if column.dtype != pl.String:
+        return column.dtype.is_integer() and "128" in str(column.dtype)
+    whole = column.str.contains(r"^\s*[-+]?\d+\s*$").all()
+    return whole and column.null_count() < len(column)
 
 
 def zero_padded(path: Path, names: Sequence[str], form: CsvForm = CsvForm()) -> list[str]:
@@ -264,7 +285,9 @@ def _reading_csv(path: Path) -> Iterator[None]:
         raise FedraxError(f"{path} cannot be read as a CSV table: {said}.") from error
 
 
+_TOO_LONG = "whole numbers beyond 64 bits: write floats, or put a letter in front of names"
 _KNOWN = {
+    "as dtype `i128`": f"it holds {_TOO_LONG}",
     "utf-8": "it is no text in UTF-8: save it in this encoding",
     "more fields than": "a row has more cells than the header has names",
     "new-line character": "its lines end in carriage returns alone: save it with line feeds",
@@ -278,7 +301,10 @@ def _header(path: Path, form: CsvForm) -> list[str]:
     """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
     with _reading_csv(path), reading(path, MAX_CSV) as file:
         first = file.read(4)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_PARQUET)))
         other = next((said for said, marks in _NO_TEXTS.items() if first.startswith(marks)), None)
+        if first == _PARQUET == file.read():
+            other = "a Parquet table: the data set huggingface reads it"
         if other is not None:
             raise FedraxError(f"{path} is {other}.")
         file.seek(0)
@@ -298,18 +324,13 @@ def _header(path: Path, form: CsvForm) -> list[str]:
 
 
 _NO_TEXTS = {
-    "compressed: unpack it first": (
-        b"\x1f\x8b",
-        b"\x28\xb5\x2f\xfd",
-        b"\x78\x01",
-        b"\x78\x5e",
-        b"\x78\x9c",
-        b"\x78\xda",
-    ),
+    "compressed: unpack it first": (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x9c", b"\x78\xda"),
     "a ZIP archive or a spreadsheet: unpack it, or save it as CSV": (b"PK\x03\x04",),
-    "a Parquet table: the data set huggingface reads it": (b"PAR1",),
+    "taken for compressed, as it begins with x^: unpack it first, or give its first column another name": (b"x^",),
 }
-"""How other files begin: gzip, zstandard and zlib, which polars would unpack by itself, ZIP and Parquet."""
+"""How other files begin: gzip, zstandard and zlib, which polars would unpack by itself, and ZIP."""
+_PARQUET = b"PAR1"
+"""How a Parquet table begins and ends."""
 
 
 def read_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:

@@ -187,7 +187,7 @@ def test_bad_data_sets_end_in_a_sentence():
         ((good, good, 2, (0.1,), ()), "mean and std"),
         ((good, good, 2, (0.1,), (0.0,)), "mean and std"),
         ((good, good, 2, (), (), y[:2]), "one integer for each"),
-        ((good, good, 2, (), (), None, None, ("a",)), "1 class names"),
+        ((good, good, 2, (), (), None, None, ("a",)), "2 classes, but 1 names"),
     ):
         with pytest.raises(FedraxError, match=words):
             Dataset("bad", *arguments)
@@ -224,6 +224,7 @@ def test_owners_as_tables_hold_them():
         texts,
         np.array(texts, object),
         np.array(texts, "S"),
+        [text.encode() for text in texts],
         pandas.Series(texts, dtype="string"),
         pandas.Series(texts, dtype=object),
         pandas.Categorical(texts),
@@ -236,13 +237,27 @@ def test_owners_as_tables_hold_them():
         assert made.client_names == () and list(made.sizes) == [1, 2, 1]
 
 
+def test_owners_that_differ_little():
+    """Numbers that are one as floats, and bytes that are no UTF-8."""
+    x, y = np.zeros((3, 1)), np.arange(3)
+    ids = [2**63 + 2, 2**63 + 1, 5]
+    for tests, last in ((ids, [2, 1, 0]), ([2**62, 5, 2**63 - 1], [1])):
+        made = Federation.from_arrays(x, y, ids, test=(x, y), test_client_ids=tests, shuffle=False)
+        assert made.train.y.tolist() == [2, 1, 0] and made.test.y[: made.test_offsets[-1]].tolist() == last
+    for names in ([b"caf\xe9", b"caf\xe8", b"a"], np.array([b"caf\xe9", b"caf\xe8", b"a"])):
+        assert Federation.from_arrays(x, y, names).client_names == ("a", "caf\\xe8", "caf\\xe9")
+
+
 def test_owners_that_are_none():
     pandas, x, y = pytest.importorskip("pandas"), np.zeros((2, 1)), np.arange(2)
     for ids in (["a", None], ["a", np.nan], pandas.Series([1, None], dtype="Int64"), [1.0, np.nan], [pandas.NaT, 1]):
         with pytest.raises(FedraxError, match=r"missing in 1 of 2 rows: leave out rows"):
             Federation.from_arrays(x, y, ids)
-    for ids, found in (([1, "a"], "int and str"), ([1.0, 2.0], "float"), ([True, False], "bool"), ([2**70, 1], "int")):
+    for ids, found in (([1, "a"], "int and str"), ([1.0, 2.0], "float"), ([True, False], "bool")):
         with pytest.raises(FedraxError, match=f"one integer or string for each of 2 rows, not {found}"):
+            Federation.from_arrays(x, y, ids)
+    for ids in ([2**70, 1], [2**63, -1]):
+        with pytest.raises(FedraxError, match="client_ids hold whole numbers beyond 64 bits"):
             Federation.from_arrays(x, y, ids)
     with pytest.raises(FedraxError, match="test_client_ids must be integers, as client_ids are"):
         Federation.from_arrays(x, y, [1, 2], test=(x, y), test_client_ids=["1", "2"])

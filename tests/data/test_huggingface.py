@@ -214,6 +214,16 @@ def test_numbers_with_a_few_texts_among_them() -> None:
         from_huggingface(mixed, label="dose")
 
 
+def test_numbers_to_partition_by_with_texts_among_them() -> None:
+    ages = ["34", "35", "36", "unknown"] * 2
+    texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "age": ages, "label": [0, 1] * 4})
+    options: dict[str, Any] = dict(columns=("text",), partition_by="age", test_fraction=0.0)
+    with pytest.raises(FedraxError, match=r"texts: 'unknown'\. Remove those rows; categorical names columns"):
+        from_huggingface(texts, **options)
+    made = from_huggingface(texts, categorical=("age",), **options)
+    assert made.vocabulary and made.partition_by is not None and made.partition_by.tolist() == [0, 1, 2, 3] * 2
+
+
 def test_splits_that_are_left_out_are_told() -> None:
     splits = datasets.DatasetDict(train=table(), validation=table(6))
     assert any(

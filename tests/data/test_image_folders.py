@@ -190,6 +190,11 @@ def test_folders_of_validation_images(tmp_path: Path, name: str) -> None:
     assert made.test.x[:, 0, 0, 0].tolist() == [2, 3] and not any("left out" in note for note in made.notes)
     with pytest.raises(FedraxError, match=f"test_fraction has no effect where .*{name} holds the test images"):
         load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.4)
+    assert len(load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.0).test.y) == 2
+    write(tmp_path / "train/a/0.png", b"damaged")
+    with pytest.raises(FedraxError, match="test_fraction has no effect"):  # before anything is decoded
+        load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.4)
+    (tmp_path / "train/a/0.png").unlink()
     write(tmp_path / "test/a/5.png", picture((7, 0, 0)))
     both = load("image_folder", path=tmp_path, size=(3, 4))
     assert both.test.x[:, 0, 0, 0].tolist() == [7] and any(f"left out: {name}" in note for note in both.notes)
@@ -203,5 +208,12 @@ def test_folders_of_other_names(tmp_path: Path) -> None:
     assert made.class_names == ("a", "b") and len(made.test.y) == 1
     with pytest.raises(FedraxError, match=r"training holds no images, .* but folders: parts are called train and test"):
         load("image_folder", path=tmp_path / "more", size=(3, 4))
+    write(tmp_path / "more/deep/training/a/4.png", picture((1, 0, 0)))
+    with pytest.raises(FedraxError, match=r"training holds no images, .* parts are called train and test\.$"):
+        load("image_folder", path=tmp_path / "more", size=(3, 4), clients=True)
     whole = load("image_folder", path=tmp_path / "Train", size=(3, 4))
     assert "there are too few rows to keep 0.2 of them for the test: it is empty" in whole.notes
+    write(tmp_path / "train/c/5.png", picture((1, 2, 3)))
+    if not (tmp_path / "train/a").exists():  # on a file system that tells capitals from other letters
+        with pytest.raises(FedraxError, match="Train and train are both called train: rename one of them"):
+            load("image_folder", path=tmp_path, size=(3, 4))

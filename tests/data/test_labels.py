@@ -209,7 +209,7 @@ def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
 
 def test_labels_in_another_form_are_told_how():
     x = np.zeros((4, 2))
-    with pytest.raises(FedraxError, match=r"np.unique\(y, return_inverse=True\) numbers texts"):
+    with pytest.raises(FedraxError, match=r"np.unique\(labels, .*\) of training and test labels together"):
         Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1])
     for y in (np.array([[0], [1], [0], [1]]), np.eye(2, dtype=int)[[0, 1, 0, 1]]):
         made = Federation.from_arrays(x, y, [0, 0, 1, 1])
@@ -241,3 +241,6 @@ def test_names_of_classes_are_as_many():
         Federation.from_arrays(x, y, owner, class_names=("a",))
     with pytest.raises(FedraxError, match="has 3 classes, but 2 names for them"):
         Federation.from_arrays(x, y, owner, num_classes=3, class_names=("a", "b"))
+    targets = Samples(x, y.astype(float))
+    with pytest.raises(FedraxError, match="has no classes, but 2 names for them"):
+        Dataset("targets", targets, targets, None, class_names=("a", "b"))

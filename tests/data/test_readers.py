@@ -337,4 +337,12 @@ def test_arrays_as_others_save_them(tmp_path):
     assert any("pixels = true takes them" in note for note in made.notes)
     np.savez(tmp_path / "one.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([1, 2, 1, 2]))
     made = load("npz", path=tmp_path / "one.npz", pixels=True)
-    assert made.notes == ("warning: labels count from 0, and the first of the training rows is 1: take 1 off",)
+    assert made.notes == ("warning: labels count from 0, and the smallest label is 1: take 1 off",)
+    np.savez(tmp_path / "zero.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([0, 1, 1, 2]))
+    assert not load("npz", path=tmp_path / "zero.npz", pixels=True).notes
+    places = np.array([[0, 1], [2, 0], [1, 1], [2, 2]])
+    np.savez(tmp_path / "padded.npz", **x, y_train=places, y_test=places)
+    assert not load("npz", path=tmp_path / "padded.npz", pixels=True, padding=0).notes
+    texts = {part: np.char.encode(labels) for part, labels in texts.items()}
+    np.savez(tmp_path / "bytes.npz", **x, **texts)
+    assert load("npz", path=tmp_path / "bytes.npz").class_names == ("a", "b", "c")

@@ -110,7 +110,7 @@ def test_a_target_in_which_a_few_texts_stand(tmp_path: Path, labels: str):
         assert len(load("csv", path=path, label="price", labels="classes").class_names) == 9
         return
     with pytest.raises(
-        FedraxError, match=r"'price' holds numbers, and in 2 of 10 rows texts: 'NA'\. missing_as|no number"
+        FedraxError, match=r"'price' holds numbers, and in 2 of 10 rows texts: 'NA'\. Remove those rows; lab|no number"
     ):
         load("csv", path=path, label="price", labels=labels)
 
@@ -160,10 +160,26 @@ def test_categories_that_no_memory_holds(tmp_path: Path):
         load("csv", path=path, max_categories=1_000_000)
 
 
+def test_categories_that_this_process_may_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write(tmp_path / "n.csv", "name,label\n" + "".join(f"n{i},{'xy'[i % 2]}\n" for i in range(40)))
+    monkeypatch.setattr("fedrax.data.tables.host_memory", lambda: 4096)  # as in a container
+    with pytest.raises(FedraxError, match=r"'name' has 32 different texts; leave it out by drop\.$"):
+        load("csv", path=path)
+
+
+def test_far_test_rows_are_told_of(tmp_path: Path):
+    train = write(tmp_path / "a.csv", "x,label\n1e-30,a\n2e-30,b\n")
+    test = write(tmp_path / "b.csv", "x,label\n1e30,a\n")
+    with pytest.raises(FedraxError, match=r"a\.csv: column 'x' .* once it is standardised: .* standardise = \"none\""):
+        load("csv", path=train, test_path=test)
+    assert load("csv", path=train, test_path=test, standardise="none").test.x.max() > 9e29
+
+
 def test_options_without_effect_are_refused(tmp_path: Path):
     path = write(tmp_path / "a.csv", "a,label\n1,x\n2,y\n")
     with pytest.raises(FedraxError, match="test_fraction has no effect where test_path holds the test rows: leave it"):
         load("csv", path=path, test_path=path, test_fraction=0.5)
+    assert len(load("csv", path=path, test_path=path, test_fraction=0.0).test.y) == 2
     vectors = json.dumps({"users": ["u"], "user_data": {"u": {"x": [[1.0], [2.0]], "y": [0, 1]}}})
     with pytest.raises(FedraxError, match="tokens, length have no effect on vectors of numbers: leave them out"):
         load("leaf", path=write(tmp_path / "v.json", vectors), tokens="words", length=3)

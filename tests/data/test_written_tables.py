@@ -128,9 +128,51 @@ def test_whole_numbers_written_as_floats(tmp_path: Path):
 )
 def test_files_of_other_programs(tmp_path: Path, begins: bytes, says: str):
     path = tmp_path / "other.csv"
-    path.write_bytes(begins + bytes(100))
+    path.write_bytes(begins + bytes(100) + begins)
     with pytest.raises(FedraxError, match=says):
         load("csv", path=path)
+
+
+def test_names_of_columns_as_other_files_begin(path: Path) -> None:
+    path.write_text("PAR1,PAR2,label\n1,2,a\n3,4,b\n")
+    assert load("csv", path=path, test_fraction=0.0).feature_names == ("PAR1", "PAR2")
+    path.write_text("x^2,x,label\n1,1,a\n4,2,b\n")  # polars would unpack it
+    with pytest.raises(FedraxError, match="begins with x\\^: unpack it first, or give its first column another name"):
+        load("csv", path=path)
+
+
+@pytest.mark.parametrize("cells", [("1.234", "12.500", "999"), ("1,5", " 12.500", "999"), ("1.234,5", "12", "999")])
+def test_points_between_thousands_are_none_before_fractions(path: Path, cells: tuple[str, ...]) -> None:
+    """1.234 would be a thousandth of what is meant."""
+    path.write_text("x;label\n" + "".join(f"{cell};a\n" for cell in cells))
+    with pytest.raises(FedraxError, match="numbers in another form: write them as plain numbers; categorical"):
+        load("csv", path=path, separator=";", decimal=",")
+
+
+def test_texts_among_decimal_commas(path: Path) -> None:
+    path.write_text("x;label\n1,5;a\n2,5;b\nNA;a\n")
+    with pytest.raises(FedraxError, match=r"'x' holds numbers, and in 1 of 3 rows texts: 'NA'\. missing_as"):
+        load("csv", path=path, separator=";", decimal=",")
+
+
+def test_few_numbers_in_another_form(path: Path) -> None:
+    path.write_text('x,label\n950,a\n870,b\n"1,200",a\n')
+    with pytest.raises(FedraxError, match="'x' holds texts such as '1,200', numbers in another form"):
+        load("csv", path=path)
+
+
+def test_lists_of_answers_are_texts(path: Path) -> None:
+    path.write_text("q;label\n" + "1,3;a\n1,2,5;b\n" * 3)
+    read = load("csv", path=path, separator=";", test_fraction=0.0)
+    assert read.feature_names == ("q=1,2,5", "q=1,3")
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("digits", ["12345678901234567890", "1" * 21, "1" * 45])
+def test_long_numbers_are_not_merged(path: Path, digits: str, blank: str) -> None:
+    path.write_text(f"who,x,label\n{blank}{digits},1,a\n{blank}{digits[:-1]}9,2,b\n")
+    with pytest.raises(FedraxError, match="beyond 64 bits: write floats, or put a letter in front"):
+        load("csv", path=path, client="who")
 
 
 def test_lines_that_end_in_carriage_returns(tmp_path: Path):

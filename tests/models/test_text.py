@@ -12,6 +12,7 @@ import pytest
 
 from fedrax import Batch, FedraxError, classification, simulate
 from fedrax.contract.task import margin
+from fedrax.data import Samples
 from fedrax.experiments import experiment
 from fedrax.models import Linear, Model, SentencePairs, Tweets
 from fedrax.models.recurrent import lstm
@@ -143,5 +144,6 @@ def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
     linear = classification(Linear().build(federation.train.x.shape[1:], 2))
     with pytest.raises(FedraxError, match="'t' are numbers of words"):
         simulate(algorithm, linear, federation, rounds=1, cohort_size=2)
-    counts = replace(federation, vocabulary=())
-    assert len(simulate(algorithm, linear, counts, rounds=1, cohort_size=2).events) == 1
+    train, test = (Samples(part.x.astype(np.float32), part.y) for part in (federation.train, federation.test))
+    for counts in (replace(federation, vocabulary=()), replace(federation, train=train, test=test)):
+        assert len(simulate(algorithm, linear, counts, rounds=1, cohort_size=2).events) == 1

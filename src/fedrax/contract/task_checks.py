@@ -58,8 +58,9 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
 
 def check_words(task: Any, federation: Any) -> None:
     """Refuse samples that are numbers of words where the task's model takes them for amounts."""
-    if federation.vocabulary and task.reads_amounts:
-        fitting = "sentence_pairs" if federation.train.x.ndim > 2 else "tweets"
+    x = federation.train.x
+    if federation.vocabulary and task.reads_amounts and x.dtype.kind in "iu":  # floats are counts, or shares
+        fitting = "sentence_pairs" if x.ndim > 2 else "tweets"
         raise FedraxError(
             f"the samples of {federation.name!r} are numbers of words, which the model {task.name.rpartition('/')[2]}"
             f" would take for amounts: choose a model that learns a vector for each word, such as {fitting}"

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import plain
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,9 +32,10 @@ class Columns:
     missing: Literal["refuse", "mean"] = "refuse"
     categorical: tuple[str, ...] = ()
     max_categories: int = 50
+    decimal: Literal[".", ","] = "."
 
     def __post_init__(self) -> None:
-        _check_words(labels=self.labels, standardise=self.standardise, missing=self.missing)
+        _check_choices(labels=self.labels, standardise=self.standardise, missing=self.missing)
         twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"columns names {twice!r} twice.")
@@ -117,7 +119,7 @@ _WORDS = {
 }
 
 
-def _check_words(**given: str) -> None:
+def _check_choices(**given: str) -> None:
     for option, word in given.items():
         if word not in _WORDS[option]:
             raise unknown(f"{option}:", word, _WORDS[option])
@@ -202,8 +204,8 @@ def is_text(column: pl.Series) -> bool:
     return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
-_AMOUNT = r"^[-+]?[$€£]?\s?(\d[\d,]*(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
-"""Numbers with commas or points between their thousands, percentages, prices."""
+_AMOUNT = r"^[-+]?[$€£]?\s?(\d+([.,]\d+)?|\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
+"""Numbers with commas or points between their thousands or before their fraction, percentages, prices; not 1,2,5."""
 
 
 def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequence[str], path: object) -> None:
@@ -215,32 +217,44 @@ def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequ
         if name in chosen.categorical or not is_text(table[name]):
             continue
         written = table[name].drop_nulls().cast(pl.String)
-        odd = written.filter(written.str.strip_chars().cast(pl.Float64, strict=False).is_null())
+        odd = written.filter(plain(written, chosen.decimal).cast(pl.Float64, strict=False).is_null())
+        amounts = odd.filter(odd.str.strip_chars().str.contains(_AMOUNT))
+        if 2 * len(amounts) > len(odd):
+            commas = ' (decimal = "," of csv reads commas before fractions)' if chosen.decimal == "." else ""
+            remedy = 'labels = "classes" takes them' if name == chosen.label else "categorical takes the column"
+            raise FedraxError(
+                f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
+                f" plain numbers{commas}; {remedy} for categories."
+            )
         if 0 < 2 * len(odd) < len(written):
             kinds = odd.unique(maintain_order=True).to_list()
             listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
             raise FedraxError(
                 f"{path}: column {name!r} holds numbers, and in {len(odd):,} of {len(table):,} rows texts: {listed}."
-                " missing_as names texts that stand for a missing value"
-                + (
-                    '; labels = "classes" takes all of them for classes.'
-                    if name == chosen.label
-                    else "; categorical names columns whose numbers are categories; drop leaves columns out."
-                )
+                f" {_remedies(chosen, name)}."
             )
-        amounts = odd.filter(odd.str.strip_chars().str.contains(_AMOUNT))
-        if 2 * len(amounts) > len(written):
-            remedy = 'labels = "classes" takes them' if name == chosen.label else "categorical takes the column"
-            raise FedraxError(
-                f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
-                f' plain numbers (decimal = "," of csv reads commas before fractions); {remedy} for categories.'
-            )
+
+
+def _remedies(chosen: Columns, name: str) -> str:
+    """What to do about texts among the numbers of a column; labels, and what rows are divided by, must be there."""
+    if name == chosen.label:
+        return 'Remove those rows; labels = "classes" takes all of them for classes'
+    if name == chosen.partition_by:
+        return "Remove those rows; categorical names columns whose numbers are categories"
+    return (
+        "missing_as names texts that stand for a missing value; categorical names columns whose numbers are categories;"
+        " drop leaves columns out"
+    )
 
 
 def refuse_idle(reader: Callable[..., Dataset], where: str, **given: object) -> None:
-    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them."""
+    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them.
+
+    A ``test_fraction`` of nothing is none: it goes with test rows that are given.
+    """
     known = inspect.signature(reader).parameters
-    idle = [name for name, value in given.items() if _as_written(value) != known[name].default]
+    changed = [name for name, value in given.items() if _as_written(value) != known[name].default]
+    idle = [name for name in changed if name != "test_fraction" or given[name] != 0]
     if idle:
         has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
         raise FedraxError(f"{', '.join(idle)} {has} no effect {where}: leave {it} out.")

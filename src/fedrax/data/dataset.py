@@ -90,10 +90,7 @@ class Dataset:
             raise FedraxError(f"data set {self.name!r}: partition_by must be one number for each training row.")
         if by is not None and by.dtype.kind == "i" and by.min() < 0:
             raise FedraxError(f"data set {self.name!r}: whole numbers to partition by must be 0 or more.")
-        if self.num_classes is not None and self.class_names and len(self.class_names) != self.num_classes:
-            raise FedraxError(
-                f"data set {self.name!r}: {self.num_classes} classes but {len(self.class_names)} class names."
-            )
+        check_class_names(self.class_names, self.num_classes, f"data set {self.name!r}")
         if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
             raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
 
@@ -154,7 +151,13 @@ def _remedy(given: object, x: np.ndarray, y: np.ndarray) -> str:
         return "; x.toarray() is dense"
     if x.dtype.kind == "O":
         return "; x.astype(float) makes numbers of objects, where all of them are"
-    return "; np.unique(y, return_inverse=True) numbers texts" if y.dtype.kind in "OUT" else ""
+    numbered = "; np.unique(labels, return_inverse=True) of training and test labels together numbers texts"
+    return numbered if y.dtype.kind in "OSUT" else ""
+
+
+def decoded_texts(array: np.ndarray) -> np.ndarray:
+    """Bytes as texts, those that are no UTF-8 still different from one another; any other array as it is."""
+    return np.char.decode(array, "utf-8", "backslashreplace") if array.dtype.kind == "S" else array
 
 
 def label_range(labels: np.ndarray, padding: int | None) -> tuple[int, int]:
@@ -188,6 +191,13 @@ def check_alike(train: Samples, test: Samples, where: str) -> None:
             raise FedraxError(f"{where}: {what} must be arrays; as_samples makes them of lists.")
         if one.shape[1:] != other.shape[1:]:
             raise FedraxError(f"{where}: training {what} have shape {one.shape[1:]}, test {what} {other.shape[1:]}.")
+
+
+def check_class_names(names: tuple[str, ...], num_classes: int | None, where: str) -> None:
+    """Raise FedraxError, its sentence opened by ``where``, unless each class has a name, or none has."""
+    if names and len(names) != num_classes:
+        found = "no classes" if num_classes is None else f"{num_classes} classes"
+        raise FedraxError(f"{where} has {found}, but {len(names)} names for them.")
 
 
 def check_samples(

@@ -10,7 +10,9 @@ from fedrax.data.dataset import (
     Samples,
     as_samples,
     check_alike,
+    check_class_names,
     check_samples,
+    decoded_texts,
     generator,
     label_range,
     preprocess_of,
@@ -68,9 +70,7 @@ class Federation:
             raise FedraxError(
                 f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."
             )
-        if self.class_names and len(self.class_names) != self.num_classes:
-            found = "no classes" if self.num_classes is None else f"{self.num_classes} classes"
-            raise FedraxError(f"federation {self.name!r} has {found}, but {len(self.class_names)} names for them.")
+        check_class_names(self.class_names, self.num_classes, f"federation {self.name!r}")
         check_alike(self.train, self.test, f"federation {self.name!r}")
         for part, samples in (("training", self.train), ("test", self.test)):
             where = f"federation {self.name!r}, {part} part"
@@ -288,9 +288,10 @@ def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) ->
     if lost:
         raise FedraxError(f"{what} are missing in {lost:,} of {len(listed):,} rows: leave out rows that nobody owns.")
     if listed and all(map(_is_integer, listed)):
-        given = np.array(listed, np.int64).reshape(given.shape)
-    if given.dtype.kind == "S":
-        given = np.char.decode(given.astype(bytes), "utf-8", "replace")
+        given = _integers(what, listed).reshape(given.shape)
+    elif listed and all(isinstance(value, bytes) for value in listed):
+        given = np.array(listed, "S").reshape(given.shape)
+    given = decoded_texts(given)
     kind = given.dtype.kind
     texts = kind in "UT" or (kind == "O" and all(isinstance(value, str) for value in listed))
     if given.shape != (rows,) or not (texts or kind in "iu"):
@@ -310,7 +311,16 @@ def _is_missing(value: object) -> bool:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _integers(what: str, values: list[Any]) -> np.ndarray:
+    """Whole numbers as int64, or as uint64 where they need it."""
+    low, high = min(values), max(values)
+    kind = next((k for k in (np.int64, np.uint64) if np.iinfo(k).min <= low and high <= np.iinfo(k).max), None)
+    if kind is None:
+        raise FedraxError(f"{what} hold whole numbers beyond 64 bits, {low} .. {high}: write them as strings.")
+    return np.array(values, kind)
 
 
 def _kinds_of(values: list[Any]) -> str:
@@ -328,6 +338,8 @@ def _group_test(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarr
 
     (None, None) if no test row belongs to any of the clients.
     """
+    if clients.dtype.kind in "iu" and np.result_type(clients, test_clients).kind == "f":
+        clients, test_clients = clients.astype(object), test_clients.astype(object)  # floats do not tell them apart
     number = np.minimum(np.searchsorted(clients, test_clients), len(clients) - 1)
     owner = np.where(clients[number] == test_clients, number, len(clients))
     sizes = np.bincount(owner, minlength=len(clients) + 1)[:-1]

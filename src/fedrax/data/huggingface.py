@@ -73,9 +73,8 @@ def load_huggingface(
     if tokens not in ("words", "characters"):
         raise unknown("tokens:", tokens, ("words", "characters"))
     splits, name = _splits(path)
-    table, first, features = _joined(splits, train_split, test_split, chosen, name)
-    if first is not None:
-        refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    parts = _chosen(splits, train_split, test_split, test_fraction, name)
+    table, first, features = _joined(parts, chosen, name)
     table = _without(table, missing_as, chosen)
     owners = _named(Owners.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name)
     said = [] if getattr(features[label], "names", None) else label_notes(table, chosen)
@@ -117,6 +116,8 @@ def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, An
         texts = list(kinds.values()) == ["text"] and not set(kinds) <= set(chosen.categorical)
         found = "texts" if texts else "features"
     idle = sorted(option for of in _OPTIONS.values() for option in of if option not in _OPTIONS[found])
+    if set(chosen.categorical) <= {chosen.label, chosen.partition_by}:  # which are no samples
+        idle = [option for option in idle if option != "categorical"]
     refuse_idle(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
     return found
 
@@ -171,19 +172,24 @@ def _from_disk(path: Path, datasets: Any) -> Any:
     return {split: datasets.Dataset(read(parts)) for split, parts in splits.items()}
 
 
-def _joined(
-    splits: Splits, train_split: str, test_split: str | None, chosen: Columns, name: str
-) -> tuple[pl.DataFrame, int | None, Any]:
-    """The rows of the training split, then those of the test split if there is one; how many are the first."""
-    import polars as pl
-
+def _chosen(splits: Splits, train_split: str, test_split: str | None, test_fraction: float, name: str) -> list[Any]:
+    """The training split and, where there is one, the test split, which leaves nothing to ``test_fraction``."""
     only = splits.get("") if len(splits) == 1 else None
     if only is None and train_split not in splits:
         raise unknown(f"split of {name}", train_split, splits)
     if test_split not in (None, "test", *splits):
         raise unknown(f"split of {name}", test_split, splits)
     train = splits[train_split] if only is None else only
-    parts = [train] + [splits[split] for split in (test_split,) if split in splits and split != train_split]
+    if test_split not in splits or test_split == train_split:
+        return [train]
+    refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    return [train, splits[test_split]]
+
+
+def _joined(parts: Sequence[Any], chosen: Columns, name: str) -> tuple[pl.DataFrame, int | None, Any]:
+    """The rows of the training split, then those of the test split if there is one; how many are the first."""
+    import polars as pl
+
     if sum(part.data.nbytes for part in parts) > MAX_BYTES:
         raise FedraxError(f"{name} holds more than {MAX_BYTES >> 30} GiB.")
     tables = [_table(part) for part in parts]
@@ -198,7 +204,7 @@ def _joined(
             raise FedraxError(
                 f"{name}: the splits number the classes of {column!r} differently: encode them before the split"
             )
-    return pl.concat(tables), len(tables[0]) if len(parts) == 2 else None, train.features
+    return pl.concat(tables), len(tables[0]) if len(parts) == 2 else None, parts[0].features
 
 
 def _table(part: Any) -> pl.DataFrame:

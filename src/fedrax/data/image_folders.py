@@ -61,6 +61,8 @@ def load_image_folder(
     """
     shape, mode = check_form(size, color)
     folders, ignored = _parts(Path(path))
+    if len(folders) == 2:
+        refuse_idle(load_image_folder, f"where {folders[1]} holds the test images", test_fraction=test_fraction)
     parts = [_listed(folder, clients) for folder in folders]
     paths = [file for part in parts for file in part.paths]
     found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
@@ -68,7 +70,6 @@ def load_image_folder(
     images, few = _images(paths, shape, mode, str(path)), ()
     if len(parts) == 2:
         train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
-        refuse_idle(load_image_folder, f"where {folders[1]} holds the test images", test_fraction=test_fraction)
     else:
         train, test = split(y, owner if clients else None, test_fraction, seed)
         few = few_notes(owner if clients else None, test, test_fraction)
@@ -116,11 +117,18 @@ def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> t
 
 def _parts(path: Path) -> tuple[list[Path], list[str]]:
     """The folders of the training part and, where there is one, of the test part; the names of those left out."""
-    inside = {folder.name.lower(): folder for folder in _folders(path)}
-    if "train" not in inside or not _folders(inside["train"]):  # a class may be called so
+    inside: dict[str, list[Path]] = {}
+    for folder in _folders(path):
+        inside.setdefault(folder.name.lower(), []).append(folder)
+    if not any(map(_folders, inside.get("train", ()))):  # a class may be called so
         return [path], []
     chosen = ["train", *(name for name in TESTS if name in inside)][:2]
-    return [inside[name] for name in chosen], [inside[name].name for name in inside if name not in chosen]
+    twice = next((name for name in chosen if len(inside[name]) > 1), None)
+    if twice is not None:
+        one, other, *_ = inside[twice]
+        raise FedraxError(f"{one} and {other.name} are both called {twice}: rename one of them.")
+    others = [folder.name for name, folders in inside.items() if name not in chosen for folder in folders]
+    return [inside[name][0] for name in chosen], others
 
 
 def _folders(path: Path) -> list[Path]:
@@ -156,7 +164,8 @@ def _listed(path: Path, clients: bool) -> Listing:
             if len(made.paths) == before:
                 hint = ""
                 if _folders(folder):
-                    hint = ", but folders: parts are called train and test, and clients = true reads client/class/file"
+                    hint = ", but folders: parts are called train and test"
+                    hint += ", and clients = true reads client/class/file" if not clients else ""
                 raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}{hint}.")
     if not made.paths:
         wanted = "client/class/file" if clients else "class/file"
@@ -166,7 +175,7 @@ def _listed(path: Path, clients: bool) -> Listing:
 
 def _written(folder: Path) -> str:
     """The name of a folder, which may hold bytes that are no text."""
-    return os.fsencode(folder.name).decode("utf-8", "replace")
+    return os.fsencode(folder.name).decode("utf-8", "backslashreplace")
 
 
 def _notes(parts: Sequence[Listing], ignored: Sequence[str]) -> tuple[str, ...]:

@@ -63,8 +63,11 @@ def load_leaf(
     they are texts or whole numbers, else targets of a regression. Without a test folder each client keeps
     ``test_fraction`` of its rows for the test.
     """
-    _check_words(clients, labels, tokens)
-    parts = [_read_part(folder, text) for folder in _folders(Path(path))]
+    _check_choices(clients, labels, tokens)
+    folders = _folders(Path(path))
+    if len(folders) == 2:
+        refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
+    parts = [_read_part(folder, text) for folder in folders]
     users = [user for part in parts for user in part]
     if clients == "hierarchies" and any(user.group is None for user in users):
         raise FedraxError(f"{path}: a file names no hierarchies for its users: take clients = 'users'.")
@@ -78,7 +81,6 @@ def load_leaf(
     y, class_names = classes_or_targets(_labels(y, labels, path))
     notes: tuple[str, ...] = ()
     if len(parts) == 2:
-        refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
         first = sum(sizes[: len(parts[0])])
         train, test = np.arange(first), np.arange(first, len(y))
     else:
@@ -117,7 +119,7 @@ def _tokens(
     return encode_characters(texts, train, most)
 
 
-def _check_words(clients: str, labels: str, tokens: str) -> None:
+def _check_choices(clients: str, labels: str, tokens: str) -> None:
     for option, word, known in (
         ("clients", clients, ("users", "hierarchies")),
         ("labels", labels, ("auto", "classes", "numbers")),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedrax.data.columns import classes_or_targets, from_rows, rows_of, shortened, split
-from fedrax.data.dataset import Dataset, Samples, as_samples, generator, label_range, split_test
+from fedrax.data.dataset import Dataset, Samples, as_samples, decoded_texts, generator, label_range, split_test
 from fedrax.data.federation import check_ids
 from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
 from fedrax.data.huggingface import load_huggingface
@@ -259,7 +259,7 @@ def _from_npz(
     pixels: bool = False,
     padding: int | None = None,
 ) -> Dataset:
-    labels = [arrays["y_train"], arrays["y_test"]]
+    labels = [decoded_texts(arrays[f"y_{part}"]) for part in ("train", "test")]
     if all(y.ndim == 1 and y.dtype.kind == "U" for y in labels):
         found, y = np.unique(np.concatenate(labels), return_inverse=True)
         class_names, labels = tuple(map(str, found)), [y[: len(labels[0])], y[len(labels[0]) :]]
@@ -297,19 +297,22 @@ def _from_npz(
         pixels=pixels,
         padding=padding,
         client_names=names,
-        notes=_npz_notes(train, pixels, padding, class_names),
+        notes=_npz_notes(train, test, pixels, padding, class_names),
     )
 
 
-def _npz_notes(train: Samples, pixels: bool, padding: int | None, class_names: tuple[str, ...]) -> tuple[str, ...]:
+def _npz_notes(
+    train: Samples, test: Samples, pixels: bool, padding: int | None, class_names: tuple[str, ...]
+) -> tuple[str, ...]:
     """Warnings of arrays that may mean something else than what they are taken for."""
     x, y = train
     notes = spread_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
     if x.dtype == np.uint8 and x.ndim > 2 and not pixels:
         notes.append("warning: x are bytes, read as the numbers 0 to 255: pixels = true takes them for those of images")
-    lowest = label_range(y, padding)[0] if y.dtype.kind == "i" and not class_names else 0
+    counted = y.dtype.kind == "i" and padding is None and not class_names  # a padding may be what others count from
+    lowest = int(min(part.y.min() for part in (train, test) if part.y.size)) if counted else 0
     if lowest:
-        notes.append(f"warning: labels count from 0, and the first of the training rows is {lowest}: take {lowest} off")
+        notes.append(f"warning: labels count from 0, and the smallest label is {lowest}: take {lowest} off")
     return tuple(notes)
 
 

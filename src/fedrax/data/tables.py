@@ -5,7 +5,6 @@ Whatever is estimated (means, deviations, categories) is estimated on training r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from fedrax.data.dataset import Dataset
 from fedrax.data.files import MAX_BYTES
 from fedrax.errors import FedraxError
 from fedrax.files import CsvForm, read_csv, zero_padded
+from fedrax.memory import host_memory
 
 if TYPE_CHECKING:
     import polars as pl
@@ -98,10 +98,10 @@ def load_csv(
     ``separator`` stands between two cells, ``decimal`` before a number's fraction.
     """
     chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardise, missing)
-    chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
-    table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
+    chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories, decimal=decimal)
     if test_path is not None:
         refuse_idle(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
+    table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
     return replace(made, notes=(*made.notes, *label_notes(table, chosen)))
@@ -111,7 +111,7 @@ def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, 
     """The data set of a table's rows, its features turned into numbers and standardised."""
     refuse_numbers_among_texts(table, chosen, chosen.features(table, path), path)
     features = _encode(table, chosen, owners.train, path)
-    x, said = _standardised(features, owners.train, owners.clients, chosen.standardise)
+    x, said = _standardised(features, owners.train, owners.clients, chosen.standardise, path)
     made = owners.dataset(name, x, (*features.notes, *said))
     return replace(made, feature_names=features.names)
 
@@ -173,11 +173,11 @@ def _side_by_side(
     """The columns one after the other, those of categories as features of 0 and 1."""
     hot = [part for part in parts if isinstance(part, Categories)]
     needed = 4 * rows * sum(len(part.names) for part in hot)
-    if needed > min(MAX_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // COPIES):
+    if needed > min(MAX_BYTES, host_memory() // COPIES):
         most = max(hot, key=lambda part: len(part.names))
         raise FedraxError(
             f"{path}: a feature for each category takes {needed / 1e9:.3g} GB in {rows:,} rows, too much: column"
-            f" {most.column!r} has {len(most.names):,} different texts; leave it out by drop, or lower max_categories."
+            f" {most.column!r} has {len(most.names):,} different texts; leave it out by drop."
         )
     names = [part.names if isinstance(part, Categories) else (part[0],) for part in parts]
     numeric = [np.full(len(titles), not isinstance(p, Categories)) for p, titles in zip(parts, names, strict=True)]
@@ -238,7 +238,7 @@ def _categories(column: pl.Series, name: str, train: np.ndarray, most: int, path
 
 
 def _standardised(
-    features: Features, train: np.ndarray, clients: np.ndarray | None, how: str
+    features: Features, train: np.ndarray, clients: np.ndarray | None, how: str, path: str
 ) -> tuple[np.ndarray, list[str]]:
     """The features with mean and deviation of training rows taken out of the numbers among them, none missing."""
     x, numbers, numeric = features.x, features.numbers, features.numeric
@@ -264,7 +264,10 @@ def _standardised(
     beyond = ~np.isfinite(x).all(axis=0)
     if beyond.any():
         name = features.names[int(beyond.argmax())]
-        raise FedraxError(f"column {name!r} holds numbers beyond 32-bit floats once it is standardised: scale it.")
+        raise FedraxError(
+            f"{path}: column {name!r} holds numbers beyond 32-bit floats once it is standardised: correct the rows that"
+            ' are so far from the training rows, leave it out by drop, or take standardise = "none".'
+        )
     whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
     told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
     return x, said + [f"{told} (standardise)"] * bool(numeric.any())
