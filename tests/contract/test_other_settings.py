@@ -69,7 +69,7 @@ REFUSED = {
     "randomk(quantised",
     *(f"{outer}(quantiseddown" for outer in ("ditto", "personalised")),
     *(f"{o}(clientdp" for o in ("attacked", "efsign", "personalised", "quantised", "randomk", "robust", "topk")),
-    *(f"outputperturbation({inner}" for inner in ("ditto", "outputperturbation")),
+    *("outputperturbation(ditto", "outputperturbation(outputperturbation", "sampledp(ditto"),
 }
 """Wrappers that read an upload, or what is sent down, in the shape of the model or as floats, around others that send
 another; that change sums whose noise is measured; and that count local steps."""

@@ -147,11 +147,12 @@ class ClientData(Ruled):
         """
         self.refuse_uncounted("other samples")
         unknown = Layout(self.layout.largest, 0, 1)  # no client's size is known any more
-        return self.in_terms_of(samples, size)._with(layout=unknown)
+        return self._in_terms_of(samples, size)._with(layout=unknown)
 
-    def in_terms_of(self, samples: Tree, size: Array) -> Self:
+    def _in_terms_of(self, samples: Tree, size: Array) -> Self:
         """The same client as a function of its samples and of how many there are: to trace what depends on them."""
-        return self._with(samples=samples, size=size, place=self.place._replace(size=size))
+        traced = self._with(_counted="", _steps_once=None)  # once more than what counts
+        return traced._with(samples=samples, size=size, place=self.place._replace(size=size))
 
     def variables(self, params: Tree) -> Tree:
         """What the task's functions take: the parameters, with the running statistics where the model has some."""

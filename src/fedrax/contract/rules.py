@@ -113,8 +113,9 @@ class Ruled:
         return self._with(_counted=who, _counted_local=local, _steps_once=Once())
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
-        """With ``batch`` for the samples of local steps: what then depends on samples does so in other ways."""
-        return self._with(_withheld=True, _batch_rule=lambda step: (batch, None))
+        """With ``batch`` for the samples of local steps, and their end unchanged: what then depends on samples does so
+        in other ways."""
+        return self._with(_withheld=True, _batch_rule=lambda step: (batch, None), result_rules=())
 
     def check_counted(self, local: Any) -> None:
         """FedraxError where local steps are counted, and are to be others."""

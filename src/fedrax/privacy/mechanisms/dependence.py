@@ -21,7 +21,7 @@ def uncovered(
 
     def sent(secret: Any, state: Any) -> dict[str, Tree]:
         kept = Carried(data.carried.statistics, data.carried.optimizer)
-        output = client(message, state, cover(data.in_terms_of(*secret).with_carried(kept)))
+        output = client(message, state, cover(data._in_terms_of(*secret).with_carried(kept)))
         return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
 
     secret = (data.samples, data.size)
