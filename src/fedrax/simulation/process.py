@@ -80,6 +80,13 @@ def interrupt_flag() -> Iterator[Stop]:
             signal.signal(number, old)
 
 
+def any_answer(answer: bool) -> bool:
+    """Whether the answer of any process is yes, where several run together."""
+    if jax.process_count() == 1:
+        return answer
+    return bool(np.any(multihost_utils.process_allgather(np.int32(answer))))
+
+
 def first_answer(answer: bool) -> bool:
     """The answer of the first process, where several run together and each has its own."""
     if jax.process_count() == 1:

@@ -32,6 +32,7 @@ from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, 
 from fedrax.simulation.process import (
     Interrupted,
     Stop,
+    any_answer,
     arithmetic,
     first_answer,
     interrupt_flag,
@@ -156,6 +157,8 @@ class Run:
     callbacks: Sequence[Callback] = ()
     has_clients: bool = True
     """Whether what clients keep is known; of a finished run it may not have been kept."""
+    asks: bool = False
+    """Whether there are callbacks, in any process of the run."""
     last: int = 0
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
@@ -193,6 +196,7 @@ class Run:
     def _begin(self, resume: bool) -> Begun:
         """The run at its start, or where the directory's checkpoint has left it."""
         setup, settings = self.setup, self.setup.settings
+        self.asks = any_answer(bool(self.callbacks))
         begun = begin(setup, self.storage, self.ledger, resume)
         self.events, self.has_clients, done = begun.events, begun.has_clients, len(begun.events)
         self.last = last_round(self.ledger, settings, setup.planner.sampler)
@@ -261,7 +265,7 @@ class Run:
         """Why the run would stop, if a callback says so after an evaluation."""
         settings = self.setup.settings
         due = event["round"] % settings.eval_every == 0 or event["round"] == self.last
-        if not due or (self.setup.alone and not self.callbacks):  # of several processes all ask for the answer
+        if not due or not self.asks:
             return "rounds"
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
