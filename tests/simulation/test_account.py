@@ -63,7 +63,7 @@ def test_memory_is_what_the_control_group_allows(
     for said, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
         place.write_text(said)
         assert memory.host_memory() == expected
-    assert Account.of(plans.make_mesh(2)).left == limit // 2
+    assert Account.of(plans.make_mesh(2)).whole == limit // 2
 
 
 def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ _FEW_TAPS, _MOST_TAPS = 8, 128
 """Entries of a window: up to so many XLA adds up fast of itself, and so many are worth being laid out one after
 another."""
 _MANY_SUMS = 1 << 15
-"""Of one operation."""
+"""Sums that one operation gives, from which on they stay as they are."""
 
 
 def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:

@@ -122,7 +122,7 @@ class ClientData(Ruled):
 
     def begun(self) -> Self:
         """For the local steps; they can be taken once where gradients are counted."""
-        if self._steps_once is not None and not self._steps_once.begin():
+        if self._counted is not None and not self._counted.begin():
             self.refuse_uncounted(
                 "other local steps, or for them in a loop or a function that it transforms (jit, cond, vmap, grad)"
             )
@@ -151,8 +151,8 @@ class ClientData(Ruled):
 
     def _in_terms_of(self, samples: Tree, size: Array) -> Self:
         """The same client as a function of its samples and of how many there are: to trace what depends on them."""
-        traced = self._with(_counted="", _steps_once=None)  # once more than what counts
-        return traced._with(samples=samples, size=size, place=self.place._replace(size=size))
+        place = self.place._replace(size=size)
+        return self._with(samples=samples, size=size, place=place, _counted=None)  # a trace is none of the turns
 
     def variables(self, params: Tree) -> Tree:
         """What the task's functions take: the parameters, with the running statistics where the model has some."""

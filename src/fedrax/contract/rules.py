@@ -27,10 +27,11 @@ ResultRule = Callable[[Tree], Tree]
 """x_i after the last local step -> what the method sees of it."""
 
 
-class Once:
-    """Work that a mechanism counts on to be done once: not again, and not where its turns cannot be counted."""
+class Counted:
+    """Local steps that a mechanism counts on: those of ``local``, taken once, and not where turns cannot be counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, who: str, local: Any) -> None:
+        self.who, self.local = who, local
         self._place, self._begun = get_opaque_trace_state(), False
 
     def begin(self) -> bool:
@@ -42,9 +43,8 @@ class Once:
 class Ruled:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
-    _depth, _counted = 0, ""
-    _counted_local: Any = None
-    _steps_once: Once | None = None
+    _depth = 0
+    _counted: Counted | None = None
     _withheld = False
     _loss_rules: tuple[tuple[int, LossRule], ...] = ()
     _gradient_rule: GradientRule | None = None
@@ -110,7 +110,7 @@ class Ruled:
 
         FedraxError where the method asks for more.
         """
-        return self._with(_counted=who, _counted_local=local, _steps_once=Once())
+        return self._with(_counted=Counted(who, local))
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
         """With ``batch`` for the samples of local steps, and their end unchanged: what then depends on samples does so
@@ -119,16 +119,17 @@ class Ruled:
 
     def check_counted(self, local: Any) -> None:
         """FedraxError where local steps are counted, and are to be others."""
-        for name in ("steps", "batch_size", "order", "reduction", "blocks") if self._counted else ():
-            asked, known = getattr(local, name), getattr(self._counted_local, name)
+        counted = local if self._counted is None else self._counted.local
+        for name in ("steps", "batch_size", "order", "reduction", "blocks"):
+            asked, known = getattr(local, name), getattr(counted, name)
             if asked != known:
                 self.refuse_uncounted(f"{asked!r} as local.{name} instead of {known!r}")
 
     def refuse_uncounted(self, what: str) -> None:
         """FedraxError where only the local steps may look at samples, once each."""
-        if self._counted:
+        if self._counted is not None:
             raise FedraxError(
-                f"{self._counted} goes around methods that take one gradient in each local step, and this one also"
+                f"{self._counted.who} goes around methods that take one gradient in each local step, and this one also"
                 f" asks for {what}"
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -222,8 +221,7 @@ class Wrapper(Algorithm):
 
     def releases(self) -> tuple[Release, ...]:
         """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""
-        inner = self.inner.releases()
-        return tuple(dataclasses.replace(r, remembers=r.remembers or self.remembers) for r in inner)
+        return self.inner.releases()
 
     def params(self, server: Any) -> Tree:
         """As ``inner``."""

@@ -24,12 +24,10 @@ _COPIES = 12
 class Account:
     """A device's memory. What is promised of it may be half of what is left, so that all together is never all."""
 
-    left: int
-    """Bytes that are not promised."""
+    whole: int
+    """Bytes."""
     on_cpu: bool
-
-    def __post_init__(self) -> None:
-        self._whole = self.left
+    promised: int = 0
 
     @classmethod
     def of(cls, mesh: Mesh) -> Account:
@@ -47,11 +45,11 @@ class Account:
 
     def has_room(self, size: float) -> bool:
         """Whether so many bytes are not too much."""
-        return size <= self.left / 2
+        return size <= max(0, self.whole - self.promised) / 2
 
     def spend(self, size: int) -> None:
         """Promise so many bytes."""
-        self.left = max(0, self.left - size)
+        self.promised += size
 
     def copied(self, samples: Tree) -> int:
         """Bytes that arrays of the host take on the device.
@@ -72,7 +70,7 @@ class Account:
 
         Whatever else lies there: sums over other numbers of clients at a time are rounded otherwise.
         """
-        return max(1, self._whole // 4 // self.at_work(1, params))
+        return max(1, self.whole // 4 // self.at_work(1, params))
 
 
 def _dtype(array: Any) -> np.dtype:
