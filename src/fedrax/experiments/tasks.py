@@ -31,14 +31,19 @@ GIVEN = ("model", "preprocess", "padding", "num_classes")
 
 
 @dataclass(frozen=True)
-class Classification:
-    """Cross entropy of a logit for each class; metric: accuracy."""
+class _OfClasses:
+    """Options of labels that are classes."""
 
     metrics: Metrics = ()
     """Metrics of all samples together besides: auc, f1."""
     positive: str | None = None
     """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
     classes f1 is the mean over them."""
+
+
+@dataclass(frozen=True)
+class Classification(_OfClasses):
+    """Cross entropy of a logit for each class; metric: accuracy."""
 
     def outputs(self, federation: Federation) -> int:
         """A logit for each class."""
@@ -55,14 +60,8 @@ class Classification:
 
 
 @dataclass(frozen=True)
-class Binary:
+class Binary(_OfClasses):
     """Logistic loss of one logit against two classes; metric: accuracy."""
-
-    metrics: Metrics = ()
-    """Metrics of all samples together besides: auc, f1."""
-    positive: str | None = None
-    """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
-    classes f1 is the mean over them."""
 
     def outputs(self, federation: Federation) -> int:
         """A logit for each label."""
@@ -100,14 +99,11 @@ class Regression:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(_OfClasses):
     """A classification where labels are classes, a regression where they are numbers; or the model's own loss."""
 
     metrics: Metrics = ()
     """Metrics of all samples together besides: auc, f1 of classes, r2 of numbers."""
-    positive: str | None = None
-    """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
-    classes f1 is the mean over them."""
 
     def outputs(self, federation: Federation) -> int:
         """As the labels ask."""
