@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +144,7 @@ def draw(made: Forecast, budget: float | None = None) -> Figure:
         axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("communication rounds")
-    axes.set_ylabel(f"ε at δ = {made.spent.delta:g}, {made.spent.about}")
+    axes.set_ylabel(textwrap.fill(f"ε at δ = {made.spent.delta:g}, {made.spent.about}", 44))
     axes.grid(color="0.92", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(left=0)
