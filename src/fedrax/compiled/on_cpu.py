@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from jax.extend import core
+
 from fedrax.compiled.convolutions import convolution
+from fedrax.compiled.one_number import products_as_sums
 from fedrax.compiled.pooling import largest, max_pool_gradient, sum_in_steps, sum_of_windows
 from fedrax.compiled.random_bits import many_at_once
 from fedrax.compiled.residuals import fewer_residuals
@@ -29,7 +32,11 @@ def fast_on_cpu(function: Callable, apart: bool = False) -> Callable:
     To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``. apart: where samples have gradients of their
     own, a number that is not finite stays with its sample.
     """
-    return rewritten(function, _RULES[apart], fewer_residuals) if in_fast_forms() else function
+    return rewritten(function, _RULES[apart], _prepared) if in_fast_forms() else function
+
+
+def _prepared(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    return fewer_residuals(products_as_sums(closed))
 
 
 def _rules(apart: bool) -> dict[str, Rule]:
