@@ -120,8 +120,11 @@ class ClientData(Ruled):
 
     # -- what a wrapper may change -----------------------------------------------------------------------------
 
-    def begun(self) -> Self:
-        """For the local steps; they can be taken once where gradients are counted."""
+    def _begun(self) -> Self:
+        """For the loop of :meth:`LocalSGD.run`; it can be gone through once where gradients are counted.
+
+        Not for others: how often a loop of somebody's own turns is known to nobody who counts.
+        """
         if self._counted is not None and not self._counted.begin():
             self.refuse_uncounted(
                 "other local steps, or for them in a loop or a function that it transforms (jit, cond, vmap, grad)"

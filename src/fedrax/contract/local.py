@@ -279,7 +279,7 @@ class LocalSGD:
         the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
         term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
-        data = data.begun()
+        data = data._begun()
         data.check_counted(self)
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
