@@ -71,7 +71,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
         lambda: Task(lambda key: {"w": jnp.zeros((4, 3)), "i": jnp.arange(3)}, errors),
         "er i holds int32",
     ),
-    "complex numbers": (lambda: Task(lambda key: jnp.zeros((4, 3), complex), errors), "tree holds complex64, and only"),
+    "complex numbers": (lambda: Task(lambda key: jnp.zeros((4, 3), complex), errors), "complex64, .* its real and its"),
     "a key": (
         lambda: Task(lambda key: {"key": key}, errors),
         "key holds key<fry>, and only floating-point numbers are",

@@ -208,6 +208,7 @@ class NormNnx(nnx.Module):
         (lambda: from_linen(Norm(), X), "Norm draws random numbers in evaluation too"),
         (lambda: from_linen(Norm, X), r"not the class Norm: give Norm\(\.\.\.\)"),
         (lambda: from_linen(partial(Norm, "batch"), X), r"not the class Norm: give Norm\(\.\.\.\)"),
+        (lambda: from_linen(Norm(), {"x": X}), r"a batch .* an array \[B, \.\.\.\], not a dict"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(make, says):

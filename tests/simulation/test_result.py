@@ -82,6 +82,8 @@ def test_files_of_other_structures(tmp_path):
         fedrax.load(tmp_path / "m", like=Variables([jnp.zeros(5), params[1]], statistics))
     with pytest.raises(FedraxError, match="not numbers"):
         save_model(tmp_path / "k", {"key": jax.random.key(0)})
+    with pytest.raises(FedraxError, match="two arrays of the model are called a/b"):
+        save_model(tmp_path / "k", {"a": {"b": jnp.zeros(2)}, "a/b": jnp.ones(2)})
     assert not (tmp_path / "k").exists()
 
 

@@ -20,6 +20,7 @@ from fedrax.compiled.random_bits import many_at_once
 from fedrax.compiled.residuals import fewer_residuals
 from fedrax.compiled.rewriting import Rule, rewritten
 from fedrax.compiled.scans import products_taken_out
+from fedrax.compiled.short_sums import in_float32, scattered
 from fedrax.compiled.sines import cosine, sine
 from fedrax.compiled.sums_of_rows import narrower_first
 from fedrax.compiled.tracing import in_fast_forms
@@ -28,7 +29,8 @@ from fedrax.compiled.tracing import in_fast_forms
 def fast_on_cpu(function: Callable, apart: bool = False) -> Callable:
     """``function`` with operations on floating-point numbers in other forms, on a CPU.
 
-    Values differ by rounding only; those of 16 bits are computed in float32, as XLA does.
+    Values differ by rounding only. Those of 16 bits are computed in float32; sums of them are rounded once, where XLA
+    rounds after every addition.
     To cover a gradient, wrap the gradient: ``fast_on_cpu(jax.grad(f))``. apart: where samples have gradients of their
     own, a number that is not finite stays with its sample.
     """
@@ -43,8 +45,9 @@ def _rules(apart: bool) -> dict[str, Rule]:
     made: dict[str, Rule] = {
         "conv_general_dilated": partial(convolution, apart=apart),
         "select_and_scatter_add": max_pool_gradient,
-        "reduce_window_sum": sum_of_windows,
-        "reduce_sum": sum_in_steps,
+        "reduce_window_sum": in_float32(sum_of_windows),
+        "reduce_sum": in_float32(sum_in_steps),
+        "scatter-add": scattered,
         "reduce_max": largest,
         "random_bits": many_at_once,
         "dot_general": narrower_first,

@@ -104,7 +104,10 @@ def _check_kinds(params: Params) -> None:
     for name, leaf in zip(tree.leaf_names(trained), jax.tree.leaves(trained), strict=True):
         kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not jnp.issubdtype(kind, jnp.floating):
+            remedy = "what is not belongs into the statistics of fedrax.Variables, or into the function"
+            if jnp.issubdtype(kind, jnp.complexfloating):
+                remedy = "make it of two, its real and its imaginary part (jax.lax.complex puts them together)"
             raise FedraxError(
                 f"the model's parameter {name or 'tree'} holds {kind}, and only floating-point numbers are trained:"
-                " what is not belongs into the statistics of fedrax.Variables, or into the function"
+                f" {remedy}"
             )

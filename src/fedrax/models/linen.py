@@ -42,7 +42,7 @@ def from_linen(
     """
     _check_instance(module, library("flax.linen", "flax"))
     errors, meta = importlib.import_module("flax.errors"), importlib.import_module("flax.core.meta")
-    call, sample = type(module).__call__, jnp.asarray(sample_input)
+    call, sample = type(module).__call__, _batch(sample_input)
     training, evaluation = modes(call, train=True), modes(call, train=False)
 
     @jax.jit  # for its shapes, and for the start: traced once
@@ -56,7 +56,7 @@ def from_linen(
             shapes = jax.eval_shape(variables_of, jax.random.key(0))
             collections, still = _that_stay(module, shapes, sample, training)
     except (errors.FlaxError, TypeError, ValueError) as error:
-        example = f"{sample_input.dtype} {list(sample_input.shape)}"
+        example = f"{sample.dtype} {list(sample.shape)}"
         raise FedraxError(f"{type(module).__name__} cannot be begun with a batch {example}: {_said(error)}") from error
     constants = _alike(variables_of, still)
     collections = [name for name in collections if name not in constants]
@@ -92,6 +92,17 @@ def _check_instance(module: Any, linen: ModuleType) -> None:
         name = made.__name__ if isinstance(made, type) else None
         what = type(module).__name__ if name is None else f"the class {name}: give {name}(...)"
         raise FedraxError(f"from_linen takes an instance of a Linen module, not {what}")
+
+
+def _batch(sample_input: Any) -> Array:
+    try:
+        return jnp.asarray(sample_input)
+    except (TypeError, ValueError) as error:
+        what = type(sample_input).__name__
+        raise FedraxError(
+            f"from_linen begins a module with a batch as data sets store it, an array [B, ...], not a {what}: a module"
+            " with several inputs takes its parts of x"
+        ) from error
 
 
 def _that_stay(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> tuple[list[str], list[str]]:

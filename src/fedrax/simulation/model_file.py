@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ def _held(array: np.ndarray) -> Any:
 
 
 def _leaves(values: Tree) -> dict[str, Any]:
-    return dict(zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True))
+    names = tree.leaf_names(values)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:  # of {"a/b": x, "a": {"b": y}}
+        raise FedraxError(f"two arrays of the model are called {twice}: in a file every name is one array's")
+    return dict(zip(names, jax.tree.leaves(values), strict=True))
 
 
 def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree:

@@ -1,0 +1,144 @@
+"""How PyTorch traces a module: with functions that its tracer knows, and without what the trace would lose."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from fedrax.errors import FedraxError
+from fedrax.models.pytorch.lines import line_of_error
+from fedrax.models.pytorch.operators import OPERATORS, key_of
+
+
+def part_class(torch: ModuleType) -> type:
+    """A module whose forward is a function of another: ``torch.export`` traces nothing else."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, module: Any, function: Callable):
+            super().__init__()
+            self.module, self.function = module, function
+
+        def forward(self, x: Any) -> Any:
+            return self.function(self.module, x)
+
+    return Part
+
+
+def export(torch: ModuleType, module: Any, function: Callable, example: Any, name: str) -> Any:
+    part = part_class(torch)(module, function)
+    part.train(module.training)
+    batch = torch.export.Dim.AUTO
+    try:
+        with quiet(torch), torch.enable_grad(), _known_functions(torch):
+            exported = torch.export.export(part, (example,), dynamic_shapes=({0: batch},), strict=False)
+            _mark_stopped_gradients(torch, exported.graph_module)
+            known = torch.export.default_decompositions()
+            unknown = {op: how for op, how in known.items() if key_of(op) not in OPERATORS}
+            return exported.run_decompositions(unknown)
+    except Exception as error:  # whatever the user's code or PyTorch's tracer makes of it
+        cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
+        why = "what it does depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
+        raise FedraxError(f"{name} cannot be traced at {line_of_error(torch, error)}: {why}") from error
+
+
+def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
+    """Put an operator of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
+    stop, nodes = _stop_gradient(torch), list(graph_module.graph.nodes)
+    for node in nodes:
+        if str(node.target) == "aten.detach.default":
+            node.target = stop
+        within = node.args and str(getattr(node.args[0], "target", "")).endswith("wrap_with_set_grad_enabled")
+        if node.target is operator.getitem and within and node.args[0].args[0] is False:
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            with graph_module.graph.inserting_after(node):
+                stopped = graph_module.graph.call_function(stop, (node,))
+            stopped.meta = dict(node.meta)
+            node.replace_all_uses_with(stopped, delete_user_cb=lambda user, made=stopped: user is not made)
+    graph_module.recompile()
+
+
+@functools.cache
+def _stop_gradient(torch: ModuleType) -> Any:
+    """An operator that PyTorch does not take apart."""
+    library = torch.library.Library("fedrax", "DEF")
+    library.define("stop_gradient(Tensor x) -> Tensor")
+    library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
+    _LIBRARIES.append(library)  # an operator lives as long as its library
+    return torch.ops.fedrax.stop_gradient.default
+
+
+_LIBRARIES: list[Any] = []
+
+
+@functools.cache
+def _known_functions(torch: ModuleType) -> Any:
+    """While it holds, some functions are others of the same numbers.
+
+    PyTorch computes distances in ways that depend on how many there are, which a trace would take for a condition on
+    the batch, and asks of inverses and factors whether they exist, which a trace cannot.
+    """
+    linalg = torch.linalg
+
+    def distances(x: Any, y: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+        return linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), ord=p, dim=-1)
+
+    def inverse(x: Any) -> Any:
+        return linalg.inv_ex(x)[0]
+
+    others = {
+        torch.cdist: distances,
+        linalg.inv: inverse,
+        torch.inverse: inverse,
+        torch.Tensor.inverse: inverse,
+        linalg.cholesky: lambda x, *, upper=False: linalg.cholesky_ex(x, upper=upper)[0],
+        linalg.solve: lambda x, y, *, left=True: linalg.solve_ex(x, y, left=left)[0],
+    }
+
+    class Known(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return others.get(function, function)(*args, **(kwargs or {}))
+
+    return Known()
+
+
+@contextmanager
+def quiet(torch: ModuleType) -> Iterator[None]:
+    """Without warnings of the tracer's own, with attention in its plain form, and masks as they are."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    # of a mask's values PyTorch asks whether it is the causal one, only to say which kernel it takes
+    transformer, causal = torch.nn.modules.transformer, "_detect_is_causal_mask"
+    detect = getattr(transformer, causal, None)
+    setattr(transformer, causal, lambda mask, is_causal=None, size=None: is_causal is True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        setattr(transformer, causal, detect)
+
+
+def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
+    """The functions with a derivative of their own that outputs were made by; a trace has only what they compute."""
+    found, seen, waiting = set(), set(), [outputs.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [other for other, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not _computes_twice(node):
+            found.add(type(node).__name__.removesuffix("Backward"))
+    return sorted(found)
+
+
+def _computes_twice(node: Any) -> bool:
+    """Whether it is of ``torch.utils.checkpoint``, whose derivative is that of what it computes."""
+    return "torch.utils.checkpoint" in (type(node).__module__, getattr(node, "_forward_cls", type(node)).__module__)
