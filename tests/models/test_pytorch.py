@@ -87,7 +87,7 @@ class Wrong(nn.Module):
     ("how", "sentence"),
     [
         (lambda y: y if y.sum() > 0 else -y, r"test_pytorch.py, line \d+.*depends on the values"),
-        (lambda y: torch.linalg.cholesky(y.T @ y + torch.eye(4)), r"uses operators.*cholesky.*test_pytorch.py, line"),
+        (torch.special.bessel_j0, r"uses operators.*bessel_j0.*test_pytorch.py, line"),
         (lambda y: y.view(3, 2, 2), "works for batches of 3 alone"),
         (lambda y: (y, y), "not one array"),
         (lambda y: y @ torch.ones(3, 3), r"does not take an example of shape \(3, 4\).*test_pytorch.py, line"),

@@ -145,7 +145,7 @@ CASES: dict[str, Any] = {
     "orthogonal": (Net(nn.utils.parametrizations.orthogonal(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "weight norm": (Net(nn.utils.weight_norm(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "sequence to sequence": seq2seq(),
-    "checkpoint": of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=True)),
+    "checkpoint": of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)),
     "item": of_vectors(lambda y: y * torch.tensor(2.0).item()),
 }  # fmt: skip
 
@@ -185,6 +185,9 @@ class Sign(torch.autograd.Function):
 def test_derivatives_that_a_trace_loses_are_refused():
     with pytest.raises(FedraxError, match=r"derivatives of its own.*\(Sign\).*detach"):
         from_torch(*of_vectors(Sign.apply))
+    again = of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=True))
+    with pytest.raises(FedraxError, match=r"\(CheckpointFunction\).*use_reentrant=False"):
+        from_torch(*again)
     hooked = copy.deepcopy(of_vectors(torch.tanh)[0])
     hooked.first.register_full_backward_hook(lambda module, inputs, outputs: tuple(-g for g in outputs))
     with pytest.raises(FedraxError, match=r"hooks of them.*BackwardHook"):

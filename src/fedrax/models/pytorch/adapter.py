@@ -17,7 +17,9 @@ from jax import Array
 from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError, unknown
-from fedrax.models.pytorch.program import Program, line_of_error, only_batches_of, quiet
+from fedrax.models.pytorch.lines import line_of_error
+from fedrax.models.pytorch.program import Program, only_batches_of
+from fedrax.models.pytorch.tracing import own_derivatives, quiet
 
 QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """What is run once need not run fast."""
@@ -44,7 +46,7 @@ class TorchModel(Model):
         torch = _torch()
         params = getattr(trained, "params", trained)
         values = _flat(params) | _flat(getattr(trained, "statistics", None) or {})
-        made = copy.deepcopy(self.module).eval()
+        made = _copied(torch, self.module).eval()
         places = dict(made.named_parameters()) | dict(made.named_buffers())
         wanted = {name for name, p in made.named_parameters() if p.requires_grad}
         if not wanted <= set(values) <= wanted | self.moving:
@@ -122,7 +124,17 @@ def from_torch(
 def _own_copy(torch: ModuleType, source: Any) -> Any:
     if not isinstance(source, torch.nn.Module):
         raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
-    return copy.deepcopy(source).cpu().eval()
+    short = next((str(p.dtype) for p in source.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
+    if short is not None:
+        raise FedraxError(f"{type(source).__name__} has parameters of {short}: from_torch(module.float(), example)")
+    return _copied(torch, source).cpu().eval()
+
+
+def _copied(torch: ModuleType, module: Any) -> Any:
+    # what an old weight_norm has computed of parameters cannot be copied with how it was computed
+    held = (value for part in module.modules() for value in vars(part).values())
+    made = {id(v): v.detach().clone() for v in held if isinstance(v, torch.Tensor) and not v.is_leaf}
+    return copy.deepcopy(module, made)
 
 
 def _check_other_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
@@ -142,13 +154,19 @@ class _Traced:
     def __init__(self, torch: ModuleType, module: Any, function: Callable, batch: Any, name: str):
         self._torch, self._name = torch, name
         self._eager = lambda net: function(net, batch)
-        with quiet(torch), torch.no_grad():
-            self.expected = function(module, batch)
-        if not isinstance(self.expected, torch.Tensor):
-            raise FedraxError(f"{name} gives {type(self.expected).__name__}, not one array: wrap it in one that does")
-        self._module = module
+        with quiet(torch), torch.enable_grad():
+            outputs = function(module, batch)
+        if not isinstance(outputs, torch.Tensor):
+            raise FedraxError(f"{name} gives {type(outputs).__name__}, not one array: wrap it in one that does")
+        if own := ", ".join(own_derivatives(torch, outputs)):
+            raise FedraxError(
+                f"{name} has derivatives of its own, or hooks of them, which a trace does not know ({own}): write what"
+                " they do with detach, as in x + (f(x) - x).detach() for f with the derivative of x; checkpoint(...)"
+                " needs use_reentrant=False"
+            )
+        self._module, self.expected = module, outputs.detach()
         self.evaluation = Program(torch, module, function, batch, name)
-        self.training = Program(torch, copy.deepcopy(module).train(), function, batch, name)
+        self.training = Program(torch, _copied(torch, module).train(), function, batch, name)
 
     def run(self, state: _State, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
         """(outputs, moved buffers by name); with a key in training mode."""
@@ -173,11 +191,11 @@ class _Traced:
             return found, outputs, moved
 
         with jax.default_matmul_precision("highest"):
-            found, outputs, moved = jax.jit(both, **QUICK)(values, batch.numpy())
+            found, outputs, moved = jax.jit(both, **QUICK)(values, _array(batch))
         self._compare("evaluation", found, self.expected)
         if any(asked):
             return
-        net = copy.deepcopy(self._module).train()
+        net = _copied(self._torch, self._module).train()
         with quiet(self._torch), self._torch.no_grad():
             expected = self._eager(net)
         buffers = dict(net.named_buffers())

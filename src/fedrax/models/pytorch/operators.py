@@ -48,6 +48,8 @@ class Context:
         name = str(dtype).removeprefix("torch.")
         if name in ("float32", "float64"):
             return self.float_type
+        if name in ("complex64", "complex128"):
+            return jnp.result_type(self.float_type, jnp.complex64)
         try:
             return jnp.dtype({"int64": "int32", "half": "float16"}.get(name, name))
         except TypeError:
@@ -71,6 +73,12 @@ def operator(*names: str) -> Callable[[Callable], Callable]:
     return enter
 
 
+def key_of(target: Any) -> str:
+    """The operator's key in the table: with its overload where that has one of its own."""
+    full = str(target).removeprefix("aten.")
+    return full if full in OPERATORS else full.split(".")[0]
+
+
 def axes(dim: Any, ndim: int) -> tuple[int, ...]:
     """Axes counted from 0; all of them for None or an empty list."""
     if dim is None or (isinstance(dim, Sequence) and not dim):
@@ -81,7 +89,7 @@ def axes(dim: Any, ndim: int) -> tuple[int, ...]:
 # --- One array ----------------------------------------------------------------------------------------
 
 _ALIKE = (
-    "abs acos acosh asin asinh atan atanh ceil cos cosh exp expm1 floor isfinite isinf isnan log log10 log1p log2 "
+    "abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2 "
     "logical_not reciprocal round sign sin sinh sqrt square tan tanh trunc"
 )
 """Those that NumPy calls the same."""
@@ -92,6 +100,10 @@ OPERATORS |= {
     "bitwise_not": jnp.invert,
     "erf": jax.scipy.special.erf,
     "erfc": jax.scipy.special.erfc,
+    "erfinv": jax.scipy.special.erfinv,
+    "lgamma": jax.scipy.special.gammaln,
+    "digamma": jax.scipy.special.digamma,
+    "i0": jax.scipy.special.i0,
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "log_sigmoid": jax.nn.log_sigmoid,
@@ -109,7 +121,9 @@ OPERATORS |= {
     "clamp_min": lambda x, min: clamp(x, min),
     "clamp_max": lambda x, max: clamp(x, None, max),
     "detach": lax.stop_gradient,
+    "item": lambda x: x.reshape(()),
 }
+OPERATORS |= {f"special_{name}": getattr(jax.scipy.special, name) for name in ["i0e", "i1", "i1e", "log_ndtr", "ndtri"]}
 
 
 def _between(x: Array, low: float, high: float) -> Array:
@@ -157,6 +171,16 @@ def _prelu(x: Array, weight: Array) -> Array:
     return jnp.where(x > 0, x, weight * x)
 
 
+@operator("rrelu_with_noise_functional")
+def _rrelu(
+    context: Context, x: Array, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any
+) -> tuple[Array, None]:
+    slope: Any = (lower + upper) / 2
+    if training:
+        slope = jax.random.uniform(context.random_key("rrelu"), x.shape, x.dtype, lower, upper)
+    return jnp.where(x > 0, x, slope * x), None
+
+
 @operator("nan_to_num")
 def _nan_to_num(x: Array, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Array:
     return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
@@ -182,6 +206,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 for _name, _function in {
     "maximum": jnp.maximum, "minimum": jnp.minimum, "max.other": jnp.maximum, "min.other": jnp.minimum,
+    "fmax": jnp.fmax, "fmin": jnp.fmin, "hypot": jnp.hypot, "copysign": jnp.copysign,
+    "ldexp": lambda x, other: x * jnp.exp2(jnp.asarray(other, x.dtype)),
     "atan2": jnp.arctan2, "remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide,
     "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
     "ge": jnp.greater_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
@@ -368,28 +394,3 @@ def _softmax(context: Context, x: Array, dim: int, dtype: Any = None) -> Array:
 @operator("log_softmax", "_log_softmax")
 def _log_softmax(context: Context, x: Array, dim: int, dtype: Any = None) -> Array:
     return jax.nn.log_softmax(context.cast(x, None if isinstance(dtype, bool) else dtype), axis=dim)
-
-
-@operator("cumsum")
-def _cumsum(context: Context, x: Array, dim: int, *, dtype: Any = None) -> Array:
-    x = x.astype(jnp.int32) if x.dtype == bool else x
-    return jnp.cumsum(context.cast(x, dtype), axis=dim)
-
-
-@operator("cumprod")
-def _cumprod(context: Context, x: Array, dim: int, *, dtype: Any = None) -> Array:
-    return jnp.cumprod(context.cast(x, dtype), axis=dim)
-
-
-@operator("sort", "sort.stable")
-def _sort(x: Array, *arguments: Any, dim: int = -1, descending: bool = False, stable: Any = None):
-    if arguments:
-        dim, descending = (*arguments, descending)[:2]
-    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
-    return jnp.take_along_axis(x, order, axis=dim), order
-
-
-@operator("topk")
-def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
-    values, order = _sort(x, dim, largest)
-    return lax.slice_in_dim(values, 0, k, axis=dim % x.ndim), lax.slice_in_dim(order, 0, k, axis=dim % x.ndim)

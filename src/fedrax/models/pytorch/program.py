@@ -10,12 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import re
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +19,12 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import layers, recurrent, shapes
-from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context
+from fedrax.models.pytorch import fourier, layers, matrices, ordering, pooling, recurrent, sampling, shapes
+from fedrax.models.pytorch.lines import line_of
+from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
+from fedrax.models.pytorch.tracing import export
 
-assert layers and recurrent and shapes  # they enter their operators
+_ = fourier, layers, matrices, ordering, pooling, recurrent, sampling, shapes  # they enter their operators
 
 _PLAIN = (operator, math)
 """Where the functions of sizes come from: ``x.size(0) * 2``."""
@@ -42,11 +39,10 @@ class Program:
     def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
         self._torch, self._name, self._sample = torch, name, list(example.shape[1:])
         self._whole = example.dtype == torch.int64
-        exported = _export(torch, module, function, example, name)
-        _check_range(exported, len(example), name)
+        exported = export(torch, module, function, example, name)
         self.graph, signature = exported.graph_module, exported.graph_signature
         self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
-        self.outputs = signature.output_specs
+        self.outputs, self._bounds = signature.output_specs, exported.range_constraints
         self.constants: dict[str, np.ndarray] = {
             node: exported.constants[spec.target].detach().numpy()
             for node, spec in self.inputs.items()
@@ -110,21 +106,21 @@ class Program:
     def _call(self, node: Any, arguments: tuple, options: dict[str, Any], context: Context) -> Any:
         function = _function_of(node)
         assert function is not None
-        if _key_of(node.target) in NEEDS_CONTEXT:
+        if key_of(node.target) in NEEDS_CONTEXT:
             arguments = (context, *arguments)
         try:
             named: dict[str, Any] = {_PYTHON.get(k, k): v for k, v in options.items()}
             return function(*arguments, **named)
         except (FedraxError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise FedraxError(f"{self._name}: {cause} ({_line_of(self._torch, node)})") from error
+            raise FedraxError(f"{self._name}: {cause} ({line_of(self._torch, node)})") from error
 
     def _check(self, example: Any) -> None:
         """Refuse what cannot be evaluated, before anything is."""
         missing = {}
         for node in (node for node in self.graph.graph.nodes if node.op == "call_function"):
             if _function_of(node) is None:
-                missing.setdefault(str(node.target), _line_of(self._torch, node))
+                missing.setdefault(str(node.target), line_of(self._torch, node))
         if missing:
             listed = "; ".join(f"{name} ({line})" for name, line in list(missing.items())[:3])
             more = "" if len(missing) <= 3 else f"; and {len(missing) - 3} more"
@@ -134,8 +130,18 @@ class Program:
         if odd is not None or len(kept) != 1 or len(self.outputs) != len(kept) + len(self.moved):
             raise FedraxError(f"{self._name} must map one array to one array: wrap it in a module that does")
         node = next(n for n in self.graph.graph.nodes if n.op == "placeholder" and n.name == self._user_input())
-        if isinstance(node.meta["val"].shape[0], int):
+        size = node.meta["val"].shape[0]
+        if isinstance(size, int):
             raise FedraxError(only_batches_of(len(example), self._name))
+        self._check_range(self._bounds.get(size.node.expr), len(example))
+
+    def _check_range(self, bounds: Any, size: int) -> None:
+        """Refuse a module that does something else for larger batches: the tracer has kept what it does for this."""
+        if bounds is not None and (bool(bounds.lower > 2) or bool(bounds.upper < _LARGEST_BATCH)):
+            raise FedraxError(
+                f"{self._name} asks how many samples there are: traced with {size}, it does another thing for fewer"
+                f" than {bounds.lower} or more than {bounds.upper}"
+            )
 
     def _user_input(self) -> str:
         return next(node for node, spec in self.inputs.items() if spec.kind.name == "USER_INPUT")
@@ -148,16 +154,6 @@ def only_batches_of(size: int, name: str) -> str:
     )
 
 
-def _check_range(exported: Any, size: int, name: str) -> None:
-    """Refuse a module that does something else for larger batches: the tracer has kept what it does for this one."""
-    for bounds in exported.range_constraints.values():
-        if int(bounds.lower) > 2 or bool(bounds.upper < _LARGEST_BATCH):
-            raise FedraxError(
-                f"{name} asks how many samples there are: traced with {size}, it does another thing for fewer than"
-                f" {bounds.lower} or more than {bounds.upper}"
-            )
-
-
 _LARGEST_BATCH = 2**20
 _PYTHON = {"self": "x", "input": "x"}
 """Names that schemas give the first argument."""
@@ -166,12 +162,6 @@ _PYTHON = {"self": "x", "input": "x"}
 def _inner(name: str) -> str:
     """A name in the module that is wrapped."""
     return name.removeprefix("module.")
-
-
-def _key_of(target: Any) -> str:
-    """The operator's key in the table: with its overload where that has one of its own."""
-    full = str(target).removeprefix("aten.")
-    return full if full in OPERATORS else full.split(".")[0]
 
 
 def _function_of(node: Any) -> Callable | None:
@@ -190,111 +180,4 @@ def _function_of(node: Any) -> Callable | None:
         return max if "max" in target.__name__ else min
     if name == "fedrax.stop_gradient.default":
         return lax.stop_gradient
-    return OPERATORS.get(_key_of(target)) if name.startswith("aten.") else None
-
-
-# --- Tracing ------------------------------------------------------------------------------------------
-
-
-def part_class(torch: ModuleType) -> type:
-    """A module whose forward is a function of another: ``torch.export`` traces nothing else."""
-
-    class Part(torch.nn.Module):
-        def __init__(self, module: Any, function: Callable):
-            super().__init__()
-            self.module, self.function = module, function
-
-        def forward(self, x: Any) -> Any:
-            return self.function(self.module, x)
-
-    return Part
-
-
-def _export(torch: ModuleType, module: Any, function: Callable, example: Any, name: str) -> Any:
-    part = part_class(torch)(module, function)
-    part.train(module.training)
-    batch = torch.export.Dim.AUTO
-    try:
-        with quiet(torch), torch.enable_grad():
-            exported = torch.export.export(part, (example,), dynamic_shapes=({0: batch},), strict=False)
-            _mark_stopped_gradients(torch, exported.graph_module)
-            known = torch.export.default_decompositions()
-            unknown = {op: how for op, how in known.items() if _key_of(op) not in OPERATORS}
-            return exported.run_decompositions(unknown)
-    except Exception as error:  # whatever the user's code or PyTorch's tracer makes of it
-        cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
-        why = "what it does depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
-        raise FedraxError(f"{name} cannot be traced at {line_of_error(torch, error)}: {why}") from error
-
-
-def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
-    """Put an operator of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
-    stop, nodes = _stop_gradient(torch), list(graph_module.graph.nodes)
-    for node in nodes:
-        if str(node.target) == "aten.detach.default":
-            node.target = stop
-        within = node.args and str(getattr(node.args[0], "target", "")).endswith("wrap_with_set_grad_enabled")
-        if node.target is operator.getitem and within and node.args[0].args[0] is False:
-            if not isinstance(node.meta.get("val"), torch.Tensor):
-                continue
-            with graph_module.graph.inserting_after(node):
-                stopped = graph_module.graph.call_function(stop, (node,))
-            stopped.meta = dict(node.meta)
-            node.replace_all_uses_with(stopped, delete_user_cb=lambda user, made=stopped: user is not made)
-    graph_module.recompile()
-
-
-@functools.cache
-def _stop_gradient(torch: ModuleType) -> Any:
-    """An operator that PyTorch does not take apart."""
-    library = torch.library.Library("fedrax", "DEF")
-    library.define("stop_gradient(Tensor x) -> Tensor")
-    library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
-    _LIBRARIES.append(library)  # an operator lives as long as its library
-    return torch.ops.fedrax.stop_gradient.default
-
-
-_LIBRARIES: list[Any] = []
-
-
-@contextmanager
-def quiet(torch: ModuleType) -> Iterator[None]:
-    """Without warnings of the tracer's own, and with attention in its plain form."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-# --- Lines of the user's source -----------------------------------------------------------------------
-
-
-def line_of_error(torch: ModuleType, error: BaseException) -> str:
-    """The last line of an error's traceback that is the user's: ``net.py, line 12: y = x.item()``."""
-    frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    frames += [(file, int(number), code) for file, number, code in _FRAME.findall(str(error))]
-    own = [frame for frame in frames if _is_users(torch, frame[0])]
-    return _shown(own[-1]) if own else "a line that it does not tell"
-
-
-def _line_of(torch: ModuleType, node: Any) -> str:
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if _is_users(torch, frame[0])]
-    return _shown(own[-1]) if own else "a line that PyTorch does not tell"
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
-
-
-def _is_users(torch: ModuleType, file: str) -> bool:
-    own = (Path(torch.__path__[0]), Path(__file__).parent)
-    return not file.startswith("<frozen") and not any(Path(file).is_relative_to(folder) for folder in own)
-
-
-def _shown(frame: tuple) -> str:
-    file, number, code = frame
-    return f"{Path(file).name}, line {number}" + (f": {code.strip()}" if code and code.strip() else "")
+    return OPERATORS.get(key_of(target)) if name.startswith("aten.") else None

@@ -261,6 +261,38 @@ def _embedding(
     return jnp.take(weight, indices, axis=0)
 
 
+@operator("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(
+    weight: Array,
+    indices: Array,
+    offsets: Array,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Array, None, None, None]:
+    """Sums (mode 0), means (1) or maxima (2) of the rows in each bag, the words from its offset to the next."""
+    starts = offsets[:-1] if include_last_offset else offsets
+    words, bags = jnp.arange(indices.size, dtype=jnp.int32), len(starts)
+    bag = jnp.searchsorted(starts, words, side="right") - 1
+    counted = (indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, bool))[:, None]
+    rows = _embedding(weight, indices, padding_idx, scale_grad_by_freq)
+    if mode == 2:
+        known = jnp.where(counted, lax.stop_gradient(rows), -jnp.inf)
+        largest = jax.ops.segment_max(known, bag, bags)
+        is_first = counted & (known == largest[bag])
+        first = jax.ops.segment_min(jnp.where(is_first, words[:, None], indices.size), bag, bags)
+        found = jnp.take_along_axis(rows, jnp.minimum(first, indices.size - 1), 0)
+        return jnp.where(first < indices.size, found, 0), None, None, None
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
+    total = jax.ops.segment_sum(jnp.where(counted, rows, 0), bag, bags)
+    if mode == 1:
+        total = total / jnp.maximum(jax.ops.segment_sum(counted.astype(rows.dtype), bag, bags), 1)
+    return total, None, None, None
+
+
 # --- Making -------------------------------------------------------------------------------------------
 
 
@@ -341,3 +373,13 @@ def _rand(context: Context, like: Any, *, dtype: Any = None, **_: Any) -> Array:
 def _bernoulli(context: Context, x: Array, p: Any = None, *, generator: Any = None) -> Array:
     chance = x if p is None else jnp.full(x.shape, p)
     return jax.random.bernoulli(context.random_key("bernoulli"), chance).astype(x.dtype)
+
+
+@operator("tril_indices")
+def _tril_indices(row: int, col: int, offset: int = 0, **_: Any) -> Array:
+    return jnp.stack(jnp.tril_indices(row, offset, col))
+
+
+@operator("triu_indices")
+def _triu_indices(row: int, col: int, offset: int = 0, **_: Any) -> Array:
+    return jnp.stack(jnp.triu_indices(row, offset, col))

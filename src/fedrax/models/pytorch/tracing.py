@@ -134,11 +134,6 @@ def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
             continue
         seen.add(node)
         waiting += [other for other, _ in node.next_functions]
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not _computes_twice(node):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
             found.add(type(node).__name__.removesuffix("Backward"))
     return sorted(found)
-
-
-def _computes_twice(node: Any) -> bool:
-    """Whether it is of ``torch.utils.checkpoint``, whose derivative is that of what it computes."""
-    return "torch.utils.checkpoint" in (type(node).__module__, getattr(node, "_forward_cls", type(node)).__module__)
