@@ -49,3 +49,19 @@ def test_a_whole_gradient_makes_no_running_statistics():
 def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         check(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FedSGD(local=LocalSGD(steps=5)), r"FedSGD takes one step a round, and local.steps = 5 counts for nothing"),
+        (SignSGD(local=LocalSGD(epochs=2)), r"SignSGD .* local.epochs = 2 counts for nothing"),
+        (NaiveParallelClip(local=LocalSGD(steps=2)), r"NaiveParallelClip .* local.steps = 2 counts for nothing"),
+        (FedSGD(local=LocalSGD(lr=0.5)), r"local.lr counts for nothing: set server_optimizer.lr"),
+    ],
+    ids=["FedSGD", "SignSGD", "NaiveParallelClip", "step size"],
+)
+def test_what_counts_for_nothing_is_told(method: Algorithm, sentence: str):
+    """A file for several methods may say it for the others."""
+    with pytest.warns(UserWarning, match=sentence):
+        check(method)

@@ -33,3 +33,15 @@ def test_methods_added_to_a_file_see_its_rows(fedrax: Callable[..., Outcome], tm
     tables = [file.read_text() for file in sorted((tmp_path / "c").rglob("experiment.toml"))]
     assert len(tables) == 2
     assert all("normalise = false" in table and "validation = 0.2" in table for table in tables)
+
+
+@pytest.mark.parametrize("grid", ["", "grid = { algorithm.local.lr = [0.1, 0.2] }"])
+def test_a_method_that_the_data_do_not_fit_is_named_before_anything_runs(
+    grid: str, fedrax: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Hours of other methods, or of a search for their settings, would come before it."""
+    blocks = '[[compare]]\nname = "losac"\nlabel = "too many"\nlocal = { steps = 2, blocks = 5000 }\n'
+    (tmp_path / "x.toml").write_text(f'{TINY}\n[[compare]]\nname = "fedprox"\n{grid}\n{blocks}')
+    refused = fedrax("compare", "x.toml", "--out", "c")
+    assert refused.status == 2 and refused.err.splitlines()[-1].startswith("fedrax: too many: local.blocks = 5000")
+    assert not list(tmp_path.rglob("events.jsonl"))

@@ -275,7 +275,7 @@ def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
 
 def test_rules_that_count_heads_refuse_weights():
     with pytest.raises(FedraxError, match="Robust is defined for uniform aggregation weights only"):
-        run(Robust(FEDAVG), rounds=1, weights="samples")
+        run(Attacked(Robust(FEDAVG)), rounds=1, weights="samples")
     run(Robust(FEDAVG, GeometricMedian()), rounds=1, weights="samples")
 
 

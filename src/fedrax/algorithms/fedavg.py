@@ -6,6 +6,7 @@ efficient local gradient clipping, Liu et al. 2022) is FedAvg with ``local.clip`
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -61,9 +62,14 @@ class FedSGD(Algorithm):
     server_optimizer: ServerOptimizer = SGD(lr=0.1)
 
     def check(self) -> None:
-        """Refuse what belongs to local steps."""
+        """Refuse what belongs to local steps, and warn of a step size that nothing is multiplied by."""
         hints = {"momentum": "set server_optimizer.momentum"}
         self.local.takes_one_gradient("FedSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
+        if self.local.lr not in (LocalSGD.lr, getattr(self.server_optimizer, "lr", None)):
+            warnings.warn(
+                "the step size of FedSGD is the server's, and local.lr counts for nothing: set server_optimizer.lr",
+                stacklevel=2,
+            )
 
     @property
     def requirements(self) -> Requirements:

@@ -6,6 +6,7 @@ the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -234,11 +235,18 @@ class LocalSGD:
         return self.optimizer is None or self.optimizer.wants_lr
 
     def takes_one_gradient(self, name: str, *refused: str, hints: Mapping[str, str] | None = None) -> None:
-        """FedraxError where one of the options ``refused`` is set, for a method of one gradient a round."""
+        """FedraxError where one of the options ``refused`` is set, for a method of one gradient a round.
+
+        How many steps there are may be meant for other methods beside it, which is worth a warning.
+        """
         for option in refused:
             if getattr(self, option) is not None:
                 hint = (hints or {}).get(option, f"leave local.{option} out")
                 raise FedraxError(f"{name} takes one step a round, the server's: {hint}")
+        for option in ("steps", "epochs"):
+            if getattr(self, option) not in (None, 1):
+                idle = f"local.{option} = {getattr(self, option)}"
+                warnings.warn(f"{name} takes one step a round, and {idle} counts for nothing", stacklevel=3)
 
     @property
     def steps_are_gradients(self) -> bool:

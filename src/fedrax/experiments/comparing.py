@@ -220,6 +220,9 @@ def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, wa
     def held() -> Problem:
         return task, experiment.held_out(dataclasses.replace(first, validation=spec.search.validation), federation)
 
+    if len(spec.methods) > 1:  # what is wrong with a single one its own run says as soon
+        ready = [job for job in spec.runs({}) if job.spec.name not in spec.grids]
+        running.check_all(ready, out, lambda: (task, federation))
     choices = {}
     if spec.grids:
         choices = search.search(spec, out, task, held, watcher, workers, data_dir)

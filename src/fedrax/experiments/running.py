@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from fedrax.report.runs import Run, read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.progress import Line, ProgressSink
-from fedrax.simulation.run import check_same
+from fedrax.simulation.run import check_possible, check_same
 
 ATTEMPTS = 3
 """Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
@@ -138,6 +139,23 @@ def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -
             raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
 
 
+def check_all(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -> None:
+    """Refuse, before anything runs, a method that the data, the model or the cohorts do not fit."""
+    firsts = {job.place.parent: job for job in reversed(unfinished(jobs, out))}
+    for job in reversed(firsts.values()):
+        with _titled(job.spec.name):
+            check_possible(job.spec.algorithm, *problem(), job.spec.run)
+
+
+@contextmanager
+def _titled(title: str) -> Iterator[None]:
+    """Refusals say which of several runs is meant."""
+    try:
+        yield
+    except FedraxError as error:
+        raise FedraxError(f"{title}: {error}") from error
+
+
 def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher) -> None:
     """Run what is not finished; a run that diverges is noted in its directory and does not stop the others."""
     left = {job.place for job in unfinished(jobs, out)}
@@ -145,7 +163,8 @@ def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], wat
         if job.place not in left:
             continue
         directory = job.inside(out)
-        error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
+        with _titled(job.title) if len(jobs) > 1 else nullcontext():
+            error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 
 

@@ -122,6 +122,13 @@ def check_same(
         check_kept(prepare(algorithm, task, federation, settings, directory=Path(directory)))
 
 
+def check_possible(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> None:
+    """FedraxError where ``simulate`` would refuse these before its first round. Runs nothing."""
+    use_all_cores()
+    with arithmetic(settings.dtype):
+        prepare(algorithm, task, federation, settings)
+
+
 def _check_record(record: Any, setup: Setup) -> None:
     if not isinstance(record, Record):
         raise FedraxError(f"record is a fedrax.Record, which names clients and rounds, not {type(record).__name__}")

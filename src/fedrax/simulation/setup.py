@@ -197,9 +197,25 @@ def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> 
 
 
 def _check_needs(algorithm: Algorithm, settings: Settings, sampler: Sampler, task: Task, statistics: Tree) -> None:
-    """Refuse a run and a task that the method cannot take."""
-    algorithm.requirements.check_run(_name(algorithm), settings.weights, sampler.largest, sampler.varying)
-    algorithm.requirements.check_task(_name(algorithm), task, statistics)
+    """Refuse a run and a task that the method cannot take, by the name of the one that cannot: wrappers pass on what
+    the method inside needs."""
+
+    def unmet(method: Algorithm, name: str) -> FedraxError | None:
+        try:
+            method.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)
+            method.requirements.check_task(name, task, statistics)
+        except FedraxError as error:
+            return error
+        return None
+
+    error = unmet(algorithm, _name(algorithm))
+    if error is None:
+        return
+    inner = getattr(algorithm, "inner", None)
+    while inner is not None and str(unmet(inner, _name(algorithm))) == str(error):
+        algorithm, inner = inner, getattr(inner, "inner", None)
+        error = unmet(algorithm, _name(algorithm)) or error
+    raise error
 
 
 def _check_delays(algorithm: Algorithm, longest: int) -> None:

@@ -39,9 +39,15 @@ class _LocalModels(Wrapper):
 
     def _run(self, client: Callable, message: Any, state: Any, data: ClientData, change: Callable) -> ClientOutput:
         """``client`` with ``change`` of where its local steps end; what else depends on its data is refused."""
-        leak = uncovered(client, message, state, data, lambda hidden: hidden.with_result(tree.zeros_like))
+        leak = self._leak(client, message, state, data)
         if leak is not None:
-            raise FedraxError(f"{self._words} also sends {leak}, computed from data that no noise has covered")
+            local = self.inner.local_steps
+            in_epochs = local is not None and local.steps is None and data.place.steps is None
+            by_number = in_epochs and self._leak(client, message, state, data.with_steps(jnp.int32(1))) is None
+            hint = (
+                ": epochs are more steps where there are more samples, local.steps are as many everywhere" * by_number
+            )
+            raise FedraxError(f"{self._words} also sends {leak}, computed from data that no noise has covered{hint}")
         ends = []
 
         def changed(x: Tree) -> Tree:
@@ -52,6 +58,9 @@ class _LocalModels(Wrapper):
         if len(ends) != 1:
             raise FedraxError(f"{self._words} takes local steps {len(ends)} times in a round: once is needed")
         return output._replace(info=only_bookkeeping(output.info))
+
+    def _leak(self, client: Callable, message: Any, state: Any, data: ClientData) -> str | None:
+        return uncovered(client, message, state, data, lambda hidden: hidden.with_result(tree.zeros_like))
 
     @property
     def _words(self) -> str:
