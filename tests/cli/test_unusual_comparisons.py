@@ -182,3 +182,18 @@ def test_python_keeps_the_table_and_the_pictures(tmp_path: Path) -> None:
     assert [path.name for path in made.pictures] == ["curves.png", "grid.png"]
     assert type(made.choices["fedavg"].best.point["algorithm.local.lr"]) is float
     assert (tmp_path / "c/search/fedavg/local.lr=0.25/seed-0/events.jsonl").exists()
+
+
+def test_what_methods_share_is_for_the_methods_inside_wrappers(tmp_path: Path) -> None:
+    inner = '[[compare]]\nname = "quantised"\nbits = 4\ninner = "ditto"\n[[compare]]\nname = "upcycled"\n'
+    own = '[[compare]]\nname = "topk"\ninner = { name = "fedprox", local = { lr = 0.75 } }\n'
+    head = "grid = { algorithm.local.momentum = [0.5] }\n" + SHARED
+    spec = read(tmp_path, head + METHODS + inner + own)
+    fedavg, _, quantised, upcycled, topk = (spec.at(m, {"algorithm.local.momentum": 0.5}) for m in spec.methods)
+    found: Any = [fedavg.algorithm, quantised.algorithm.inner.inner, upcycled.algorithm.inner, topk.algorithm.inner]
+    assert [type(method).__name__ for method in found] == ["FedAvg", "FedAvg", "FedAvg", "FedProx"]
+    assert [method.local.lr for method in found] == [0.1, 0.1, 0.1, 0.75]
+    assert [method.local.momentum for method in found] == [0.5] * 4
+    assert [method.local.steps for method in found] == [2] * 4
+    with pytest.raises(FedraxError, match=r"\[algorithm\]: unknown key 'lokal'"):
+        read(tmp_path, SHARED.replace("local", "lokal") + inner)

@@ -2,8 +2,9 @@
 
 A comparison is an experiment file with ``seeds``, optionally a ``target`` accuracy, and a table ``[[compare]]``
 for each method: an algorithm's table, with a ``label`` if the name does not tell methods apart. What all methods
-share may stand in ``[algorithm]``. A ``grid`` has settings tried before, on validation data; a method's own replaces
-the common one. A method's table ``run`` changes settings of the run for it alone.
+share may stand in ``[algorithm]``; where a wrapper has no such setting it is for the method inside. A ``grid`` has
+settings tried before, on validation data; a method's own replaces the common one. A method's table ``run`` changes
+settings of the run for it alone.
 
     seeds = [0, 1, 2]
     grid = { algorithm.local.lr = [0.01, 0.03, 0.1, 0.3] }
@@ -43,6 +44,7 @@ from fedrax.experiments import experiment, grid
 from fedrax.experiments.config import METHODS, Reader, is_another
 from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
 from fedrax.experiments.grid import Grid, Point
+from fedrax.experiments.inside import shared_by, with_tables
 from fedrax.experiments.own_code import Trust, trust_in
 from fedrax.report.runs import Method, Run, read_run
 from fedrax.simulation.settings import Seed, Settings
@@ -277,9 +279,11 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     for number, entry in enumerate(entries, 1):
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
         _refuse_seed(entry, where)
-        own = {key: value for key, value in entry.items() if key not in ("label", "grid", "run")}
-        parts = {**shared, "algorithm": merged(base, own), "run": merged(shared.get("run", {}), entry.get("run", {}))}
-        made = Reader(where, folder, trust=trust).fields(Experiment, parts, "", Experiment())
+        own = with_tables({key: value for key, value in entry.items() if key not in ("label", "grid", "run")})
+        reader = Reader(where, folder, trust=trust)
+        algorithm = merged(shared_by(base, own, reader), own)
+        parts = {**shared, "algorithm": algorithm, "run": merged(shared.get("run", {}), entry.get("run", {}))}
+        made = reader.fields(Experiment, parts, "", Experiment())
         label = entry.get("label", made.method_name)
         if not isinstance(label, str):
             raise FedraxError(f"{where}: the label must be a string, not {label!r}.")

@@ -23,6 +23,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.config import METHODS, Reader, Table, is_another, replaced_by
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.inside import path_for
 from fedrax.experiments.own_code import Trust
 from fedrax.simulation.tuning import Range
 from fedrax.text import short_path
@@ -174,6 +175,8 @@ def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(),
     if not values:
         return spec
     table = experiment.to_table(spec)
+    if "algorithm.name" not in values:
+        values = {path_for(path, spec.algorithm): value for path, value in values.items()}
     replaced = {other for path in values if (other := replaced_by(path, spec)) is not None} - set(values)
     values = dict.fromkeys(replaced, "none") | dict(values)
     for path in sorted(values, key=_order):
