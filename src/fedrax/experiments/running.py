@@ -27,7 +27,7 @@ from fedrax.report.runs import Run, read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.progress import Line, ProgressSink
-from fedrax.simulation.run import check_possible, check_same
+from fedrax.simulation.run import check_possible
 
 ATTEMPTS = 3
 """Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
@@ -134,7 +134,7 @@ def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -
         if run is None or not _is_known(place):
             continue
         try:
-            check_same(job.spec.algorithm, *problem(), job.spec.run, place)
+            check_possible(job.spec.algorithm, *problem(), job.spec.run, place)
         except FedraxError as error:
             raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
 

@@ -113,20 +113,15 @@ def simulate(
             )
 
 
-def check_same(
-    algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, directory: Path | str
+def check_possible(
+    algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, directory: Path | str | None = None
 ) -> None:
-    """FedraxError where ``simulate`` with these would compute other numbers than ``directory`` holds. Runs nothing."""
+    """FedraxError where ``simulate`` would refuse these, or not compute what ``directory`` holds. Runs nothing."""
     use_all_cores()
     with arithmetic(settings.dtype):
-        check_kept(prepare(algorithm, task, federation, settings, directory=Path(directory)))
-
-
-def check_possible(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> None:
-    """FedraxError where ``simulate`` would refuse these before its first round. Runs nothing."""
-    use_all_cores()
-    with arithmetic(settings.dtype):
-        prepare(algorithm, task, federation, settings)
+        setup = prepare(algorithm, task, federation, settings, directory=directory and Path(directory))
+        if directory is not None:
+            check_kept(setup)
 
 
 def _check_record(record: Any, setup: Setup) -> None:
@@ -134,8 +129,7 @@ def _check_record(record: Any, setup: Setup) -> None:
         raise FedraxError(f"record is a fedrax.Record, which names clients and rounds, not {type(record).__name__}")
     if not setup.alone:
         raise FedraxError("messages are recorded by a run of a single process only")
-    info = setup.info
-    record.check(info.num_clients, info.rounds, info.bytes_down + info.bytes_up)
+    record.check(setup.info.num_clients, setup.info.rounds, setup.info.bytes_down + setup.info.bytes_up)
 
 
 def storage_of(setup: Setup) -> Storage:
