@@ -119,7 +119,7 @@ def check_possible(
     """FedraxError where ``simulate`` would refuse these, or not compute what ``directory`` holds. Runs nothing."""
     use_all_cores()
     with arithmetic(settings.dtype):
-        setup = prepare(algorithm, task, federation, settings, directory=directory and Path(directory))
+        setup = prepare(algorithm, task, federation, settings, directory=None if directory is None else Path(directory))
         if directory is not None:
             check_kept(setup)
 
