@@ -194,6 +194,19 @@ def test_derivatives_that_a_trace_loses_are_refused():
         from_torch(hooked, VECTORS)
 
 
+def test_compiled_modules_are_those_they_were_made_of():
+    net = of_vectors(torch.compile(lambda y: torch.tanh(y) * 2))[0]
+    net.first = torch.compile(net.first)
+    model = from_torch(torch.compile(net), VECTORS)
+    params = model.init(jax.random.key(0))
+    assert list(params["first"]) == ["_orig_mod"]
+    with torch.no_grad():
+        wanted = 2 * torch.tanh(net.first._orig_mod(VECTORS))
+    np.testing.assert_allclose(model.apply(params, jnp.asarray(VECTORS.numpy())), wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(FedraxError, match="TorchScript: give the module"):
+        from_torch(torch.jit.script(nn.Linear(6, 2)), VECTORS)
+
+
 def test_parameters_of_sixteen_bits_are_refused():
     with pytest.raises(FedraxError, match=r"bfloat16: from_torch\(module\.float\(\), example\)"):
         from_torch(nn.Linear(6, 2).bfloat16(), VECTORS)

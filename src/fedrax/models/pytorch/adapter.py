@@ -122,6 +122,9 @@ def from_torch(
 
 
 def _own_copy(torch: ModuleType, source: Any) -> Any:
+    source = getattr(source, "_orig_mod", source)  # what torch.compile was given
+    if isinstance(source, torch.jit.ScriptModule):
+        raise FedraxError(f"{type(source).__name__} is compiled for TorchScript: give the module that it was made of")
     if not isinstance(source, torch.nn.Module):
         raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
     short = next((str(p.dtype) for p in source.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)

@@ -109,7 +109,7 @@ def _known_functions(torch: ModuleType) -> Any:
 
 @contextmanager
 def quiet(torch: ModuleType) -> Iterator[None]:
-    """Without warnings of the tracer's own, with attention in its plain form, and masks as they are."""
+    """Without warnings of the tracer's own, attention in its plain form, nothing compiled, and masks as they are."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     # of a mask's values PyTorch asks whether it is the causal one, only to say which kernel it takes
@@ -117,7 +117,7 @@ def quiet(torch: ModuleType) -> Iterator[None]:
     detect = getattr(transformer, causal, None)
     setattr(transformer, causal, lambda mask, is_causal=None, size=None: is_causal is True)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             yield
     finally:
