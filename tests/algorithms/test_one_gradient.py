@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, FedraxError, FedSGD, LocalSGD, NaiveParallelClip, Optax, SignSGD
+from fedrax import FedAvg, FedraxError, FedSGD, LocalSGD, LoSAC, NaiveParallelClip, Optax, SignSGD
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.proximal import L1
@@ -58,8 +58,9 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         (SignSGD(local=LocalSGD(epochs=2)), r"SignSGD .* local.epochs = 2 counts for nothing"),
         (NaiveParallelClip(local=LocalSGD(steps=2)), r"NaiveParallelClip .* local.steps = 2 counts for nothing"),
         (FedSGD(local=LocalSGD(lr=0.5)), r"local.lr counts for nothing: set server_optimizer.lr"),
+        (LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")), "blocks = 2, and local.batch_size counts for no"),
     ],
-    ids=["FedSGD", "SignSGD", "NaiveParallelClip", "step size"],
+    ids=["FedSGD", "SignSGD", "NaiveParallelClip", "step size", "LoSAC"],
 )
 def test_what_counts_for_nothing_is_told(method: Algorithm, sentence: str):
     """A file for several methods may say it for the others."""

@@ -167,6 +167,11 @@ class LocalSGD:
             raise FedraxError("give local steps or local epochs, not both")
         if self.blocks is not None and self.steps is None:
             raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
+        if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
+            warnings.warn(
+                f"a step sees one of local.blocks = {self.blocks}, and local.batch_size counts for nothing",
+                stacklevel=2,
+            )
         if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
             raise FedraxError(
                 "a local optimizer has its own momentum and clipping: leave local.momentum and local.clip out"

@@ -73,7 +73,9 @@ METHODS: dict[str, Method] = {
         lambda local, g, _: Episode(local=local, gamma=g * local.lr), "gamma / lr", (0.3, 3.0), "two exchanges a round"
     ),
     "LoSAC": Method(
-        lambda local, *_: LoSAC(local=dataclasses.replace(local, blocks=BLOCKS), reading="consistent"),
+        lambda local, *_: LoSAC(
+            local=dataclasses.replace(local, blocks=BLOCKS, batch_size=LocalSGD.batch_size), reading="consistent"
+        ),
         price=f"twice the bytes, and {BLOCKS} models kept by each client",
     ),
     "GradMA-S": Method(
