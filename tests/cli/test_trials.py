@@ -108,6 +108,8 @@ def test_proposals_come_closer_and_are_those_of_their_seed(file: Path) -> None:
     assert choice.at_ends() == [] and choice.best.point["algorithm.local.weight_decay"] == "none"
     at_end = Choice("loss", True, (Trial({"lr": 0.97}, 1.0, 1),), {"lr": Range(0.1, 1)})
     assert at_end.at_ends() == ["lr"] and "next to the largest of its range" in warnings({"m": at_end})[0]
+    (both,) = warnings({"m": at_end, "n": at_end})
+    assert both.startswith("warning: m, n: the best lr, 0.97, is next to")
 
 
 def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:

@@ -127,18 +127,19 @@ def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int], tri
 
 
 def warnings(choices: Mapping[str, Choice]) -> list[str]:
-    """A sentence for each best value at the end of its grid."""
-    return [
-        f"warning: {label}: the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is "
-        + (
-            f"next to the {choice.end(path)} of its range; one beyond may be better: widen the range"
-            if path in choice.ranges
-            else f"the {choice.end(path)} of its grid; one beyond may be better: extend the grid, what has been run is"
-            " kept"
-        )
-        for label, choice in choices.items()
-        for path in choice.at_ends()
-    ]
+    """A sentence for each best value at the end of its grid, of all methods that have the same."""
+    found: dict[str, list[str]] = {}
+    for label, choice in choices.items():
+        for path in choice.at_ends():
+            how = (
+                f"next to the {choice.end(path)} of its range; one beyond may be better: widen the range"
+                if path in choice.ranges
+                else f"the {choice.end(path)} of its grid; one beyond may be better: extend the grid, what has been run"
+                " is kept"
+            )
+            said = f"the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is {how}"
+            found.setdefault(said, []).append(label)
+    return [f"warning: {', '.join(labels)}: {said}" for said, labels in found.items()]
 
 
 def values(choices: Mapping[str, Choice]) -> dict[str, Any]:
