@@ -59,6 +59,8 @@ def example(name: str, kind: type[Algorithm]) -> Algorithm:
         return kind()
     if name == "scaffnew":  # with as many steps in the mean
         return kind(local=LocalSGD(lr=0.1, batch_size=BATCH), p=1 / STEPS)  # type: ignore[call-arg]
+    if name in ("naiveparallelclip", "signsgd"):  # of one step a round
+        return kind(local=LocalSGD(batch_size=BATCH, steps=1))  # type: ignore[call-arg]
     if name == "pfedme":  # whose local step is local.lr times lam = 15
         batches = replace(batches, lr=0.005)
     return kind(local=batches)  # type: ignore[call-arg]
