@@ -172,6 +172,28 @@ def test_values_and_gradients_are_pytorchs(name: str):
         np.testing.assert_allclose(flat[label], parameter.grad, rtol=1e-3, atol=1e-4 * limit, err_msg=label)
 
 
+def at_kinks(_: Net, y: Any) -> Any:
+    """Of whole numbers, zeros among them, and two that are the same in every row."""
+    pairs = y.reshape(-1, 3, 2)
+    parts = [
+        y.abs(), torch.copysign(y, -y), torch.fmax(y, y.flip(1)), torch.fmin(y, y.flip(1)), torch.sinc(y), torch.i0(y),
+        y.angle(), torch.atan2(y, y), F.l1_loss(y, 0 * y, reduction="none"), F.normalize(y, p=1), y.median()[None] * y,
+        y.norm(p=0.5, dim=1, keepdim=True), torch.cdist(pairs, pairs.flip(1), p=0.5).flatten(1),
+        torch.linalg.vector_norm(torch.complex(y, y.flip(1)), dim=1, keepdim=True),
+    ]  # fmt: skip
+    return torch.cat(parts, 1)
+
+
+def test_gradients_at_kinks_are_pytorchs():
+    net = Net(nn.Linear(6, 6), at_kinks)
+    model, start = from_torch(net, VECTORS), {"first": {"weight": jnp.eye(6), "bias": jnp.zeros(6)}}
+    x = torch.tensor([[0.0, 1, -2, 2, 1, 0], [1, 1, 0, 0, -1, -1], [2, 0, 0, 0, 0, 0]])
+    weights = torch.randn(at_kinks(net, x).shape, generator=torch.Generator().manual_seed(1))
+    found = jax.grad(lambda x: (model.apply(start, x) * weights.numpy()).sum())(jnp.asarray(x.numpy()))
+    (at_kinks(net, x.requires_grad_()) * weights).sum().backward()
+    np.testing.assert_allclose(found, x.grad, rtol=1e-4, atol=1e-5)
+
+
 class Sign(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
