@@ -146,6 +146,7 @@ CASES: dict[str, Any] = {
     "weight norm": (Net(nn.utils.weight_norm(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "sequence to sequence": seq2seq(),
     "checkpoint": of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)),
+    "data": of_vectors(lambda y: y * y.tanh().data),
     "item": of_vectors(lambda y: y * torch.tensor(2.0).item()),
 }  # fmt: skip
 
@@ -212,8 +213,42 @@ def test_derivatives_that_a_trace_loses_are_refused():
         from_torch(*again)
     hooked = copy.deepcopy(of_vectors(torch.tanh)[0])
     hooked.first.register_full_backward_hook(lambda module, inputs, outputs: tuple(-g for g in outputs))
-    with pytest.raises(FedraxError, match=r"hooks of them.*BackwardHook"):
+    with pytest.raises(FedraxError, match=r"hooks of them.*a backward hook of Linear"):
         from_torch(hooked, VECTORS)
+
+
+def hooked(y: Any) -> Any:
+    if y.requires_grad:
+        y.register_hook(lambda gradient: -gradient)
+    return y.tanh()
+
+
+@torch.inference_mode()
+def without(y: Any) -> Any:
+    return y.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda self, y: Sign.apply(y) if self.training else y, "Sign"),
+        (lambda self, y: hooked(y), "register_hook"),
+        (lambda self, y: y * without(y).clone(), "inference_mode"),
+        (lambda self, y: y * y.tanh().detach_(), "detach_"),
+    ],
+    ids=["in training alone", "a tensor's hook", "inference mode", "detached in place"],
+)
+def test_derivatives_that_a_trace_loses_in_other_ways_are_refused(function: Any, name: str):
+    with pytest.raises(FedraxError, match=rf"derivatives of its own.*\({name}\)"):
+        from_torch(Net(nn.Linear(6, 8), function), VECTORS)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(kind: str):
+    net = nn.Linear(6, 8)
+    getattr(net.bias, kind)(lambda gradient: None)
+    with pytest.raises(FedraxError, match=r"hooks of gradients \(bias\)"):
+        from_torch(net, VECTORS)
 
 
 def test_parameters_of_sixteen_bits_are_refused():

@@ -81,7 +81,7 @@ def _known_functions(torch: ModuleType) -> Any:
     """While it holds, some functions are others of the same numbers.
 
     PyTorch computes distances in ways that depend on how many there are, which a trace would take for a condition on
-    the batch, and asks of inverses and factors whether they exist, which a trace cannot.
+    the batch, and asks of inverses and factors whether they exist, which a trace cannot. ``x.data`` its tracer loses.
     """
     linalg = torch.linalg
 
@@ -93,6 +93,7 @@ def _known_functions(torch: ModuleType) -> Any:
 
     others = {
         torch.cdist: distances,
+        torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
         linalg.inv: inverse,
         torch.inverse: inverse,
         torch.Tensor.inverse: inverse,
@@ -125,9 +126,16 @@ def quiet(torch: ModuleType) -> Iterator[None]:
         setattr(transformer, causal, detect)
 
 
-def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
-    """The functions with a derivative of their own that outputs were made by; a trace has only what they compute."""
-    found, seen, waiting = set(), set(), [outputs.grad_fn]
+def lost_derivatives(torch: ModuleType, module: Any, function: Callable, example: Any) -> tuple[Any, list[str]]:
+    """(outputs, the names of what changes derivatives in ways that a trace does not know)."""
+    found = {
+        f"a backward hook of {type(part).__name__}"
+        for part in module.modules()
+        if part._backward_hooks or part._backward_pre_hooks
+    }
+    with quiet(torch), torch.enable_grad(), _watch(torch)(found):
+        outputs = function(module, example)
+    waiting, seen = [getattr(outputs, "grad_fn", None)], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -136,4 +144,31 @@ def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
         waiting += [other for other, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             found.add(type(node).__name__.removesuffix("Backward"))
-    return sorted(found)
+    return outputs, sorted(found - {"BackwardHookFunction"})
+
+
+def hooked_parameters(module: Any) -> list[str]:
+    """Parameters whose gradients a hook changes."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [name for name, p in module.named_parameters() if any(getattr(p, kind, None) for kind in hooks)]
+
+
+@functools.cache
+def _watch(torch: ModuleType) -> type:
+    """While it holds, functions enter the set that it is made with where a trace loses what they do."""
+    lost = ("register_hook", "register_post_accumulate_grad_hook", "detach_")
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __init__(self, found: set[str]):
+            super().__init__()
+            self.found = found
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(function, "__name__", "")
+            if name in lost:
+                self.found.add(name)
+            if torch.is_inference_mode_enabled():
+                self.found.add("inference_mode")
+            return function(*args, **(kwargs or {}))
+
+    return Watch
