@@ -69,6 +69,18 @@ def transformed(self: Net, y: Any) -> Any:
     return F.grid_sample(y, F.affine_grid(theta, [y.shape[0], 4, 5, 5], align_corners=False), align_corners=False)
 
 
+def changed(y: Any) -> Any:
+    """What is changed in place without gradients keeps those of what it was; what is made there has none."""
+    z, other = y * 1, torch.zeros_like(y)
+    with torch.no_grad():
+        z.mul_(2)
+        z[:, 0] = y[:, 1].round()
+        other[:, 2] = y[:, 1]
+        made = y.clone().clamp_(0)
+        made += z
+    return z * y + other * y + made * z
+
+
 def placed(mode: str, padding: str, corners: bool) -> tuple[Net, Any]:
     grid = torch.randn(1, 5, 4, 2, generator=torch.Generator().manual_seed(3)) * 1.2
 
@@ -146,6 +158,7 @@ CASES: dict[str, Any] = {
     "weight norm": (Net(nn.utils.weight_norm(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "sequence to sequence": seq2seq(),
     "checkpoint": of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)),
+    "changed in place": of_vectors(changed),
     "data": of_vectors(lambda y: y * y.tanh().data),
     "item": of_vectors(lambda y: y * torch.tensor(2.0).item()),
 }  # fmt: skip

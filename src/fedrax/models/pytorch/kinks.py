@@ -64,3 +64,14 @@ def fmin(x: Array, other: Array) -> Array:
 def i0(x: Array) -> Array:
     """The Bessel function, which is level at zero."""
     return jnp.exp(absolute(x)) * jax.scipy.special.i0e(x)
+
+
+@jax.custom_jvp
+def with_gradient_of(x: Array, other: Array) -> Array:
+    """x, with the derivative of ``other``."""
+    return x
+
+
+@with_gradient_of.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1]

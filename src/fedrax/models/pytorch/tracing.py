@@ -47,14 +47,18 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
 
 
 def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
-    """Put an operator of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
-    stop, nodes = _stop_gradient(torch), list(graph_module.graph.nodes)
+    """Put operators of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
+    stop, nodes = _own_operators(torch).stop_gradient.default, list(graph_module.graph.nodes)
     for node in nodes:
         if str(node.target) == "aten.detach.default":
             node.target = stop
+        if _is_without_gradients(node):
+            _mark_changes_in_place(torch, getattr(graph_module, node.args[1].target))
         within = node.args and str(getattr(node.args[0], "target", "")).endswith("wrap_with_set_grad_enabled")
-        if node.target is operator.getitem and within and node.args[0].args[0] is False:
-            if not isinstance(node.meta.get("val"), torch.Tensor):
+        if node.target is operator.getitem and within and _is_without_gradients(node.args[0]):
+            region = getattr(graph_module, node.args[0].args[1].target)
+            results = next(n for n in region.graph.nodes if n.op == "output").args[0]
+            if not isinstance(node.meta.get("val"), torch.Tensor) or _changes_outer(results[node.args[1]]):
                 continue
             with graph_module.graph.inserting_after(node):
                 stopped = graph_module.graph.call_function(stop, (node,))
@@ -63,14 +67,44 @@ def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
     graph_module.recompile()
 
 
+def _is_without_gradients(node: Any) -> bool:
+    """Whether it is a part of the graph within ``no_grad``."""
+    return str(node.target).endswith("wrap_with_set_grad_enabled") and node.args[0] is False
+
+
+def _changes_outer(node: Any) -> bool:
+    """Whether it changes an array in place that is not made within the same part of the graph."""
+    if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        return False
+    while node.op == "call_function" and any(made.alias_info for made in node.target._schema.returns):
+        node = node.args[0]  # of a view or a change to what is viewed or changed
+    return node.op == "placeholder"
+
+
+def _mark_changes_in_place(torch: ModuleType, region: Any) -> None:
+    """What is changed without gradients has other values and the gradient of what it was."""
+    own = _own_operators(torch)
+    for node in [n for n in region.graph.nodes if _changes_outer(n)]:
+        changed = node.args[0]
+        with region.graph.inserting_before(node):
+            before = region.graph.call_function(torch.ops.aten.clone.default, (changed,))
+        with region.graph.inserting_after(node):
+            after = region.graph.call_function(own.with_gradient_of.default, (node, before))
+        with region.graph.inserting_after(after):
+            region.graph.call_function(torch.ops.aten.copy_.default, (changed, after))
+    region.recompile()
+
+
 @functools.cache
-def _stop_gradient(torch: ModuleType) -> Any:
-    """An operator that PyTorch does not take apart."""
+def _own_operators(torch: ModuleType) -> Any:
+    """Operators that PyTorch does not take apart."""
     library = torch.library.Library("fedrax", "DEF")
     library.define("stop_gradient(Tensor x) -> Tensor")
+    library.define("with_gradient_of(Tensor x, Tensor other) -> Tensor")
     library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
+    library.impl("with_gradient_of", lambda x, other: x.clone(), "CompositeExplicitAutograd")
     _LIBRARIES.append(library)  # an operator lives as long as its library
-    return torch.ops.fedrax.stop_gradient.default
+    return torch.ops.fedrax
 
 
 _LIBRARIES: list[Any] = []
