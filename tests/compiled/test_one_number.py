@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, Callable] = {
     "computed twice": lambda x, s: jax.checkpoint(lambda x, w: largest(x) @ w)(x, jnp.full((16, 2), s)),
     "a branch": lambda x, s: lax.cond(s > 1, lambda x, w: largest(x) @ w, lambda x, w: x.max(1) @ w, x, s * ONES),
     "a loop": in_turns,
+    "of a call": lambda x, s: largest(x) @ jax.jit(lambda s: jnp.full((16, 2), s))(s),
 }
 
 
@@ -70,6 +71,21 @@ def test_gradients_of_means():
     gradient = jax.grad(lambda w, x: (largest(x) @ w).mean())
     found = jax.jit(fast_on_cpu(gradient))(jnp.float32(w), jnp.float32(X))
     np.testing.assert_allclose(found, np.tile((X**2).max(1).mean(0)[:, None] / 2, 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("held", [jax.jit(jnp.matmul), jax.checkpoint(jnp.matmul)])
+def test_a_function_is_called_with_such_a_factor_and_with_others(held: Callable):
+    """JAX keeps one program of it for both calls."""
+
+    def both(x: Any, w: Any) -> Any:
+        return held(largest(x), ONES) + 2 * held(largest(x), w)
+
+    w = jnp.arange(32.0).reshape(16, 2)
+    with jax.disable_jit():
+        wanted = both(jnp.float32(X), w)
+    np.testing.assert_allclose(jax.jit(fast_on_cpu(both))(jnp.float32(X), w), wanted, rtol=1e-5)
+    left = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(X, w)) if e.primitive.name == "dot_general"]
+    assert len(left) == 1
 
 
 @pytest.mark.parametrize(

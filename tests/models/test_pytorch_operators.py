@@ -69,6 +69,18 @@ def transformed(self: Net, y: Any) -> Any:
     return F.grid_sample(y, F.affine_grid(theta, [y.shape[0], 4, 5, 5], align_corners=False), align_corners=False)
 
 
+def changed(y: Any) -> Any:
+    """What is changed in place without gradients keeps those of what it was; what is made there has none."""
+    z, other = y * 1, torch.zeros_like(y)
+    with torch.no_grad():
+        z.mul_(2)
+        z[:, 0] = y[:, 1].round()
+        other[:, 2] = y[:, 1]
+        made = y.clone().clamp_(0)
+        made += z
+    return z * y + other * y + made * z
+
+
 def placed(mode: str, padding: str, corners: bool) -> tuple[Net, Any]:
     grid = torch.randn(1, 5, 4, 2, generator=torch.Generator().manual_seed(3)) * 1.2
 
@@ -146,6 +158,8 @@ CASES: dict[str, Any] = {
     "weight norm": (Net(nn.utils.weight_norm(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "sequence to sequence": seq2seq(),
     "checkpoint": of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)),
+    "changed in place": of_vectors(changed),
+    "data": of_vectors(lambda y: y * y.tanh().data),
     "item": of_vectors(lambda y: y * torch.tensor(2.0).item()),
 }  # fmt: skip
 
@@ -172,6 +186,28 @@ def test_values_and_gradients_are_pytorchs(name: str):
         np.testing.assert_allclose(flat[label], parameter.grad, rtol=1e-3, atol=1e-4 * limit, err_msg=label)
 
 
+def at_kinks(_: Net, y: Any) -> Any:
+    """Of whole numbers, zeros among them, and two that are the same in every row."""
+    pairs = y.reshape(-1, 3, 2)
+    parts = [
+        y.abs(), torch.copysign(y, -y), torch.fmax(y, y.flip(1)), torch.fmin(y, y.flip(1)), torch.sinc(y), torch.i0(y),
+        y.angle(), torch.atan2(y, y), F.l1_loss(y, 0 * y, reduction="none"), F.normalize(y, p=1), y.median()[None] * y,
+        y.norm(p=0.5, dim=1, keepdim=True), torch.cdist(pairs, pairs.flip(1), p=0.5).flatten(1),
+        torch.linalg.vector_norm(torch.complex(y, y.flip(1)), dim=1, keepdim=True),
+    ]  # fmt: skip
+    return torch.cat(parts, 1)
+
+
+def test_gradients_at_kinks_are_pytorchs():
+    net = Net(nn.Linear(6, 6), at_kinks)
+    model, start = from_torch(net, VECTORS), {"first": {"weight": jnp.eye(6), "bias": jnp.zeros(6)}}
+    x = torch.tensor([[0.0, 1, -2, 2, 1, 0], [1, 1, 0, 0, -1, -1], [2, 0, 0, 0, 0, 0]])
+    weights = torch.randn(at_kinks(net, x).shape, generator=torch.Generator().manual_seed(1))
+    found = jax.grad(lambda x: (model.apply(start, x) * weights.numpy()).sum())(jnp.asarray(x.numpy()))
+    (at_kinks(net, x.requires_grad_()) * weights).sum().backward()
+    np.testing.assert_allclose(found, x.grad, rtol=1e-4, atol=1e-5)
+
+
 class Sign(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -190,7 +226,7 @@ def test_derivatives_that_a_trace_loses_are_refused():
         from_torch(*again)
     hooked = copy.deepcopy(of_vectors(torch.tanh)[0])
     hooked.first.register_full_backward_hook(lambda module, inputs, outputs: tuple(-g for g in outputs))
-    with pytest.raises(FedraxError, match=r"hooks of them.*BackwardHook"):
+    with pytest.raises(FedraxError, match=r"hooks of them.*a backward hook of Linear"):
         from_torch(hooked, VECTORS)
 
 
@@ -205,6 +241,40 @@ def test_compiled_modules_are_those_they_were_made_of():
     np.testing.assert_allclose(model.apply(params, jnp.asarray(VECTORS.numpy())), wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(FedraxError, match="TorchScript: give the module"):
         from_torch(torch.jit.script(nn.Linear(6, 2)), VECTORS)
+
+
+def hooked(y: Any) -> Any:
+    if y.requires_grad:
+        y.register_hook(lambda gradient: -gradient)
+    return y.tanh()
+
+
+@torch.inference_mode()
+def without(y: Any) -> Any:
+    return y.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda self, y: Sign.apply(y) if self.training else y, "Sign"),
+        (lambda self, y: hooked(y), "register_hook"),
+        (lambda self, y: y * without(y).clone(), "inference_mode"),
+        (lambda self, y: y * y.tanh().detach_(), "detach_"),
+    ],
+    ids=["in training alone", "a tensor's hook", "inference mode", "detached in place"],
+)
+def test_derivatives_that_a_trace_loses_in_other_ways_are_refused(function: Any, name: str):
+    with pytest.raises(FedraxError, match=rf"derivatives of its own.*\({name}\)"):
+        from_torch(Net(nn.Linear(6, 8), function), VECTORS)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(kind: str):
+    net = nn.Linear(6, 8)
+    getattr(net.bias, kind)(lambda gradient: None)
+    with pytest.raises(FedraxError, match=r"hooks of gradients \(bias\)"):
+        from_torch(net, VECTORS)
 
 
 def test_parameters_of_sixteen_bits_are_refused():

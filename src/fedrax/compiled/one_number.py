@@ -8,7 +8,7 @@ it, and the option ``xla_cpu_experimental_ynn_fusion_type`` that does takes thre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,25 +19,37 @@ from jax.core import Tracer
 from jax.extend import core
 
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
-from fedrax.compiled.rewriting import inputs_of, replayed
+from fedrax.compiled.rewriting import CALLS, Rule, inputs_of, replayed
 from fedrax.compiled.tracing import functions_in, parts_of_scan
 
 _OTHERS = """broadcast_in_dim dot_general expand_dims optimization_barrier reduce_max reduce_min reduce_sum reshape rev
     slice squeeze transpose"""
 _KEPT = NUMBER_BY_NUMBER | frozenset(_OTHERS.split())
 """Operations that give one number everywhere of arrays that are one number everywhere."""
+NEITHER = -1
+"""In the place of a factor's number."""
 
 
 def products_as_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """``closed`` with a sum in the place of each product one of whose factors is one number everywhere."""
-    found = dict(_products(closed, [False] * len(closed.jaxpr.invars)))
-    if not found:
+    found = _factors(closed)
+    if all(numbers == {NEITHER} for numbers in found.values()):
         return closed
+    if any(len(numbers) > 1 for numbers in found.values()):
+        # JAX keeps one program of a function that is called with such a factor and without: each call gets its own
+        closed = _with(lambda *_: None, closed)
+        found = _factors(closed)
 
     def as_sum(inputs: list, equation: core.JaxprEqn) -> Array | None:
-        return _sum(inputs, equation, found[id(equation)]) if id(equation) in found else None
+        numbers = found.get(id(equation), {NEITHER})
+        return None if len(numbers) > 1 or NEITHER in numbers else _sum(inputs, equation, *numbers)
 
-    return jax.make_jaxpr(lambda *args: replayed(closed, args, {"dot_general": as_sum}))(*inputs_of(closed))
+    return _with(as_sum, closed)
+
+
+def _with(rule: Rule, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """``closed`` with the rule for products; each call of a function that has some has a function of its own then."""
+    return jax.make_jaxpr(lambda *args: replayed(closed, args, {"dot_general": rule}))(*inputs_of(closed))
 
 
 def _sum(inputs: list, equation: core.JaxprEqn, number: int) -> Array:
@@ -55,8 +67,18 @@ def _sum(inputs: list, equation: core.JaxprEqn, number: int) -> Array:
     return lax.broadcast_in_dim(total.astype(result.dtype), result.shape, places)  # type: ignore[attr-defined]
 
 
-def _products(closed: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """(the equation's id, the factor's number) of products with a factor that is one number everywhere.
+def _factors(closed: core.ClosedJaxpr) -> dict[int, set[int]]:
+    """The numbers (0, 1 or ``NEITHER``) of the factors that are one number everywhere, by the products' ids.
+
+    There are several of a product in a function that is called in several ways.
+    """
+    found: dict[int, set[int]] = {}
+    _go_over(closed, [False] * len(closed.jaxpr.invars), found)
+    return found
+
+
+def _go_over(closed: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[bool], found: dict[int, set[int]]) -> list[bool]:
+    """Enter the products in ``found``, and say of which outputs it is known that they are one number everywhere.
 
     inputs: whether it is so of each argument.
     """
@@ -71,12 +93,14 @@ def _products(closed: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[bool]) -> 
 
     for equation in jaxpr.eqns:
         given, name = [uniform(v) for v in equation.invars], equation.primitive.name
+        outputs = [name in _KEPT and all(given)] * len(equation.outvars)
         for function in functions_in(equation):
-            yield from _products(function, _of_arguments(equation, function, given))
-        if name == "dot_general" and any(given) and _is_product_of_many(equation):
-            yield id(equation), given.index(True)
-        if name in _KEPT and all(given):
-            known.update((v, True) for v in equation.outvars)
+            inside = _go_over(function, _of_arguments(equation, function, given), found)
+            outputs = inside if name in CALLS else outputs
+        if name == "dot_general" and _is_product_of_many(equation):
+            found.setdefault(id(equation), set()).add(given.index(True) if any(given) else NEITHER)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [uniform(v) for v in jaxpr.outvars]
 
 
 def _of_arguments(equation: core.JaxprEqn, function: core.ClosedJaxpr | core.Jaxpr, given: list[bool]) -> list[bool]:

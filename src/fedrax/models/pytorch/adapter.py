@@ -19,7 +19,7 @@ from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError, unknown
 from fedrax.models.pytorch.lines import line_of_error
 from fedrax.models.pytorch.program import Program, only_batches_of
-from fedrax.models.pytorch.tracing import own_derivatives, quiet
+from fedrax.models.pytorch.tracing import hooked_parameters, lost_derivatives, quiet
 
 QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """What is run once need not run fast."""
@@ -130,6 +130,11 @@ def _own_copy(torch: ModuleType, source: Any) -> Any:
     short = next((str(p.dtype) for p in source.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
     if short is not None:
         raise FedraxError(f"{type(source).__name__} has parameters of {short}: from_torch(module.float(), example)")
+    if hooked := hooked_parameters(source):
+        raise FedraxError(
+            f"{type(source).__name__} has hooks of gradients ({hooked[0]}), which a trace does not know: put what they"
+            " do into forward, and requires_grad=False for parameters that stay"
+        )
     return _copied(torch, source).cpu().eval()
 
 
@@ -157,19 +162,23 @@ class _Traced:
     def __init__(self, torch: ModuleType, module: Any, function: Callable, batch: Any, name: str):
         self._torch, self._name = torch, name
         self._eager = lambda net: function(net, batch)
-        with quiet(torch), torch.enable_grad():
-            outputs = function(module, batch)
+        outputs, lost = lost_derivatives(torch, module, function, batch)
         if not isinstance(outputs, torch.Tensor):
             raise FedraxError(f"{name} gives {type(outputs).__name__}, not one array: wrap it in one that does")
-        if own := ", ".join(own_derivatives(torch, outputs)):
-            raise FedraxError(
-                f"{name} has derivatives of its own, or hooks of them, which a trace does not know ({own}): write what"
-                " they do with detach, as in x + (f(x) - x).detach() for f with the derivative of x; checkpoint(...)"
-                " needs use_reentrant=False"
-            )
+        self._refuse(lost)
         self._module, self.expected = module, outputs.detach()
         self.evaluation = Program(torch, module, function, batch, name)
         self.training = Program(torch, _copied(torch, module).train(), function, batch, name)
+        with torch.random.fork_rng(devices=[]):
+            self._refuse(lost_derivatives(torch, _copied(torch, module).train(), function, batch)[1])
+
+    def _refuse(self, lost: Sequence[str]) -> None:
+        if lost:
+            raise FedraxError(
+                f"{self._name} has derivatives of its own, or hooks of them, which a trace does not know"
+                f" ({', '.join(lost)}): write what they do with detach, as in x + (f(x) - x).detach() for f with the"
+                " derivative of x; checkpoint(...) needs use_reentrant=False, and no_grad does what inference_mode does"
+            )
 
     def run(self, state: _State, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
         """(outputs, moved buffers by name); with a key in training mode."""

@@ -17,7 +17,6 @@ OPERATORS |= {
     "polar": lambda length, angle: lax.complex(length * jnp.cos(angle), length * jnp.sin(angle)),
     "real": jnp.real,
     "imag": jnp.imag,
-    "angle": jnp.angle,
     "resolve_conj": lambda x: x,
     "resolve_neg": lambda x: x,
 } | dict.fromkeys(("conj", "_conj", "conj_physical", "_conj_physical"), jnp.conj)

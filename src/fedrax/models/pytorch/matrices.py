@@ -12,7 +12,7 @@ from fedrax.models.pytorch.operators import OPERATORS, operator
 
 OPERATORS |= {
     "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x) if x.ndim == 2 else _of_each(jax.scipy.linalg.expm, x),
-    "linalg_qr": lambda x, mode="reduced": jnp.linalg.qr(x, mode=mode),
+    "linalg_qr": lambda x, mode="reduced": (None, jnp.linalg.qr(x, "r")) if mode == "r" else jnp.linalg.qr(x, mode),
     "_linalg_eigh": lambda x, UPLO="L", compute_v=True: jnp.linalg.eigh(x, UPLO=UPLO),
 }
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
+from fedrax.models.pytorch import kinks
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """By name, or name and overload."""
@@ -89,8 +90,8 @@ def axes(dim: Any, ndim: int) -> tuple[int, ...]:
 # --- One array ----------------------------------------------------------------------------------------
 
 _ALIKE = (
-    "abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2 "
-    "logical_not reciprocal round sign sin sinh sqrt square tan tanh trunc"
+    "acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2 "
+    "logical_not reciprocal round sign sin sinc sinh sqrt square tan tanh trunc"
 )
 """Those that NumPy calls the same."""
 for _name in _ALIKE.split():
@@ -103,7 +104,9 @@ OPERATORS |= {
     "erfinv": jax.scipy.special.erfinv,
     "lgamma": jax.scipy.special.gammaln,
     "digamma": jax.scipy.special.digamma,
-    "i0": jax.scipy.special.i0,
+    "abs": kinks.absolute,
+    "angle": kinks.angle,
+    "i0": kinks.i0,
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "log_sigmoid": jax.nn.log_sigmoid,
@@ -111,9 +114,9 @@ OPERATORS |= {
     "mish": jax.nn.mish,
     "relu": jax.nn.relu,
     "selu": jax.nn.selu,
-    "hardswish": lambda x: x * _between(x + 3, 0, 6) / 6,
-    "hardsigmoid": lambda x: _between(x + 3, 0, 6) / 6,
-    "relu6": lambda x: _between(x, 0, 6),
+    "hardswish": lambda x: x * kinks.between(x + 3, 0, 6) / 6,
+    "hardsigmoid": lambda x: kinks.between(x + 3, 0, 6) / 6,
+    "relu6": lambda x: kinks.between(x, 0, 6),
     "leaky_relu": lambda x, negative_slope=0.01: jnp.where(x > 0, x, negative_slope * x),
     "threshold": lambda x, threshold, value: jnp.where(x > threshold, x, value),
     "softshrink": lambda x, lambd=0.5: jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0)),
@@ -126,14 +129,9 @@ OPERATORS |= {
 OPERATORS |= {f"special_{name}": getattr(jax.scipy.special, name) for name in ["i0e", "i1", "i1e", "log_ndtr", "ndtri"]}
 
 
-def _between(x: Array, low: float, high: float) -> Array:
-    """x within limits; at them the gradient is zero, as in PyTorch's activations."""
-    return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
-
-
 @operator("hardtanh")
 def _hardtanh(x: Array, min_val: float = -1.0, max_val: float = 1.0) -> Array:
-    return _between(x, min_val, max_val)
+    return kinks.between(x, min_val, max_val)
 
 
 @operator("clamp", "clip")
@@ -206,9 +204,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 for _name, _function in {
     "maximum": jnp.maximum, "minimum": jnp.minimum, "max.other": jnp.maximum, "min.other": jnp.minimum,
-    "fmax": jnp.fmax, "fmin": jnp.fmin, "hypot": jnp.hypot, "copysign": jnp.copysign,
+    "fmax": kinks.fmax, "fmin": kinks.fmin, "hypot": jnp.hypot, "copysign": kinks.copysign,
     "ldexp": lambda x, other: x * jnp.exp2(jnp.asarray(other, x.dtype)),
-    "atan2": jnp.arctan2, "remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide,
+    "atan2": kinks.arctan2, "remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide,
     "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
     "ge": jnp.greater_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and, "bitwise_or": jnp.bitwise_or,
@@ -359,12 +357,7 @@ def _var(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False
 @operator("std")
 def _std(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
     variance = _var(x, dim, unbiased, keepdim, correction=correction)
-    return _rooted(variance, jnp.sqrt)
-
-
-def _rooted(total: Array, root: Callable[[Array], Array]) -> Array:
-    """A root, whose gradient at zero is zero, as in PyTorch."""
-    return jnp.where(total == 0, 0, root(jnp.where(total == 0, 1, total)))
+    return kinks.rooted(variance, jnp.sqrt)
 
 
 @operator("var_mean")
@@ -377,13 +370,15 @@ def _var_mean(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = 
 @operator("linalg_vector_norm")
 def _norm(x: Array, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
     over: Any = axes(dim, x.ndim)
+    if jnp.iscomplexobj(x):
+        x = kinks.rooted(x.real**2 + x.imag**2, jnp.sqrt)
     if ord == 2:
-        return _rooted((x * x).sum(over, keepdims=keepdim), jnp.sqrt)
+        return kinks.rooted((x * x).sum(over, keepdims=keepdim), jnp.sqrt)
     if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), over, keepdims=keepdim)
+        return (jnp.max if ord > 0 else jnp.min)(kinks.absolute(x), over, keepdims=keepdim)
     if ord == 0:
         return (x != 0).sum(over, keepdims=keepdim).astype(x.dtype)
-    return _rooted((jnp.abs(x) ** ord).sum(over, keepdims=keepdim), lambda total: total ** (1 / ord))
+    return kinks.rooted(kinks.power_of_absolute(x, ord).sum(over, keepdims=keepdim), lambda total: total ** (1 / ord))
 
 
 @operator("softmax", "_softmax")

@@ -57,7 +57,9 @@ def _median(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Arra
 
 @operator("median", "median.default")
 def _median_of_all(x: Array) -> Array:
-    return _median(x.reshape(-1))[0]
+    """All that are the median share the gradient."""
+    same = x == lax.stop_gradient(_median(x.reshape(-1))[0])
+    return (jnp.where(same, x, 0).sum() / same.sum()).astype(x.dtype)
 
 
 def _so_far(best: Any, x: Array, dim: int) -> tuple[Array, Array]:

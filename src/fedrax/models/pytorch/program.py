@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import fourier, layers, matrices, ordering, pooling, recurrent, sampling, shapes
+from fedrax.models.pytorch import fourier, kinks, layers, matrices, ordering, pooling, recurrent, sampling, shapes
 from fedrax.models.pytorch.lines import line_of
 from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
 from fedrax.models.pytorch.tracing import export
@@ -180,4 +180,6 @@ def _function_of(node: Any) -> Callable | None:
         return max if "max" in target.__name__ else min
     if name == "fedrax.stop_gradient.default":
         return lax.stop_gradient
+    if name == "fedrax.with_gradient_of.default":
+        return kinks.with_gradient_of
     return OPERATORS.get(key_of(target)) if name.startswith("aten.") else None

@@ -47,14 +47,18 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
 
 
 def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
-    """Put an operator of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
-    stop, nodes = _stop_gradient(torch), list(graph_module.graph.nodes)
+    """Put operators of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
+    stop, nodes = _own_operators(torch).stop_gradient.default, list(graph_module.graph.nodes)
     for node in nodes:
         if str(node.target) == "aten.detach.default":
             node.target = stop
+        if _is_without_gradients(node):
+            _mark_changes_in_place(torch, getattr(graph_module, node.args[1].target))
         within = node.args and str(getattr(node.args[0], "target", "")).endswith("wrap_with_set_grad_enabled")
-        if node.target is operator.getitem and within and node.args[0].args[0] is False:
-            if not isinstance(node.meta.get("val"), torch.Tensor):
+        if node.target is operator.getitem and within and _is_without_gradients(node.args[0]):
+            region = getattr(graph_module, node.args[0].args[1].target)
+            results = next(n for n in region.graph.nodes if n.op == "output").args[0]
+            if not isinstance(node.meta.get("val"), torch.Tensor) or _changes_outer(results[node.args[1]]):
                 continue
             with graph_module.graph.inserting_after(node):
                 stopped = graph_module.graph.call_function(stop, (node,))
@@ -63,14 +67,44 @@ def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
     graph_module.recompile()
 
 
+def _is_without_gradients(node: Any) -> bool:
+    """Whether it is a part of the graph within ``no_grad``."""
+    return str(node.target).endswith("wrap_with_set_grad_enabled") and node.args[0] is False
+
+
+def _changes_outer(node: Any) -> bool:
+    """Whether it changes an array in place that is not made within the same part of the graph."""
+    if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        return False
+    while node.op == "call_function" and any(made.alias_info for made in node.target._schema.returns):
+        node = node.args[0]  # of a view or a change to what is viewed or changed
+    return node.op == "placeholder"
+
+
+def _mark_changes_in_place(torch: ModuleType, region: Any) -> None:
+    """What is changed without gradients has other values and the gradient of what it was."""
+    own = _own_operators(torch)
+    for node in [n for n in region.graph.nodes if _changes_outer(n)]:
+        changed = node.args[0]
+        with region.graph.inserting_before(node):
+            before = region.graph.call_function(torch.ops.aten.clone.default, (changed,))
+        with region.graph.inserting_after(node):
+            after = region.graph.call_function(own.with_gradient_of.default, (node, before))
+        with region.graph.inserting_after(after):
+            region.graph.call_function(torch.ops.aten.copy_.default, (changed, after))
+    region.recompile()
+
+
 @functools.cache
-def _stop_gradient(torch: ModuleType) -> Any:
-    """An operator that PyTorch does not take apart."""
+def _own_operators(torch: ModuleType) -> Any:
+    """Operators that PyTorch does not take apart."""
     library = torch.library.Library("fedrax", "DEF")
     library.define("stop_gradient(Tensor x) -> Tensor")
+    library.define("with_gradient_of(Tensor x, Tensor other) -> Tensor")
     library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
+    library.impl("with_gradient_of", lambda x, other: x.clone(), "CompositeExplicitAutograd")
     _LIBRARIES.append(library)  # an operator lives as long as its library
-    return torch.ops.fedrax.stop_gradient.default
+    return torch.ops.fedrax
 
 
 _LIBRARIES: list[Any] = []
@@ -81,7 +115,7 @@ def _known_functions(torch: ModuleType) -> Any:
     """While it holds, some functions are others of the same numbers.
 
     PyTorch computes distances in ways that depend on how many there are, which a trace would take for a condition on
-    the batch, and asks of inverses and factors whether they exist, which a trace cannot.
+    the batch, and asks of inverses and factors whether they exist, which a trace cannot. ``x.data`` its tracer loses.
     """
     linalg = torch.linalg
 
@@ -93,6 +127,7 @@ def _known_functions(torch: ModuleType) -> Any:
 
     others = {
         torch.cdist: distances,
+        torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
         linalg.inv: inverse,
         torch.inverse: inverse,
         torch.Tensor.inverse: inverse,
@@ -125,9 +160,16 @@ def quiet(torch: ModuleType) -> Iterator[None]:
         setattr(transformer, causal, detect)
 
 
-def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
-    """The functions with a derivative of their own that outputs were made by; a trace has only what they compute."""
-    found, seen, waiting = set(), set(), [outputs.grad_fn]
+def lost_derivatives(torch: ModuleType, module: Any, function: Callable, example: Any) -> tuple[Any, list[str]]:
+    """(outputs, the names of what changes derivatives in ways that a trace does not know)."""
+    found = {
+        f"a backward hook of {type(part).__name__}"
+        for part in module.modules()
+        if part._backward_hooks or part._backward_pre_hooks
+    }
+    with quiet(torch), torch.enable_grad(), _watch(torch)(found):
+        outputs = function(module, example)
+    waiting, seen = [getattr(outputs, "grad_fn", None)], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -136,4 +178,31 @@ def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
         waiting += [other for other, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             found.add(type(node).__name__.removesuffix("Backward"))
-    return sorted(found)
+    return outputs, sorted(found - {"BackwardHookFunction"})
+
+
+def hooked_parameters(module: Any) -> list[str]:
+    """Parameters whose gradients a hook changes."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [name for name, p in module.named_parameters() if any(getattr(p, kind, None) for kind in hooks)]
+
+
+@functools.cache
+def _watch(torch: ModuleType) -> type:
+    """While it holds, functions enter the set that it is made with where a trace loses what they do."""
+    lost = ("register_hook", "register_post_accumulate_grad_hook", "detach_")
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __init__(self, found: set[str]):
+            super().__init__()
+            self.found = found
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(function, "__name__", "")
+            if name in lost:
+                self.found.add(name)
+            if torch.is_inference_mode_enabled():
+                self.found.add("inference_mode")
+            return function(*args, **(kwargs or {}))
+
+    return Watch
