@@ -264,6 +264,17 @@ def test_hooks_of_parameters_are_refused(kind: str):
         from_torch(net, VECTORS)
 
 
+def test_outputs_that_are_infinite_and_complex_ones_are_compared():
+    hidden = torch.arange(8) > 5
+    from_torch(*of_vectors(lambda y: y.masked_fill(hidden, -torch.inf)))
+    other = lambda a: F.pad(torch.linalg.eigh(a, UPLO="U")[0], (0, 1), value=-torch.inf)  # noqa: E731
+    with pytest.raises(FedraxError, match="differ from PyTorch's by"):  # of matrices that are not symmetric
+        from_torch(*of_rows(other))
+    from_torch(*of_vectors(lambda y: torch.complex(y, -y)))
+    with pytest.raises(FedraxError, match="differ from PyTorch's by"):
+        from_torch(*of_rows(lambda a: 1j * torch.linalg.eigh(a, UPLO="U")[0]))
+
+
 def test_parameters_of_sixteen_bits_are_refused():
     with pytest.raises(FedraxError, match=r"bfloat16: from_torch\(module\.float\(\), example\)"):
         from_torch(nn.Linear(6, 2).bfloat16(), VECTORS)
