@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from fedrax import FedraxError  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
+from fedrax.models.pytorch.tracing import quiet  # noqa: E402
 
 torch.manual_seed(0)
 VECTORS, IMAGES = torch.randn(5, 6), torch.randn(3, 2, 8, 8)
@@ -275,6 +277,35 @@ def test_hooks_of_parameters_are_refused(kind: str):
     getattr(net.bias, kind)(lambda gradient: None)
     with pytest.raises(FedraxError, match=r"hooks of gradients \(bias\)"):
         from_torch(net, VECTORS)
+
+
+def test_outputs_that_are_infinite_and_complex_ones_are_compared():
+    hidden = torch.arange(8) > 5
+    from_torch(*of_vectors(lambda y: y.masked_fill(hidden, -torch.inf)))
+    other = lambda a: F.pad(torch.linalg.eigh(a, UPLO="U")[0], (0, 1), value=-torch.inf)  # noqa: E731
+    with pytest.raises(FedraxError, match="differ from PyTorch's by"):  # of matrices that are not symmetric
+        from_torch(*of_rows(other))
+    from_torch(*of_vectors(lambda y: torch.complex(y, -y)))
+    with pytest.raises(FedraxError, match="differ from PyTorch's by"):
+        from_torch(*of_rows(lambda a: 1j * torch.linalg.eigh(a, UPLO="U")[0]))
+
+
+def test_settings_of_pytorch_are_restored_after_two_threads():
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with quiet(torch):
+            entered.set()
+            may_leave.wait()
+
+    settings = lambda: (torch.backends.mha.get_fastpath_enabled(), nn.modules.transformer._detect_is_causal_mask)  # noqa: E731
+    before, thread = settings(), threading.Thread(target=other, daemon=True)
+    with quiet(torch):
+        thread.start()
+        assert not entered.wait(0.2)
+    may_leave.set()
+    thread.join()
+    assert settings() == before
 
 
 def test_parameters_of_sixteen_bits_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,20 +145,27 @@ def _known_functions(torch: ModuleType) -> Any:
 
 @contextmanager
 def quiet(torch: ModuleType) -> Iterator[None]:
-    """Without warnings of the tracer's own, attention in its plain form, nothing compiled, and masks as they are."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    # of a mask's values PyTorch asks whether it is the causal one, only to say which kernel it takes
-    transformer, causal = torch.nn.modules.transformer, "_detect_is_causal_mask"
-    detect = getattr(transformer, causal, None)
-    setattr(transformer, causal, lambda mask, is_causal=None, size=None: is_causal is True)
-    try:
-        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        setattr(transformer, causal, detect)
+    """Without warnings of the tracer's own, attention in its plain form, nothing compiled, and masks as they are.
+
+    These are settings of the process: one thread at a time, or another would restore what the first has set.
+    """
+    with _ONE_AT_A_TIME:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        # of a mask's values PyTorch asks whether it is the causal one, only to say which kernel it takes
+        transformer, causal = torch.nn.modules.transformer, "_detect_is_causal_mask"
+        detect = getattr(transformer, causal, None)
+        setattr(transformer, causal, lambda mask, is_causal=None, size=None: is_causal is True)
+        try:
+            with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            setattr(transformer, causal, detect)
+
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def lost_derivatives(torch: ModuleType, module: Any, function: Callable, example: Any) -> tuple[Any, list[str]]:
