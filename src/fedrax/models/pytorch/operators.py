@@ -89,13 +89,14 @@ def axes(dim: Any, ndim: int) -> tuple[int, ...]:
 # --- One array ----------------------------------------------------------------------------------------
 
 _ALIKE = (
-    "abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2 "
+    "acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2 "
     "logical_not reciprocal round sign sin sinh sqrt square tan tanh trunc"
 )
 """Those that NumPy calls the same."""
 for _name in _ALIKE.split():
     OPERATORS[_name] = getattr(jnp, _name)
 OPERATORS |= {
+    "abs": lambda x: absolute(x),
     "neg": jnp.negative,
     "bitwise_not": jnp.invert,
     "erf": jax.scipy.special.erf,
@@ -124,6 +125,11 @@ OPERATORS |= {
     "item": lambda x: x.reshape(()),
 }
 OPERATORS |= {f"special_{name}": getattr(jax.scipy.special, name) for name in ["i0e", "i1", "i1e", "log_ndtr", "ndtri"]}
+
+
+def absolute(x: Array) -> Array:
+    """Absolute values; at zero the gradient is zero, as in PyTorch."""
+    return jnp.abs(x) if jnp.iscomplexobj(x) else x * jnp.sign(x)
 
 
 def _between(x: Array, low: float, high: float) -> Array:
@@ -213,7 +219,7 @@ for _name, _function in {
     "ge": jnp.greater_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and, "bitwise_or": jnp.bitwise_or,
     "bitwise_xor": jnp.bitwise_xor, "mul": jnp.multiply, "mm": jnp.matmul, "bmm": jnp.matmul, "matmul": jnp.matmul,
-    "mv": jnp.matmul, "dot": jnp.dot, "outer": jnp.outer, "where": jnp.where,
+    "mv": jnp.matmul, "dot": jnp.dot, "outer": jnp.outer,
 }.items():  # fmt: skip
     OPERATORS[_name] = _function
 
@@ -246,6 +252,13 @@ def _pow(x: Any, exponent: Any) -> Array:
     if isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
         exponent = int(exponent)  # a product, whose gradient is right at zero too
     return jnp.power(x, exponent)
+
+
+@operator("where")
+def _where(mask: Array, x: Any = None, other: Any = None) -> Array:
+    if x is None:
+        raise FedraxError("the places of a mask are of unknown number: use torch.where(mask, x, y) or masked_fill")
+    return jnp.where(mask, x, other)
 
 
 @operator("masked_fill")
@@ -345,45 +358,6 @@ def _argmax(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
 @operator("argmin")
 def _argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     return jnp.argmin(x, axis=dim, keepdims=keepdim)
-
-
-@operator("var")
-def _var(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
-    """By n - 1 unless told otherwise."""
-    if isinstance(dim, bool):  # var(unbiased)
-        dim, unbiased = None, dim
-    ddof = int(unbiased) if correction is None else correction
-    return x.var(axes(dim, x.ndim), ddof=ddof, keepdims=keepdim)
-
-
-@operator("std")
-def _std(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
-    variance = _var(x, dim, unbiased, keepdim, correction=correction)
-    return _rooted(variance, jnp.sqrt)
-
-
-def _rooted(total: Array, root: Callable[[Array], Array]) -> Array:
-    """A root, whose gradient at zero is zero, as in PyTorch."""
-    return jnp.where(total == 0, 0, root(jnp.where(total == 0, 1, total)))
-
-
-@operator("var_mean")
-def _var_mean(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None):
-    over = None if isinstance(dim, bool) else dim
-    mean = x.mean(axes(over, x.ndim), keepdims=keepdim)
-    return _var(x, dim, unbiased, keepdim, correction=correction), mean
-
-
-@operator("linalg_vector_norm")
-def _norm(x: Array, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
-    over: Any = axes(dim, x.ndim)
-    if ord == 2:
-        return _rooted((x * x).sum(over, keepdims=keepdim), jnp.sqrt)
-    if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), over, keepdims=keepdim)
-    if ord == 0:
-        return (x != 0).sum(over, keepdims=keepdim).astype(x.dtype)
-    return _rooted((jnp.abs(x) ** ord).sum(over, keepdims=keepdim), lambda total: total ** (1 / ord))
 
 
 @operator("softmax", "_softmax")

@@ -19,12 +19,35 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import fourier, layers, matrices, ordering, pooling, recurrent, sampling, shapes
+from fedrax.models.pytorch import (
+    deviations,
+    fourier,
+    layers,
+    matrices,
+    ordering,
+    pooling,
+    randomness,
+    recurrent,
+    sampling,
+    shapes,
+)
+from fedrax.models.pytorch.gradients import ANOTHER
 from fedrax.models.pytorch.lines import line_of
 from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
 from fedrax.models.pytorch.tracing import export
 
-_ = fourier, layers, matrices, ordering, pooling, recurrent, sampling, shapes  # they enter their operators
+_ = (
+    deviations,
+    fourier,
+    layers,
+    matrices,
+    ordering,
+    pooling,
+    randomness,
+    recurrent,
+    sampling,
+    shapes,
+)  # they enter their operators
 
 _PLAIN = (operator, math)
 """Where the functions of sizes come from: ``x.size(0) * 2``."""
@@ -111,6 +134,8 @@ class Program:
         try:
             named: dict[str, Any] = {_PYTHON.get(k, k): v for k, v in options.items()}
             return function(*arguments, **named)
+        except OverflowError as error:
+            raise FedraxError(f"{self._name}: {BEYOND} ({line_of(self._torch, node)})") from error
         except (FedraxError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise FedraxError(f"{self._name}: {cause} ({line_of(self._torch, node)})") from error
@@ -125,6 +150,9 @@ class Program:
             listed = "; ".join(f"{name} ({line})" for name, line in list(missing.items())[:3])
             more = "" if len(missing) <= 3 else f"; and {len(missing) - 3} more"
             raise FedraxError(f"{self._name} uses operators that fedrax has no form of: {listed}{more}")
+        changed = [_inner(spec.target) for spec in self.outputs if spec.kind.name == "PARAMETER_MUTATION"]
+        if changed:
+            raise FedraxError(f"{self._name} changes its parameters ({', '.join(changed)}) in forward: {ANOTHER}")
         odd = next((s for s in self.inputs.values() if s.kind.name in ("CUSTOM_OBJ", "TOKEN")), None)
         kept = [spec for spec in self.outputs if spec.kind.name == "USER_OUTPUT"]
         if odd is not None or len(kept) != 1 or len(self.outputs) != len(kept) + len(self.moved):
@@ -154,6 +182,7 @@ def only_batches_of(size: int, name: str) -> str:
     )
 
 
+BEYOND = "whole numbers beyond 32 bits are not what JAX computes with"
 _LARGEST_BATCH = 2**20
 _PYTHON = {"self": "x", "input": "x"}
 """Names that schemas give the first argument."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch.lines import line_of_error
+from fedrax.models.pytorch.gradients import ANOTHER, mark_stopped_gradients
+from fedrax.models.pytorch.lines import current_line, line_of_error
 from fedrax.models.pytorch.operators import OPERATORS, key_of
 
 
@@ -24,7 +24,13 @@ def part_class(torch: ModuleType) -> type:
             self.module, self.function = module, function
 
         def forward(self, x: Any) -> Any:
-            return self.function(self.module, x)
+            held = [(part, name, buffer) for part in self.modules() for name, buffer in part._buffers.items()]
+            outputs = self.function(self.module, x)
+            for part, name, buffer in held:  # the tracer does not see one that is assigned: self.mean = ...
+                now = part._buffers.get(name)
+                if buffer is not None and now is not None and now is not buffer:
+                    buffer.copy_(now.detach())
+            return outputs
 
     return Part
 
@@ -34,46 +40,18 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
     part.train(module.training)
     batch = torch.export.Dim.AUTO
     try:
-        with quiet(torch), torch.enable_grad(), _known_functions(torch):
+        with quiet(torch), torch.enable_grad(), _known_functions(torch), _plain_inference(torch):
             exported = torch.export.export(part, (example,), dynamic_shapes=({0: batch},), strict=False)
-            _mark_stopped_gradients(torch, exported.graph_module)
+            mark_stopped_gradients(torch, exported, name)
             known = torch.export.default_decompositions()
             unknown = {op: how for op, how in known.items() if key_of(op) not in OPERATORS}
             return exported.run_decompositions(unknown)
+    except FedraxError:
+        raise
     except Exception as error:  # whatever the user's code or PyTorch's tracer makes of it
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
         why = "what it does depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
         raise FedraxError(f"{name} cannot be traced at {line_of_error(torch, error)}: {why}") from error
-
-
-def _mark_stopped_gradients(torch: ModuleType, graph_module: Any) -> None:
-    """Put an operator of our own where gradients stop: decomposition leaves ``detach`` and ``no_grad`` out."""
-    stop, nodes = _stop_gradient(torch), list(graph_module.graph.nodes)
-    for node in nodes:
-        if str(node.target) == "aten.detach.default":
-            node.target = stop
-        within = node.args and str(getattr(node.args[0], "target", "")).endswith("wrap_with_set_grad_enabled")
-        if node.target is operator.getitem and within and node.args[0].args[0] is False:
-            if not isinstance(node.meta.get("val"), torch.Tensor):
-                continue
-            with graph_module.graph.inserting_after(node):
-                stopped = graph_module.graph.call_function(stop, (node,))
-            stopped.meta = dict(node.meta)
-            node.replace_all_uses_with(stopped, delete_user_cb=lambda user, made=stopped: user is not made)
-    graph_module.recompile()
-
-
-@functools.cache
-def _stop_gradient(torch: ModuleType) -> Any:
-    """An operator that PyTorch does not take apart."""
-    library = torch.library.Library("fedrax", "DEF")
-    library.define("stop_gradient(Tensor x) -> Tensor")
-    library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
-    _LIBRARIES.append(library)  # an operator lives as long as its library
-    return torch.ops.fedrax.stop_gradient.default
-
-
-_LIBRARIES: list[Any] = []
 
 
 @functools.cache
@@ -85,11 +63,21 @@ def _known_functions(torch: ModuleType) -> Any:
     """
     linalg = torch.linalg
 
+    def sinc(x: Any) -> Any:
+        known = torch.where(x == 0, 1, x) * torch.pi  # the tracer's own has no gradient at zero
+        return torch.where(x == 0, 1, known.sin() / known)
+
     def distances(x: Any, y: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
         return linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), ord=p, dim=-1)
 
     def inverse(x: Any) -> Any:
         return linalg.inv_ex(x)[0]
+
+    def quantised(x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
+        known = x.detach()
+        steps = torch.round(known * (1 / scale)) + zero_point  # gradients go through where these are within the ends
+        through = torch.where((steps >= quant_min) & (steps <= quant_max), x - known, 0)
+        return (steps.clamp(quant_min, quant_max) - zero_point) * scale + through
 
     others = {
         torch.cdist: distances,
@@ -98,13 +86,41 @@ def _known_functions(torch: ModuleType) -> Any:
         torch.Tensor.inverse: inverse,
         linalg.cholesky: lambda x, *, upper=False: linalg.cholesky_ex(x, upper=upper)[0],
         linalg.solve: lambda x, y, *, left=True: linalg.solve_ex(x, y, left=left)[0],
+        torch.fake_quantize_per_tensor_affine: quantised,
+        torch.sinc: sinc,
+        torch.Tensor.sinc: sinc,
+        torch.Tensor.data.__get__: lambda x: x.detach(),
     }
 
     class Known(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (kwargs or {}).get("max_norm") is not None:
+                raise FedraxError(f"max_norm changes rows when they are read ({current_line(torch)}): {ANOTHER}")
+            if function == torch.Tensor.data.__set__:
+                raise FedraxError(f"the data of an array is replaced ({current_line(torch)}): {ANOTHER}")
+            if getattr(function, "__name__", "") in ("register_hook", "retain_grad"):
+                raise FedraxError(f"a hook of a gradient ({current_line(torch)}) is nothing that a trace knows")
             return others.get(function, function)(*args, **(kwargs or {}))
 
     return Known()
+
+
+@contextmanager
+def _plain_inference(torch: ModuleType) -> Iterator[None]:
+    """``inference_mode`` as ``no_grad``: of the former the tracer writes nothing down."""
+    mode = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+
+    def entered(self: Any) -> None:
+        self._before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._before and not self.mode)
+
+    try:
+        mode.__enter__ = entered
+        mode.__exit__ = lambda self, *error: torch.set_grad_enabled(self._before) and None
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave
 
 
 @contextmanager
@@ -116,6 +132,10 @@ def quiet(torch: ModuleType) -> Iterator[None]:
     transformer, causal = torch.nn.modules.transformer, "_detect_is_causal_mask"
     detect = getattr(transformer, causal, None)
     setattr(transformer, causal, lambda mask, is_causal=None, size=None: is_causal is True)
+    # distributions ask whether their parameters are in range
+    distribution = torch.distributions.Distribution
+    validated = distribution._validate_args
+    distribution.set_default_validate_args(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -123,17 +143,4 @@ def quiet(torch: ModuleType) -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         setattr(transformer, causal, detect)
-
-
-def own_derivatives(torch: ModuleType, outputs: Any) -> list[str]:
-    """The functions with a derivative of their own that outputs were made by; a trace has only what they compute."""
-    found, seen, waiting = set(), set(), [outputs.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [other for other, _ in node.next_functions]
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.add(type(node).__name__.removesuffix("Backward"))
-    return sorted(found)
+        distribution.set_default_validate_args(validated)
