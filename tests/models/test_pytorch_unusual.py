@@ -317,6 +317,27 @@ def test_what_a_trace_would_lose_is_refused(function: Any, sentence: str):
         from_torch(made(4, 4, function), torch.randn(3, 4))
 
 
+class Auxiliary(Made):
+    def forward(self, x: Any) -> Any:
+        return (self.layer(x), x) if self.training else self.layer(x)
+
+
+def test_outputs_of_other_kinds_are_refused():
+    with pytest.raises(FedraxError, match="one array to one array in training"):
+        from_torch(Auxiliary(nn.Linear(4, 3), None), torch.randn(3, 4))
+    with pytest.raises(FedraxError, match=r"outputs of shape \(6, 2\) for 3 samples: the first axis must be"):
+        from_torch(made(4, 4, lambda self, x: self.layer(x).view(-1, 2)), torch.randn(3, 4))
+
+
+def test_products_of_three_do_not_hold_the_number_of_samples():
+    def product(self: Made, x: Any) -> Any:
+        h = self.layer(x)
+        state = torch.zeros(x.shape[0], 2, 2) + torch.einsum("bi,bj,bi->bij", h[:, :2], h[:, 2:], h[:, 1:3])
+        return torch.einsum("bij,bj->bi", state, h[:, :2])
+
+    agree(made(4, 4, product), torch.randn(3, 4), torch.randn(5, 4))
+
+
 def test_layers_without_a_shape_and_hooks_of_parameters_are_refused():
     with pytest.raises(FedraxError, match=r"without a shape yet: call it once"):
         from_torch(nn.LazyLinear(3), torch.randn(3, 4))

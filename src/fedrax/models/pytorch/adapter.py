@@ -96,6 +96,11 @@ def from_torch(
     if moved := ", ".join(whole.evaluation.moved):
         raise FedraxError(f"{name} moves {moved} in evaluation too: ask self.training first")
     whole.compare(state, batch)
+    if whole.expected.shape[:1] != batch.shape[:1]:
+        raise FedraxError(
+            f"{name} gives outputs of shape {tuple(whole.expected.shape)} for {len(batch)} samples: the first axis must"
+            " be the samples, and positions the next"
+        )
 
     def of(traced: _Traced, first: bool = True) -> Callable:
         turned = channels_last and first

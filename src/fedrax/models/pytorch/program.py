@@ -61,7 +61,7 @@ class Program:
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
         self._torch, self._name, self._sample = torch, name, list(example.shape[1:])
-        self._whole = example.dtype == torch.int64
+        self._whole, self._training = example.dtype == torch.int64, module.training
         exported = export(torch, module, function, example, name)
         self.graph, signature = exported.graph_module, exported.graph_signature
         self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -156,7 +156,8 @@ class Program:
         odd = next((s for s in self.inputs.values() if s.kind.name in ("CUSTOM_OBJ", "TOKEN")), None)
         kept = [spec for spec in self.outputs if spec.kind.name == "USER_OUTPUT"]
         if odd is not None or len(kept) != 1 or len(self.outputs) != len(kept) + len(self.moved):
-            raise FedraxError(f"{self._name} must map one array to one array: wrap it in a module that does")
+            mode = " in training" if self._training else ""
+            raise FedraxError(f"{self._name} must map one array to one array{mode}: wrap it in a module that does")
         node = next(n for n in self.graph.graph.nodes if n.op == "placeholder" and n.name == self._user_input())
         size = node.meta["val"].shape[0]
         if isinstance(size, int):
@@ -178,7 +179,8 @@ class Program:
 def only_batches_of(size: int, name: str) -> str:
     """What is said of a module that reads batches of one size."""
     return (
-        f"{name} works for batches of {size} alone: a size is written into it, as in view(4, 8); write x.size(0) or -1"
+        f"{name} works for batches of {size} alone: a size is written into it, as in view(4, 8) or by len(x); write"
+        " x.size(0) or -1"
     )
 
 

@@ -125,7 +125,7 @@ def _plain_inference(torch: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def quiet(torch: ModuleType) -> Iterator[None]:
-    """Without warnings of the tracer's own, with attention in its plain form, and masks as they are."""
+    """Without warnings of the tracer's own, with attention and products in their plain form, and masks as they are."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     # of a mask's values PyTorch asks whether it is the causal one, only to say which kernel it takes
@@ -136,6 +136,9 @@ def quiet(torch: ModuleType) -> Iterator[None]:
     distribution = torch.distributions.Distribution
     validated = distribution._validate_args
     distribution.set_default_validate_args(False)
+    # the order of products is planned for one size of the batch
+    planner = torch.backends.opt_einsum
+    planned, planner.enabled = planner.enabled, False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -144,3 +147,4 @@ def quiet(torch: ModuleType) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         setattr(transformer, causal, detect)
         distribution.set_default_validate_args(validated)
+        planner.enabled = planned
