@@ -322,6 +322,12 @@ class Auxiliary(Made):
         return (self.layer(x), x) if self.training else self.layer(x)
 
 
+def test_a_refusal_prints_nothing(capfd: Any):
+    with pytest.raises(FedraxError, match="depends on the values"):
+        from_torch(made(4, 3, lambda self, x: self.layer(x) if x.sum() > 0 else x[:, :3]), torch.randn(3, 4))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_outputs_of_other_kinds_are_refused():
     with pytest.raises(FedraxError, match="one array to one array in training"):
         from_torch(Auxiliary(nn.Linear(4, 3), None), torch.randn(3, 4))

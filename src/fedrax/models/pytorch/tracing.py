@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +42,7 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
     part.train(module.training)
     batch = torch.export.Dim.AUTO
     try:
-        with quiet(torch), torch.enable_grad(), _known_functions(torch), _plain_inference(torch):
+        with quiet(torch), torch.enable_grad(), _known_functions(torch), _plain_inference(torch), _silent():
             exported = torch.export.export(part, (example,), dynamic_shapes=({0: batch},), strict=False)
             mark_stopped_gradients(torch, exported, name)
             known = torch.export.default_decompositions()
@@ -103,6 +105,19 @@ def _known_functions(torch: ModuleType) -> Any:
             return others.get(function, function)(*args, **(kwargs or {}))
 
     return Known()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the graph that the tracer prints beside its error."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager
