@@ -109,7 +109,13 @@ def seq2seq() -> tuple[Net, Any]:
     return Net(nn.Linear(6, 6), lambda net, y: net.inner(y, y[:, :4], tgt_mask=mask), inner=inner), SEQUENCES
 
 
+@torch.inference_mode()
+def without(y: Any) -> Any:
+    return y.mean(1, keepdim=True)
+
+
 CASES: dict[str, Any] = {
+    "inference mode": of_vectors(lambda y: y * without(y).clone()),
     **{
         name: of_vectors(function)
         for name, function in {
@@ -251,20 +257,14 @@ def hooked(y: Any) -> Any:
     return y.tanh()
 
 
-@torch.inference_mode()
-def without(y: Any) -> Any:
-    return y.mean(1, keepdim=True)
-
-
 @pytest.mark.parametrize(
     ("function", "name"),
     [
         (lambda self, y: Sign.apply(y) if self.training else y, "Sign"),
         (lambda self, y: hooked(y), "register_hook"),
-        (lambda self, y: y * without(y).clone(), "inference_mode"),
         (lambda self, y: y * y.tanh().detach_(), "detach_"),
     ],
-    ids=["in training alone", "a tensor's hook", "inference mode", "detached in place"],
+    ids=["in training alone", "a tensor's hook", "detached in place"],
 )
 def test_derivatives_that_a_trace_loses_in_other_ways_are_refused(function: Any, name: str):
     with pytest.raises(FedraxError, match=rf"derivatives of its own.*\({name}\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 
 from fedrax import FedraxError  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
@@ -134,3 +136,210 @@ def test_short_whole_numbers_do_not_overflow():
     params = model.init(jax.random.key(0))
     for kind in (jnp.uint8, jnp.int16, jnp.int32):
         np.testing.assert_array_equal(model.apply(params, jnp.asarray(x.numpy(), kind)), net(x).detach())
+
+
+class Equal(nn.Module):
+    """A function of images that are zero everywhere."""
+
+    def __init__(self, function: Any):
+        super().__init__()
+        self.image, self.function = nn.Parameter(torch.zeros(2, 6, 6)), function
+
+    def forward(self, x: Any) -> Any:
+        return 1 + self.function(0 * x + self.image)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: F.adaptive_max_pool2d(y, 4),
+        lambda y: F.adaptive_max_pool2d(y, (1, 3), return_indices=True)[1] * y.sum() + y.abs().sum(),
+        lambda y: torch.abs(y) * torch.arange(6.0) + torch.sinc(y),
+        lambda y: y.norm(p=1, dim=2) + y.norm(p=float("inf"), dim=3),
+    ],
+)
+def test_gradients_where_numbers_are_equal(function: Any):
+    agree(Equal(function), torch.randn(3, 2, 6, 6), torch.randn(4, 2, 6, 6))
+
+
+def test_deviations_of_equal_numbers():
+    agree(
+        Equal(lambda y: (y + 0.1).std(2, keepdim=True) + (y + 0.3).var(0)),
+        torch.randn(3, 2, 6, 6),
+        torch.randn(5, 2, 6, 6),
+    )
+
+
+def test_extremes_of_what_comes_to_a_place():
+    places = torch.tensor([[0, 1, 1, 3, 0, 1]])
+
+    def flat(self: Made, x: Any) -> Any:
+        h, at = self.layer(x), places.expand(x.shape[0], -1)
+        rounded = h - (h - h.round()).detach()
+        made = [
+            h[:, :4].scatter_reduce(1, at, rounded, kind, include_self=own)
+            for kind in ("sum", "mean", "amax", "amin")
+            for own in (True, False)
+        ]
+        return torch.cat([*made, h.reshape(-1, 3, 2).gather(1, at[:, :2, None]).flatten(1)], 1)
+
+    agree(made(4, 6, flat), torch.randn(3, 4), torch.randn(5, 4))
+
+
+def stopped(self: Made, x: Any) -> Any:
+    h = self.layer(x)
+    with torch.inference_mode():
+        scale = h.exp()
+    return h + scale + (h.round() - h).data + torch.fake_quantize_per_tensor_affine(h, 0.1, 3, -8, 7)
+
+
+def test_gradients_that_stop_in_other_ways():
+    agree(made(4, 3, stopped), torch.randn(3, 4), torch.randn(5, 4))
+
+
+class Moving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 3), []
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("square", torch.ones(3))
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        self.kept.append(y)  # an array with a history, which cannot be copied
+        if self.training:
+            with torch.no_grad():
+                self.mean = 0.9 * self.mean + 0.1 * y.mean(0)
+            self.square.data.mul_(0.9).add_(y.detach().square().mean(0), alpha=0.1)
+        return (y - self.mean) / self.square.sqrt()
+
+
+def test_buffers_that_are_assigned_move():
+    net, x = nn.Sequential(Moving()), torch.randn(5, 4)
+    model = from_torch(net, torch.randn(3, 4))
+    variables = model.init(jax.random.key(0))
+    moved = model.train(variables, jnp.asarray(x.numpy()), jax.random.key(1))[1]["0"]
+    net.train()(x)
+    for name, buffer in net[0].named_buffers():
+        np.testing.assert_allclose(moved[name], buffer.detach(), rtol=1e-5, atol=1e-6)
+
+
+def drawn(self: Made, x: Any) -> Any:
+    y = self.layer(x)
+    if not self.training:
+        return y
+    like, chances = torch.empty_like(y[:, 0]), torch.tensor([1.0, 3.0]).expand(x.shape[0], -1)
+    draws = [
+        like.uniform_(1, 3), y.new_empty(x.shape[0]).normal_(1, 2), like.clone().exponential_(2),
+        torch.randint(0, 5, like.shape), torch.distributions.Normal(1 + 0 * y[:, 0], 2.0).rsample(),
+        F.gumbel_softmax(0 * y, hard=True)[:, 0], torch.multinomial(chances, 1)[:, 0],
+        torch.randperm(x.shape[0]) / x.shape[0], torch.normal(1 + 0 * y[:, 0], 2.0),
+    ]  # fmt: skip
+    return torch.stack([d.float() for d in draws], 1)
+
+
+def test_draws_have_pytorchs_distributions():
+    model = from_torch(made(4, 9, drawn), torch.randn(3, 4))
+    found = model.apply(model.init(jax.random.key(0)), jnp.ones((4000, 4)), jax.random.key(1))
+    means, deviations = found.mean(0), found.std(0)
+    np.testing.assert_allclose(means, [2, 1, 0.5, 2, 1, 1 / 9, 0.75, 0.5, 1], atol=0.15)
+    expected = [0.577, 2, 0.5, 2**0.5, 2, (8 / 81) ** 0.5, 0.433, 0.289, 2]
+    np.testing.assert_allclose(deviations, expected, rtol=0.06)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+def counting(self: Made, x: Any) -> Any:
+    self.steps = getattr(self, "steps", 0) + self.training
+    return self.layer(x)
+
+
+def clamped(self: Made, x: Any) -> Any:
+    with torch.no_grad():
+        self.layer.weight.clamp_(-9, 9)
+    return self.layer(x)
+
+
+def replaced(self: Made, x: Any) -> Any:
+    self.layer.weight.data = self.layer.weight.data.clamp(-9, 9)
+    return self.layer(x)
+
+
+def hooked(self: Made, x: Any) -> Any:
+    h = self.layer(x)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: -gradient)
+    return h
+
+
+def short(self: Made, x: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.layer(x)
+
+
+def by_chance(self: Made, x: Any) -> Any:
+    return self.layer(x) * random.random() if self.training else self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (counting, "keeps steps from one call to the next"),
+        (by_chance, "random numbers that are not PyTorch's"),
+        (lambda self, x: (Reversed.apply if self.training else torch.tanh)(self.layer(x)), r"of its own.*\(Reversed\)"),
+        (hooked, r"hooks of them.*\(register_hook\)"),
+        (clamped, r"changes the parameter layer.weight where.*test_pytorch_unusual.py, line"),
+        (replaced, r"data of an array is replaced .*test_pytorch_unusual.py, line"),
+        (short, "autocast"),
+        (lambda self, x: self.layer(x) + len(torch.where(self.layer(x) > 0)), "places of a mask|cannot be traced"),
+        (lambda self, x: F.embedding(x.long() % 3, self.layer.weight, max_norm=1.0)[:, 0], "max_norm.*line"),
+        (lambda self, x: self.layer(x) + x.long()[:, :1] * 2654435761 % 7, "beyond 32 bits .*line"),
+    ],
+)  # fmt: skip
+def test_what_a_trace_would_lose_is_refused(function: Any, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        from_torch(made(4, 4, function), torch.randn(3, 4))
+
+
+class Auxiliary(Made):
+    def forward(self, x: Any) -> Any:
+        return (self.layer(x), x) if self.training else self.layer(x)
+
+
+def test_a_refusal_prints_nothing(capfd: Any):
+    with pytest.raises(FedraxError, match="depends on the values"):
+        from_torch(made(4, 3, lambda self, x: self.layer(x) if x.sum() > 0 else x[:, :3]), torch.randn(3, 4))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_outputs_of_other_kinds_are_refused():
+    with pytest.raises(FedraxError, match="one array to one array in training"):
+        from_torch(Auxiliary(nn.Linear(4, 3), None), torch.randn(3, 4))
+    with pytest.raises(FedraxError, match=r"outputs of shape \(6, 2\) for 3 samples: the first axis must be"):
+        from_torch(made(4, 4, lambda self, x: self.layer(x).view(-1, 2)), torch.randn(3, 4))
+
+
+def test_products_of_three_do_not_hold_the_number_of_samples():
+    def product(self: Made, x: Any) -> Any:
+        h = self.layer(x)
+        state = torch.zeros(x.shape[0], 2, 2) + torch.einsum("bi,bj,bi->bij", h[:, :2], h[:, 2:], h[:, 1:3])
+        return torch.einsum("bij,bj->bi", state, h[:, :2])
+
+    agree(made(4, 4, product), torch.randn(3, 4), torch.randn(5, 4))
+
+
+def test_layers_without_a_shape_and_hooks_of_parameters_are_refused():
+    with pytest.raises(FedraxError, match=r"without a shape yet: call it once"):
+        from_torch(nn.LazyLinear(3), torch.randn(3, 4))
+    layer = nn.Linear(4, 3)
+    layer.weight.register_hook(lambda gradient: -gradient)
+    with pytest.raises(FedraxError, match=r"hooks of gradients \(weight\)"):
+        from_torch(layer, torch.randn(3, 4))

@@ -17,9 +17,11 @@ from jax import Array
 from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError, unknown
+from fedrax.models.pytorch.gradients import hooked_parameters, lost_derivatives
 from fedrax.models.pytorch.lines import line_of_error
-from fedrax.models.pytorch.program import Program, only_batches_of
-from fedrax.models.pytorch.tracing import hooked_parameters, lost_derivatives, quiet
+from fedrax.models.pytorch.memory import called_once
+from fedrax.models.pytorch.program import BEYOND, Program, only_batches_of
+from fedrax.models.pytorch.tracing import quiet
 
 QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """What is run once need not run fast."""
@@ -94,6 +96,11 @@ def from_torch(
     if moved := ", ".join(whole.evaluation.moved):
         raise FedraxError(f"{name} moves {moved} in evaluation too: ask self.training first")
     whole.compare(state, batch)
+    if whole.expected.shape[:1] != batch.shape[:1]:
+        raise FedraxError(
+            f"{name} gives outputs of shape {tuple(whole.expected.shape)} for {len(batch)} samples: the first axis must"
+            " be the samples, and positions the next"
+        )
 
     def of(traced: _Traced, first: bool = True) -> Callable:
         turned = channels_last and first
@@ -127,6 +134,8 @@ def _own_copy(torch: ModuleType, source: Any) -> Any:
         raise FedraxError(f"{type(source).__name__} is compiled for TorchScript: give the module that it was made of")
     if not isinstance(source, torch.nn.Module):
         raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
+    if any(torch.nn.parameter.is_lazy(p) for p in (*source.parameters(), *source.buffers())):
+        raise FedraxError(f"{type(source).__name__} has layers without a shape yet: call it once, module(example)")
     short = next((str(p.dtype) for p in source.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
     if short is not None:
         raise FedraxError(f"{type(source).__name__} has parameters of {short}: from_torch(module.float(), example)")
@@ -140,8 +149,17 @@ def _own_copy(torch: ModuleType, source: Any) -> Any:
 
 def _copied(torch: ModuleType, module: Any) -> Any:
     # what an old weight_norm has computed of parameters cannot be copied with how it was computed
-    held = (value for part in module.modules() for value in vars(part).values())
-    made = {id(v): v.detach().clone() for v in held if isinstance(v, torch.Tensor) and not v.is_leaf}
+    made: dict[int, Any] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            made[id(value)] = value.detach().clone()
+        elif isinstance(value, (dict, list, tuple)):
+            for entry in value.values() if isinstance(value, dict) else value:
+                look(entry)
+
+    for part in module.modules():
+        look(vars(part))
     return copy.deepcopy(module, made)
 
 
@@ -162,14 +180,15 @@ class _Traced:
     def __init__(self, torch: ModuleType, module: Any, function: Callable, batch: Any, name: str):
         self._torch, self._name = torch, name
         self._eager = lambda net: function(net, batch)
-        outputs, lost = lost_derivatives(torch, module, function, batch)
+        with quiet(torch):
+            outputs, lost = lost_derivatives(torch, module, function, batch)
         if not isinstance(outputs, torch.Tensor):
             raise FedraxError(f"{name} gives {type(outputs).__name__}, not one array: wrap it in one that does")
         self._refuse(lost)
         self._module, self.expected = module, outputs.detach()
         self.evaluation = Program(torch, module, function, batch, name)
         self.training = Program(torch, _copied(torch, module).train(), function, batch, name)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), quiet(torch):
             self._refuse(lost_derivatives(torch, _copied(torch, module).train(), function, batch)[1])
 
     def _refuse(self, lost: Sequence[str]) -> None:
@@ -177,7 +196,7 @@ class _Traced:
             raise FedraxError(
                 f"{self._name} has derivatives of its own, or hooks of them, which a trace does not know"
                 f" ({', '.join(lost)}): write what they do with detach, as in x + (f(x) - x).detach() for f with the"
-                " derivative of x; checkpoint(...) needs use_reentrant=False, and no_grad does what inference_mode does"
+                " derivative of x; checkpoint(...) needs use_reentrant=False"
             )
 
     def run(self, state: _State, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
@@ -205,12 +224,11 @@ class _Traced:
         with jax.default_matmul_precision("highest"):
             found, outputs, moved = jax.jit(both, **QUICK)(values, _array(batch))
         self._compare("evaluation", found, self.expected)
+        net = _copied(self._torch, self._module).train()
+        with quiet(self._torch):
+            expected, buffers = called_once(self._torch, net, self._eager, self._name)
         if any(asked):
             return
-        net = _copied(self._torch, self._module).train()
-        with quiet(self._torch), self._torch.no_grad():
-            expected = self._eager(net)
-        buffers = dict(net.named_buffers())
         self._compare("training", outputs, expected)
         for name, value in moved.items():
             self._compare(f"training, {name}", value, buffers[name])
@@ -305,7 +323,7 @@ def _batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
     batch = batch.to(kind if batch.is_floating_point() else torch.int64)
     batch = batch if len(batch) > 1 else torch.cat([batch, batch])  # of one sample alone PyTorch takes 1 for a constant
     try:
-        with quiet(torch), torch.no_grad():
+        with quiet(torch), torch.enable_grad():
             module(batch)
     except Exception as error:  # of the user's own code
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
@@ -334,7 +352,11 @@ def _array(tensor: Any) -> np.ndarray:
     array = tensor.detach().cpu()
     array = array.float() if array.is_floating_point() else array
     made = array.numpy().copy()
-    return made.astype(np.int32) if made.dtype == np.int64 else made
+    if made.dtype != np.int64:
+        return made
+    if made.size and (made.max() >= 1 << 31 or made.min() < -(1 << 31)):
+        raise FedraxError(BEYOND)
+    return made.astype(np.int32)
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

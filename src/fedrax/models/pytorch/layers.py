@@ -158,8 +158,8 @@ def _group_norm(x: Array, num_groups: int, weight=None, bias=None, eps: float = 
 @operator("dropout")
 def dropout(context: Context, x: Array, p: float, train: bool, shape: tuple[int, ...] | None = None) -> Array:
     """Zeroes entries with probability p, and scales the others by 1/(1 - p); nothing without a key."""
-    key = context.key()
-    if not train or p == 0 or key is None:
+    key = context.key() if train and p > 0 else None
+    if key is None:
         return x
     keep = jax.random.bernoulli(key, 1 - p, x.shape if shape is None else shape)
     return jnp.where(keep, x / max(1 - p, 1e-30), 0)

@@ -17,6 +17,12 @@ def line_of_error(torch: ModuleType, error: BaseException) -> str:
     return _shown(own[-1]) if own else "a line that it does not tell"
 
 
+def current_line(torch: ModuleType) -> str:
+    """The line of the user's that is being run."""
+    own = [f for f in traceback.extract_stack() if _is_users(torch, f.filename)]
+    return _shown((own[-1].filename, own[-1].lineno, own[-1].line))
+
+
 def line_of(torch: ModuleType, node: Any) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if _is_users(torch, frame[0])]
@@ -28,7 +34,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 def _is_users(torch: ModuleType, file: str) -> bool:
     own = (Path(torch.__path__[0]), Path(__file__).parent)
-    return not file.startswith("<frozen") and not any(Path(file).is_relative_to(folder) for folder in own)
+    return not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in own)
 
 
 def _shown(frame: tuple) -> str:

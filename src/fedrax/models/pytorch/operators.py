@@ -211,7 +211,7 @@ for _name, _function in {
     "ge": jnp.greater_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and, "bitwise_or": jnp.bitwise_or,
     "bitwise_xor": jnp.bitwise_xor, "mul": jnp.multiply, "mm": jnp.matmul, "bmm": jnp.matmul, "matmul": jnp.matmul,
-    "mv": jnp.matmul, "dot": jnp.dot, "outer": jnp.outer, "where": jnp.where,
+    "mv": jnp.matmul, "dot": jnp.dot, "outer": jnp.outer,
 }.items():  # fmt: skip
     OPERATORS[_name] = _function
 
@@ -244,6 +244,13 @@ def _pow(x: Any, exponent: Any) -> Array:
     if isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
         exponent = int(exponent)  # a product, whose gradient is right at zero too
     return jnp.power(x, exponent)
+
+
+@operator("where")
+def _where(mask: Array, x: Any = None, other: Any = None) -> Array:
+    if x is None:
+        raise FedraxError("the places of a mask are of unknown number: use torch.where(mask, x, y) or masked_fill")
+    return jnp.where(mask, x, other)
 
 
 @operator("masked_fill")
@@ -343,42 +350,6 @@ def _argmax(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
 @operator("argmin")
 def _argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     return jnp.argmin(x, axis=dim, keepdims=keepdim)
-
-
-@operator("var")
-def _var(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
-    """By n - 1 unless told otherwise."""
-    if isinstance(dim, bool):  # var(unbiased)
-        dim, unbiased = None, dim
-    ddof = int(unbiased) if correction is None else correction
-    return x.var(axes(dim, x.ndim), ddof=ddof, keepdims=keepdim)
-
-
-@operator("std")
-def _std(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Array:
-    variance = _var(x, dim, unbiased, keepdim, correction=correction)
-    return kinks.rooted(variance, jnp.sqrt)
-
-
-@operator("var_mean")
-def _var_mean(x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None):
-    over = None if isinstance(dim, bool) else dim
-    mean = x.mean(axes(over, x.ndim), keepdims=keepdim)
-    return _var(x, dim, unbiased, keepdim, correction=correction), mean
-
-
-@operator("linalg_vector_norm")
-def _norm(x: Array, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
-    over: Any = axes(dim, x.ndim)
-    if jnp.iscomplexobj(x):
-        x = kinks.rooted(x.real**2 + x.imag**2, jnp.sqrt)
-    if ord == 2:
-        return kinks.rooted((x * x).sum(over, keepdims=keepdim), jnp.sqrt)
-    if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(kinks.absolute(x), over, keepdims=keepdim)
-    if ord == 0:
-        return (x != 0).sum(over, keepdims=keepdim).astype(x.dtype)
-    return kinks.rooted(kinks.power_of_absolute(x, ord).sum(over, keepdims=keepdim), lambda total: total ** (1 / ord))
 
 
 @operator("softmax", "_softmax")

@@ -117,12 +117,20 @@ def _adaptive_avg_pool(x: Array, output_size: Sizes) -> Array:
 
 
 @operator("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def _adaptive_max_pool(x: Array, output_size: Sizes) -> tuple[Array, None]:
+def _adaptive_max_pool(x: Array, output_size: Sizes) -> tuple[Array, Array]:
+    """The first maximum of each cell, and its place among the pixels of the space."""
     sizes = each(output_size, 1)
-    for axis, size in zip(range(x.ndim - len(sizes), x.ndim), sizes, strict=True):
-        cells = _cells(x.shape[axis], size)
-        x = jnp.stack([lax.slice_in_dim(x, low, high, axis=axis).max(axis) for low, high in cells], axis)
-    return x, None
+    space = x.shape[-len(sizes) :]
+    places = jnp.broadcast_to(jnp.arange(math.prod(space), dtype=jnp.int32).reshape(space), x.shape)
+    for axis, size in list(zip(range(-len(sizes), 0), sizes, strict=True))[::-1]:  # the last axis first: row by row
+        values, found = [], []
+        for low, high in _cells(x.shape[axis], size):
+            pixels, where = (lax.slice_in_dim(a, low, high, axis=axis) for a in (x, places))
+            best = jnp.argmax(pixels, axis, keepdims=True)
+            values.append(jnp.take_along_axis(pixels, best, axis))
+            found.append(jnp.take_along_axis(where, best, axis))
+        x, places = jnp.concatenate(values, axis), jnp.concatenate(found, axis)
+    return x, places
 
 
 def _cells(length: int, count: int) -> list[tuple[int, int]]:

@@ -19,12 +19,36 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import fourier, kinks, layers, matrices, ordering, pooling, recurrent, sampling, shapes
+from fedrax.models.pytorch import (
+    deviations,
+    fourier,
+    kinks,
+    layers,
+    matrices,
+    ordering,
+    pooling,
+    randomness,
+    recurrent,
+    sampling,
+    shapes,
+)
+from fedrax.models.pytorch.gradients import ANOTHER
 from fedrax.models.pytorch.lines import line_of
 from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
 from fedrax.models.pytorch.tracing import export
 
-_ = fourier, layers, matrices, ordering, pooling, recurrent, sampling, shapes  # they enter their operators
+_ = (
+    deviations,
+    fourier,
+    layers,
+    matrices,
+    ordering,
+    pooling,
+    randomness,
+    recurrent,
+    sampling,
+    shapes,
+)  # they enter their operators
 
 _PLAIN = (operator, math)
 """Where the functions of sizes come from: ``x.size(0) * 2``."""
@@ -38,7 +62,7 @@ class Program:
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
         self._torch, self._name, self._sample = torch, name, list(example.shape[1:])
-        self._whole = example.dtype == torch.int64
+        self._whole, self._training = example.dtype == torch.int64, module.training
         exported = export(torch, module, function, example, name)
         self.graph, signature = exported.graph_module, exported.graph_signature
         self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -111,6 +135,8 @@ class Program:
         try:
             named: dict[str, Any] = {_PYTHON.get(k, k): v for k, v in options.items()}
             return function(*arguments, **named)
+        except OverflowError as error:
+            raise FedraxError(f"{self._name}: {BEYOND} ({line_of(self._torch, node)})") from error
         except (FedraxError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise FedraxError(f"{self._name}: {cause} ({line_of(self._torch, node)})") from error
@@ -125,10 +151,14 @@ class Program:
             listed = "; ".join(f"{name} ({line})" for name, line in list(missing.items())[:3])
             more = "" if len(missing) <= 3 else f"; and {len(missing) - 3} more"
             raise FedraxError(f"{self._name} uses operators that fedrax has no form of: {listed}{more}")
+        changed = [_inner(spec.target) for spec in self.outputs if spec.kind.name == "PARAMETER_MUTATION"]
+        if changed:
+            raise FedraxError(f"{self._name} changes its parameters ({', '.join(changed)}) in forward: {ANOTHER}")
         odd = next((s for s in self.inputs.values() if s.kind.name in ("CUSTOM_OBJ", "TOKEN")), None)
         kept = [spec for spec in self.outputs if spec.kind.name == "USER_OUTPUT"]
         if odd is not None or len(kept) != 1 or len(self.outputs) != len(kept) + len(self.moved):
-            raise FedraxError(f"{self._name} must map one array to one array: wrap it in a module that does")
+            mode = " in training" if self._training else ""
+            raise FedraxError(f"{self._name} must map one array to one array{mode}: wrap it in a module that does")
         node = next(n for n in self.graph.graph.nodes if n.op == "placeholder" and n.name == self._user_input())
         size = node.meta["val"].shape[0]
         if isinstance(size, int):
@@ -150,10 +180,12 @@ class Program:
 def only_batches_of(size: int, name: str) -> str:
     """What is said of a module that reads batches of one size."""
     return (
-        f"{name} works for batches of {size} alone: a size is written into it, as in view(4, 8); write x.size(0) or -1"
+        f"{name} works for batches of {size} alone: a size is written into it, as in view(4, 8) or by len(x); write"
+        " x.size(0) or -1"
     )
 
 
+BEYOND = "whole numbers beyond 32 bits are not what JAX computes with"
 _LARGEST_BATCH = 2**20
 _PYTHON = {"self": "x", "input": "x"}
 """Names that schemas give the first argument."""

@@ -25,7 +25,7 @@ OPERATORS |= {
     "tril": lambda x, diagonal=0: jnp.tril(x, diagonal),
     "triu": lambda x, diagonal=0: jnp.triu(x, diagonal),
     "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
-    "gather": lambda x, dim, index, sparse_grad=False: jnp.take_along_axis(x, index, axis=dim),
+    "gather": lambda x, dim, index, sparse_grad=False: x[_along(x, dim, index)] if x.ndim else x,
     "diagonal": lambda x, offset=0, dim1=0, dim2=1: jnp.diagonal(x, offset, dim1, dim2),
     "expand_as": lambda x, other: jnp.broadcast_to(x, other.shape),
 }
@@ -243,6 +243,29 @@ def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
     return x.at[_along(x, dim, index)].add(source[tuple(map(slice, index.shape))])
 
 
+@operator("scatter_reduce.two")
+def _scatter_reduce(
+    x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    """Sums, means or extremes of what comes to a place, with what is there or without; equal ones share gradients."""
+    source, place = source[tuple(map(slice, index.shape))], _along(x, dim, index)
+    counts = jnp.full(x.shape, int(include_self)).at[place].add(1)
+    if reduce in ("sum", "mean"):
+        start = x if include_self else jnp.where(counts > 0, 0, x)
+        total = start.at[place].add(source)
+        return total / jnp.maximum(counts, 1) if reduce == "mean" else total
+    if reduce not in ("amax", "amin"):
+        raise FedraxError(f"scatter_reduce with reduce={reduce!r} has no form here")
+    sign = 1 if reduce == "amax" else -1
+    known, had = sign * lax.stop_gradient(source), sign * lax.stop_gradient(x)
+    start = had if include_self else jnp.where(counts > 0, -jnp.inf, had)
+    largest = start.at[place].max(known)
+    own, others = had == largest, known == largest[place]
+    own = own if include_self else own & (counts == 0)
+    shares = own.astype(x.dtype).at[place].add(others)
+    return jnp.where(own, x, 0).at[place].add(jnp.where(others, source, 0)) / jnp.maximum(shares, 1)
+
+
 @operator("one_hot")
 def _one_hot(x: Array, num_classes: int = -1) -> Array:
     if num_classes < 0:
@@ -355,24 +378,6 @@ def _linspace(context: Context, start: Any, end: Any, steps: int, *, dtype: Any 
 @operator("eye")
 def _eye(context: Context, n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Array:
     return jnp.eye(n, m, dtype=context.float_type if dtype is None else context.type_of(dtype))
-
-
-@operator("randn", "randn_like")
-def _randn(context: Context, like: Any, *, dtype: Any = None, **_: Any) -> Array:
-    shape = like.shape if isinstance(like, Array) else tuple(like)
-    return jax.random.normal(context.random_key("randn"), shape, context.float_type)
-
-
-@operator("rand", "rand_like")
-def _rand(context: Context, like: Any, *, dtype: Any = None, **_: Any) -> Array:
-    shape = like.shape if isinstance(like, Array) else tuple(like)
-    return jax.random.uniform(context.random_key("rand"), shape, context.float_type)
-
-
-@operator("bernoulli", "bernoulli.p")
-def _bernoulli(context: Context, x: Array, p: Any = None, *, generator: Any = None) -> Array:
-    chance = x if p is None else jnp.full(x.shape, p)
-    return jax.random.bernoulli(context.random_key("bernoulli"), chance).astype(x.dtype)
 
 
 @operator("tril_indices")
