@@ -178,7 +178,7 @@ class _Traced:
     """A function of a module and x as a program for each mode."""
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, batch: Any, name: str):
-        self._torch, self._name = torch, name
+        self._torch, self._name, self._function = torch, name, function
         self._eager = lambda net: function(net, batch)
         with quiet(torch):
             outputs, lost = lost_derivatives(torch, module, function, batch)
@@ -215,15 +215,19 @@ class _Traced:
         values = {alias: state.start[own] for alias, own in state.names.items()}
         asked = []
 
-        def both(values: dict, x: Array) -> tuple[Array, Array, dict]:
+        def both(values: dict, x: Array) -> tuple[Array, Array | None, Array, dict]:
             found, _, _ = self.evaluation.run(values, x, None, jnp.float32)
+            first = None if alone is None else self.evaluation.run(values, x[:1], None, jnp.float32)[0]
             outputs, moved, random = self.training.run(values, x, jax.random.key(0), jnp.float32)
             asked.append(random)
-            return found, outputs, moved
+            return found, first, outputs, moved
 
+        alone = self._of_one(batch[:1])
         with jax.default_matmul_precision("highest"):
-            found, outputs, moved = jax.jit(both, **QUICK)(values, _array(batch))
+            found, first, outputs, moved = jax.jit(both, **QUICK)(values, _array(batch))
         self._compare("evaluation", found, self.expected)
+        if first is not None and first.shape == alone.shape:  # squeeze() may make it another, which nobody relies on
+            self._compare("evaluation of a single sample", first, alone)
         net = _copied(self._torch, self._module).train()
         with quiet(self._torch):
             expected, buffers = called_once(self._torch, net, self._eager, self._name)
@@ -232,6 +236,15 @@ class _Traced:
         self._compare("training", outputs, expected)
         for name, value in moved.items():
             self._compare(f"training, {name}", value, buffers[name])
+
+    def _of_one(self, sample: Any) -> Any:
+        """PyTorch's outputs of a single one, of which the tracer knows nothing; None where the module gives none."""
+        with quiet(self._torch), self._torch.no_grad():
+            try:
+                outputs = self._function(self._module, sample)
+            except Exception:  # of the user's own
+                return None
+        return outputs if outputs.isfinite().all() else None
 
     def _compare(self, where: str, found: Array, expected: Any) -> None:
         kind = self._torch.complex128 if expected.is_complex() else self._torch.float64
