@@ -30,12 +30,7 @@ def shared_by(shared: Mapping[str, Any], own: Mapping[str, Any], reader: Reader)
 def with_tables(method: Mapping[str, Any]) -> Table:
     """A method's table in which methods inside it are tables too, not names alone."""
     inner = method.get("inner")
-    inside = {} if inner is None else {"inner": with_tables(_as_table(inner)) if _is_method(inner) else inner}
-    return {**method, **inside}
-
-
-def _is_method(value: Any) -> bool:
-    return isinstance(value, str | Mapping)
+    return {**method, "inner": with_tables(_as_table(inner))} if isinstance(inner, str | Mapping) else dict(method)
 
 
 def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
@@ -45,9 +40,10 @@ def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
         fields = fields_of(cls)
         if key in fields:
             return depth
-        if "inner" not in fields:
+        inner = method.get("inner", {})
+        if "inner" not in fields or not isinstance(inner, str | Mapping):
             break
-        method, depth = _as_table(method.get("inner", {})), depth + 1
+        method, depth = _as_table(inner), depth + 1
         default = defaults_of(cls)["inner"]
         cls = _class_of(method, reader) if "name" in method else type(default)
         cls = cls if dataclasses.is_dataclass(cls) else None
@@ -63,8 +59,8 @@ def _class_of(method: Mapping[str, Any], reader: Reader) -> type | None:
         return None
 
 
-def _as_table(value: Any) -> Table:
-    return {"name": value} if isinstance(value, str) else value if isinstance(value, dict) else {}
+def _as_table(method: str | Mapping[str, Any]) -> Table:
+    return {"name": method} if isinstance(method, str) else dict(method)
 
 
 def path_for(path: str, algorithm: Any) -> str:

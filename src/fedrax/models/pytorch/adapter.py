@@ -96,11 +96,6 @@ def from_torch(
     if moved := ", ".join(whole.evaluation.moved):
         raise FedraxError(f"{name} moves {moved} in evaluation too: ask self.training first")
     whole.compare(state, batch)
-    if whole.expected.shape[:1] != batch.shape[:1]:
-        raise FedraxError(
-            f"{name} gives outputs of shape {tuple(whole.expected.shape)} for {len(batch)} samples: the first axis must"
-            " be the samples, and positions the next"
-        )
 
     def of(traced: _Traced, first: bool = True) -> Callable:
         turned = channels_last and first
@@ -211,7 +206,7 @@ class _Traced:
         return outputs, {name: moved.get(name, values[name]) for name in state.moving}
 
     def compare(self, state: _State, batch: Any) -> None:
-        """Refuse the program if its numbers are not PyTorch's."""
+        """Refuse the program if its numbers are not PyTorch's, or not a row for each sample."""
         values = {alias: state.start[own] for alias, own in state.names.items()}
         asked = []
 
@@ -226,6 +221,11 @@ class _Traced:
         with jax.default_matmul_precision("highest"):
             found, first, outputs, moved = jax.jit(both, **QUICK)(values, _array(batch))
         self._compare("evaluation", found, self.expected)
+        if self.expected.shape[:1] != batch.shape[:1]:
+            raise FedraxError(
+                f"{self._name} gives outputs of shape {tuple(self.expected.shape)} for {len(batch)} samples: the first"
+                " axis must be the samples, and positions the next"
+            )
         if first is not None and first.shape == alone.shape:  # squeeze() may make it another, which nobody relies on
             self._compare("evaluation of a single sample", first, alone)
         net = _copied(self._torch, self._module).train()

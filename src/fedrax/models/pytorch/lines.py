@@ -24,6 +24,7 @@ def current_line(torch: ModuleType) -> str:
 
 
 def line_of(torch: ModuleType, node: Any) -> str:
+    """The user's line that a node of a traced graph comes from."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if _is_users(torch, frame[0])]
     return _shown(own[-1]) if own else "a line that PyTorch does not tell"

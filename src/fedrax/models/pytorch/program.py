@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import (
+from fedrax.models.pytorch import (  # noqa: F401 - they enter their operators
     deviations,
     fourier,
     kinks,
@@ -36,19 +36,6 @@ from fedrax.models.pytorch.gradients import ANOTHER
 from fedrax.models.pytorch.lines import line_of
 from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
 from fedrax.models.pytorch.tracing import export
-
-_ = (
-    deviations,
-    fourier,
-    layers,
-    matrices,
-    ordering,
-    pooling,
-    randomness,
-    recurrent,
-    sampling,
-    shapes,
-)  # they enter their operators
 
 _PLAIN = (operator, math)
 """Where the functions of sizes come from: ``x.size(0) * 2``."""

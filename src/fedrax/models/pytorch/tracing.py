@@ -39,6 +39,10 @@ def part_class(torch: ModuleType) -> type:
 
 
 def export(torch: ModuleType, module: Any, function: Callable, example: Any, name: str) -> Any:
+    """``function(module, x)`` as ``torch.export`` writes it down, for any number of samples, in operators of the table.
+
+    Raises FedraxError, with the user's line, for what cannot be traced.
+    """
     part = part_class(torch)(module, function)
     part.train(module.training)
     batch = torch.export.Dim.AUTO
