@@ -46,6 +46,14 @@ class Times:
         return RoundClock(rounds, self.wall[0] - float(started) if started else None)
 
 
+def device_peak_mb() -> float | None:
+    """The most memory of the first device that arrays and programs took; None of a CPU."""
+    import jax
+
+    found = jax.local_devices()[0].memory_stats() or {}
+    return round(found["peak_bytes_in_use"] / 2**20, 1) if "peak_bytes_in_use" in found else None
+
+
 def time_rounds(
     algorithm: Algorithm, task: Task, federation: Federation, rounds: int, **settings: Any
 ) -> tuple[RoundClock, Result]:

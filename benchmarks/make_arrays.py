@@ -128,7 +128,7 @@ def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def image_templates(workload: Workload, rng: np.random.Generator, samples: int = 320) -> Samples:
-    """W3, W5, W6, W8, W9: a smooth template a class and unit noise; so many samples a client, iid; 2000 test
+    """W3, W5, W6, W8, W9, W11: a smooth template a class and unit noise; so many samples a client, iid; 2000 test
     samples.
     """
     train = workload.clients * samples
@@ -234,4 +234,5 @@ SAMPLES: dict[str, Callable[[Workload, np.random.Generator], Samples]] = {
     "W8": partial(image_templates, samples=64),
     "W9": partial(image_templates, samples=64),
     "W10": ragged_clients,
+    "W11": partial(image_templates, samples=50),
 }

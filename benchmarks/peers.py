@@ -21,7 +21,7 @@ from benchmarks.peers_report import disagreements, identity, table, write_report
 from benchmarks.quiet import run_quietly
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.simulators import Setting, settings
-from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, steps_per_round
+from benchmarks.workloads import ON_A_CPU, WORKLOADS, Arrays, flop_per_round, steps_per_round
 
 RAW = RESULTS / "peers.jsonl"
 
@@ -57,7 +57,7 @@ def main() -> int:
         }
         session.add(names | result)
         print(one_line(session.runs[-1]), flush=True)
-    complete = not arguments.peers and set(arguments.workloads) == set(WORKLOADS)
+    complete = not arguments.peers and set(arguments.workloads) == set(ON_A_CPU)
     return conclude(session, arguments.out if complete else None)
 
 
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     simulators = list(dict.fromkeys(setting.simulator for setting in settings()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(ON_A_CPU), help="default: W1 to W10")
     add("--peers", nargs="+", choices=simulators, help="default: all")
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
     add("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")

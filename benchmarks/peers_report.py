@@ -91,7 +91,7 @@ def identity(run: dict) -> tuple[str, str, str, int]:
     return run["workload"], run["simulator"], run["setting"], run["repeat"]
 
 
-def disagreements(session: Session) -> list[str]:
+def disagreements(session: Session, tolerance: float = LOSS_TOLERANCE) -> list[str]:
     """A sentence for each run that failed, and for each whose test loss is not everybody's."""
     problems = []
     succeeded = {identity(run) for run in session.runs if "failed" not in run}
@@ -105,7 +105,7 @@ def disagreements(session: Session) -> list[str]:
             continue
         agreed = statistics.median(run["test_loss"] for run in finished)
         for run in finished:
-            if not abs(run["test_loss"] - agreed) <= LOSS_TOLERANCE * abs(agreed):
+            if not abs(run["test_loss"] - agreed) <= tolerance * abs(agreed):
                 problems.append(
                     f"{run['simulator']} ({run['setting']}) ends {workload} at test loss "
                     f"{run['test_loss']:.4f}, the median is {agreed:.4f}: it did not do the same work"

@@ -16,11 +16,11 @@ from benchmarks.pages import markdown_table, number, write_page
 from benchmarks.points import measure_point, point_parser
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ON_A_CPU, WORKLOADS
 
 RAW = RESULTS / "profiles.jsonl"
 ROUNDS = 300  # of the run that is looked into; only some of them are run
-POINTS = [(workload, "fedavg") for workload in WORKLOADS]
+POINTS = [(workload, "fedavg") for workload in ON_A_CPU]
 POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg", "fedsaga", "mifa", "gradma")]
 
 

@@ -29,14 +29,16 @@ class Session:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, path: Path, **facts: Any) -> Session:
-        """Measures the machine and writes the header."""
-        print("measuring the machine", flush=True)
+    def start(cls, path: Path, described: dict[str, Any] | None = None, **facts: Any) -> Session:
+        """Writes the header; measures the machine where it is not ``described``."""
+        if described is None:
+            print("measuring the machine", flush=True)
+            described = machine.describe() | machine.measure()
         header = {
             "kind": "session",
             "id": uuid.uuid4().hex[:8],
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "machine": machine.describe() | machine.measure(),
+            "machine": described,
         }
         session = cls(path, header | facts)
         session._append(session.header)

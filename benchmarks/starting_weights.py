@@ -119,6 +119,12 @@ def separable_weights(rng: np.random.Generator) -> Weights:
     return weights | layers(rng, {"fc": (10, 256)})
 
 
+def small_convolutional_weights(rng: np.random.Generator) -> Weights:
+    return layers(
+        rng, {"convs.0": (32, 3, 3, 3), "convs.1": (64, 32, 3, 3), "fc1": (128, 14 * 14 * 64), "fc2": (10, 128)}
+    )
+
+
 WEIGHTS: dict[str, Callable[[np.random.Generator], Weights]] = {
     "W1": mlp_weights,
     "W2": softmax_weights,
@@ -130,4 +136,5 @@ WEIGHTS: dict[str, Callable[[np.random.Generator], Weights]] = {
     "W8": transformer_weights,
     "W9": separable_weights,
     "W10": partial(mlp_weights, widths=(30, 64, 64, 5)),
+    "W11": small_convolutional_weights,
 }

@@ -52,19 +52,24 @@ class RoundClock:
 def runner_arguments(
     description: str, channels_last: bool = False, **integers: int
 ) -> tuple[argparse.Namespace, Workload, Arrays]:
-    """Parses a runner's command line: ``--workload``, ``--arrays``, and integer options with their
-    defaults.
+    """Parses a runner's command line: ``--workload``, ``--arrays``, ``--device``, ``--precision``, and integer options
+    with their defaults.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", required=True, choices=WORKLOADS)
     parser.add_argument("--arrays", required=True, help="the folder of the workload's arrays")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of simulators that choose none")
+    parser.add_argument("--precision", default="highest", choices=("highest", "tensorfloat32"), help="of products")
     for name, default in integers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     return arguments, WORKLOADS[arguments.workload], Arrays(arguments.arrays, channels_last)
 
 
-def report(clock: RoundClock, versions: dict[str, str], loss: float, accuracy: float) -> None:
-    """Prints the runner's one line of results."""
+def report(
+    clock: RoundClock, versions: dict[str, str], loss: float, accuracy: float, device_peak_mb: float | None = None
+) -> None:
+    """Prints the runner's one line of results; ``device_peak_mb``: an accelerator's memory."""
     result = clock.summary() | {"test_loss": loss, "test_accuracy": accuracy, "versions": versions}
+    result |= {"device_peak_mb": device_peak_mb} if device_peak_mb is not None else {}
     print(RESULT_PREFIX + json.dumps(result), flush=True)

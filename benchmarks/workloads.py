@@ -6,7 +6,7 @@ Every simulator gets the same arrays, starts from the same weights, trains the s
 and walks each client's samples in stored order, without shuffling. Clients are weighted by their number of
 samples; the server averages. All of them must therefore end at the same test loss.
 
-The models of W1 to W4 are those of fedrax's own zoo; W5 to W10 are Flax Linen modules as a user brings them.
+The models of W1 to W4 are those of fedrax's own zoo; W5 to W11 are Flax Linen modules as a user brings them.
 """
 
 from __future__ import annotations
@@ -192,8 +192,23 @@ WORKLOADS = {
             rounds=50,  # as W2
             macs=(30 * 64, 64 * 64, 64 * 5),
         ),
+        Workload(
+            name="W11",
+            model="CNN: conv3x3x32, conv3x3x64, max pooling, 128, 10",
+            data="class templates and noise, 32x32x3, 50 samples a client",
+            clients=1000,
+            cohort=50,
+            epochs=1,
+            batch=10,
+            learning_rate=0.01,
+            rounds=20,
+            macs=(convolution(30, 3, 32), convolution(28, 32, 64), 14 * 14 * 64 * 128, 128 * 10),
+        ),
     )
 }
+ON_A_GPU = ("W11",)
+"""pfl-research's own CIFAR-10 benchmark without its dropout: too much work for most CPUs."""
+ON_A_CPU = tuple(name for name in WORKLOADS if name not in ON_A_GPU)
 
 
 class Arrays:

@@ -1,4 +1,4 @@
-"""The models of W5 to W10 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
+"""The models of W5 to W11 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
 
 fedrax takes them through its adapter, FedJAX as functions. Layers have PyTorch's names.
 """
@@ -139,6 +139,17 @@ class MLP(nn.Module):
         return nn.Dense(5, name="fc3")(x)
 
 
+class SmallConvNet(nn.Module):
+    """Two 3x3 convolutions, max pooling and two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, width in enumerate((32, 64)):
+            x = nn.relu(nn.Conv(width, (3, 3), padding="VALID", name=f"convs_{i}")(x))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2)).reshape(len(x), -1)
+        return nn.Dense(10, name="fc2")(nn.relu(nn.Dense(128, name="fc1")(x)))
+
+
 MODULES: dict[str, nn.Module] = {
     "W5": ConvNet(),
     "W6": ResNet20(),
@@ -146,6 +157,7 @@ MODULES: dict[str, nn.Module] = {
     "W8": VisionTransformer(),
     "W9": MobileNet(),
     "W10": MLP(),
+    "W11": SmallConvNet(),
 }
 INPUTS = {"W7": np.zeros((1, 80), np.int32), "W10": np.zeros((1, 30), np.float32)}
 IMAGES = np.zeros((1, 32, 32, 3), np.float32)

@@ -88,7 +88,8 @@ def main() -> None:
         clock.tick()
 
     versions = {"fedjax": fedjax_version, "jax": jax.__version__}
-    report(clock, versions, *evaluate(workload, state.params, arrays))
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    report(clock, versions, *evaluate(workload, state.params, arrays), peak and round(peak / 2**20, 1))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def main() -> None:
     import jax
 
     import fedrax
-    from benchmarks.fedrax_clock import time_rounds
+    from benchmarks.fedrax_clock import device_peak_mb, time_rounds
     from benchmarks.fedrax_problems import federation_of, plain_problem, problem
 
     local = fedrax.LocalSGD(
@@ -33,10 +33,11 @@ def main() -> None:
         script=fedrax.Script(cohorts=arrays.cohorts),
         cohort_size=workload.cohort,
         weights="samples",
+        precision=arguments.precision,
     )
     last = result.events[-1]
     versions = {"fedrax": fedrax.__version__, "jax": jax.__version__}
-    report(clock, versions, last["test_loss"], last["test_accuracy"])
+    report(clock, versions, last["test_loss"], last["test_accuracy"], device_peak_mb())
 
 
 if __name__ == "__main__":

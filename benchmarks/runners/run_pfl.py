@@ -25,26 +25,27 @@ from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from pfl.version import __version__ as pfl_version
 
-from benchmarks.runners.torch_models import MODELS, evaluate, load
+from benchmarks.runners.torch_models import MODELS, device_peak_mb, evaluate, finished, load, on_device
 from benchmarks.timing import RoundClock, report, runner_arguments
 from benchmarks.workloads import Arrays, Workload
 
 
 class Ticks(TrainingProcessCallback):
-    def __init__(self, clock: RoundClock) -> None:
-        self.clock = clock
+    def __init__(self, clock: RoundClock, device: torch.device) -> None:
+        self.clock, self.device = clock, device
 
     def on_train_begin(self, *, model):
         self.clock.start()
         return Metrics()
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
+        finished(self.device)
         self.clock.tick()
         return False, Metrics()
 
 
-def federated_dataset(workload: Workload, arrays: Arrays) -> FederatedDataset:
-    x, y = torch.from_numpy(arrays.x), torch.from_numpy(arrays.y)
+def federated_dataset(workload: Workload, arrays: Arrays, device: torch.device) -> FederatedDataset:
+    x, y = torch.from_numpy(arrays.x).to(device), torch.from_numpy(arrays.y).to(device)
     users = [
         PyTorchTensorDataset((x[arrays.rows(k)], y[arrays.rows(k)]), user_id=str(k)) for k in range(workload.clients)
     ]
@@ -72,10 +73,12 @@ def main() -> None:
     arguments, workload, arrays = runner_arguments("Apple's pfl-research.", threads=1)
     torch.set_num_threads(arguments.threads)
     np.random.seed(0)  # noqa: NPY002 - pfl draws from the global generator
-    module = model_class(workload)()
+    os.environ["PFL_PYTORCH_DEVICE"] = arguments.device
+    device = on_device(arguments.device, arguments.precision)
+    module = model_class(workload)().to(device)
     load(module, arrays.initial)
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
-    dataset = federated_dataset(workload, arrays)
+    dataset = federated_dataset(workload, arrays, device)
     backend = SimulatedBackend(training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()])
 
     clock = RoundClock()
@@ -94,11 +97,12 @@ def main() -> None:
             local_learning_rate=workload.learning_rate,
         ),
         model_eval_params=NNEvalHyperParams(local_batch_size=None),
-        callbacks=[Ticks(clock)],
+        callbacks=[Ticks(clock, device)],
         send_metrics_to_platform=False,
     )
     if os.environ.get("RANK", "0") == "0":
-        report(clock, {"pfl": pfl_version, "torch": torch.__version__}, *evaluate(module, arrays))
+        versions = {"pfl": pfl_version, "torch": torch.__version__}
+        report(clock, versions, *evaluate(module, arrays), device_peak_mb(device))
     if torch.distributed.is_initialized():  # a process that just ends now and then aborts in its communication thread
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

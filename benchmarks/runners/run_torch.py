@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.runners.torch_models import build, evaluate, local_sgd
+from benchmarks.runners.torch_models import build, device_peak_mb, evaluate, finished, local_sgd, on_device
 from benchmarks.timing import RoundClock, report, runner_arguments
 
 
 def main() -> None:
     arguments, workload, arrays = runner_arguments("A plain PyTorch loop.", threads=1)
     torch.set_num_threads(arguments.threads)
-    server, client = build(workload, arrays.initial), build(workload)
-    x, y = torch.from_numpy(arrays.x), torch.from_numpy(arrays.y)
+    device = on_device(arguments.device, arguments.precision)
+    server, client = build(workload, arrays.initial).to(device), build(workload).to(device)
+    x, y = torch.from_numpy(arrays.x).to(device), torch.from_numpy(arrays.y).to(device)
     server_weights, client_weights = list(server.parameters()), list(client.parameters())
     sums = [torch.zeros_like(weight) for weight in server_weights]
 
@@ -37,9 +38,11 @@ def main() -> None:
             for theirs, total in zip(server_weights, sums, strict=True):
                 theirs.copy_(total / samples)
                 total.zero_()
+        finished(device)
         clock.tick()
 
-    report(clock, {"torch": torch.__version__}, *evaluate(server, arrays))
+    found = evaluate(server, arrays)
+    report(clock, {"torch": torch.__version__}, *found, device_peak_mb(device))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,24 @@ from benchmarks.workloads import Arrays, Workload
 EPSILON = 1e-6  # of the norms of W5 to W9, as Flax has it
 
 
+def on_device(name: str, precision: str) -> torch.device:
+    """The device called ``name``, with float32 products of TensorFloat-32 ("tensorfloat32") or not ("highest")."""
+    short = precision == "tensorfloat32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = short
+    return torch.device(name)
+
+
+def finished(device: torch.device) -> None:
+    """Waits until the device has done what it was told to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def device_peak_mb(device: torch.device) -> float | None:
+    """The most memory of a GPU that tensors took."""
+    return round(torch.cuda.max_memory_allocated() / 2**20, 1) if device.type == "cuda" else None
+
+
 class MLP(nn.Module):
     widths = (784, 200, 200, 10)
 
@@ -180,6 +198,19 @@ class RaggedMLP(MLP):
     widths = (30, 64, 64, 5)
 
 
+class SmallConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(*widths, 3) for widths in pairwise((3, 32, 64)))
+        self.fc1, self.fc2 = nn.Linear(14 * 14 * 64, 128), nn.Linear(128, 10)
+
+    def forward(self, x):
+        for conv in self.convs:
+            x = F.relu(conv(x))
+        x = F.max_pool2d(x, 2).permute(0, 2, 3, 1).flatten(1)  # channels last, as Flax flattens
+        return self.fc2(F.relu(self.fc1(x)))
+
+
 MODELS = {
     "W1": MLP,
     "W2": SoftmaxRegression,
@@ -191,6 +222,7 @@ MODELS = {
     "W8": VisionTransformer,
     "W9": MobileNet,
     "W10": RaggedMLP,
+    "W11": SmallConvNet,
 }
 
 
@@ -220,7 +252,8 @@ def local_sgd(model: nn.Module, x: torch.Tensor, y: torch.Tensor, workload: Work
 def evaluate(model: nn.Module, arrays: Arrays) -> tuple[float, float]:
     """Mean loss and accuracy on the test samples."""
     model.eval()
-    x, y = torch.from_numpy(arrays.x_test), torch.from_numpy(arrays.y_test)
+    device = next(model.parameters()).device
+    x, y = torch.from_numpy(arrays.x_test).to(device), torch.from_numpy(arrays.y_test).to(device)
     loss = correct = 0.0
     for start in range(0, len(y), 500):
         batch = slice(start, start + 500)

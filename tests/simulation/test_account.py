@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedrax
 from fedrax import memory
+from fedrax.compiled.alive import most_alive
 from fedrax.simulation import plans, storage, sweep
 from fedrax.simulation.account import Account
 from fedrax.simulation.settings import Settings
@@ -32,14 +35,30 @@ def test_where_things_lie_by_default():
 
 
 def test_what_is_spent_on_one_is_not_there_for_another():
-    """Samples take 600 of 1300 bytes, states 300 of the 700 left; clients at work a quarter of all, 12 at a time."""
+    """Samples take 600 of 1300 bytes, states 300 of the 700 left; clients at work a quarter of all."""
     samples, account = np.zeros((100, 6), np.uint8), Account(1300, on_cpu=False)
     assert storage.choose(Settings(), (samples,), 300, account) == (False, False)
-    mesh, params = plans.make_mesh(1), np.zeros(1, np.float32)
-    assert plans.choose_plan(Settings(plan="vmap"), mesh, params, 9, account) == ("vmap", 325 // 48)
+    assert [plans.clients_at_once(Settings(), 1, 9, account, size) for size in (36, 37, 48, 326)] == [9, 5, 5, 1]
+    assert plans.clients_at_once(Settings(chunk=4), 2, 9, account, 36) == 4
     assert storage.choose(Settings(), (samples,), 400, Account(1300, on_cpu=False)) == (False, True)
     streamed = Settings(samples="streamed")
     assert storage.choose(streamed, (samples,), 400, Account(1300, on_cpu=False)) == (True, False)
+
+
+def test_what_a_client_at_work_takes():
+    """Two arrays of 4,000 bytes at a time, and what kernels see; loops hold what a turn makes and what is gathered."""
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(5):
+            x = jnp.sin(x)
+        return x.sum()
+
+    vector = jnp.zeros(1000)
+    assert most_alive(jax.make_jaxpr(chain)(vector)) == 8000
+    assert most_alive(jax.make_jaxpr(lambda x: jax.lax.scan(lambda a, _: (jnp.sin(a), a), x, None, 9))(vector)) == 44000
+    conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "VALID")  # noqa: E731
+    images, kernel = jnp.zeros((2, 3, 8, 8)), jnp.zeros((4, 3, 3, 3))
+    assert most_alive(jax.make_jaxpr(conv)(images, kernel)) == 4 * (2 * 4 * 36 + 2 * 36 * 27)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from fedrax.tree import Tree
 
 _UNSAID = 16 << 30
 """Bytes of a device that does not say how many it has."""
-_COPIES = 12
-"""Of the parameters that a client at work holds, about, activations included."""
 
 
 @dataclass
@@ -61,16 +59,12 @@ class Account:
             0 if self.on_cpu and _taken_over(a) else a.size * _dtype(a).itemsize for a in jax.tree.leaves(samples)
         )
 
-    def at_work(self, clients: int, params: int) -> int:
-        """Bytes for so many clients at work side by side, of so many bytes of parameters."""
-        return clients * _COPIES * max(params, 1)
-
-    def side_by_side(self, params: int) -> int:
-        """How many clients at work have room in a quarter of the memory, one at least.
+    def side_by_side(self, size: int) -> int:
+        """How many clients at work, of so many bytes each, have room in a quarter of the memory, one at least.
 
         Whatever else lies there: sums over other numbers of clients at a time are rounded otherwise.
         """
-        return max(1, self.whole // 4 // self.at_work(1, params))
+        return max(1, self.whole // 4 // max(size, 1))
 
 
 def _dtype(array: Any) -> np.dtype:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
+from fedrax.compiled.alive import most_alive
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import Place
@@ -74,6 +75,11 @@ class TracedRound(NamedTuple):
     """From the client, from the shapes of its uploads."""
     program: ClosedJaxpr
     """What the algorithm and the task compute."""
+
+    @property
+    def most_alive(self) -> int:
+        """Bytes that a client at work takes."""
+        return most_alive(self.program)
 
 
 def trace_round(

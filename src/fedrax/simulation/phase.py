@@ -11,6 +11,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.compiled.scopes import AGGREGATE, STATES, scope
+from fedrax.compiled.side_by_side import side_by_side
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import set_state, state_in
 from fedrax.simulation.recording import no_notes, noted, sent_by
@@ -76,7 +77,7 @@ class PhaseRunner:
         at = jnp.minimum(place, self.here.count - 1) if chunk else place
         source, rows = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
         if chunk:
-            done: Finished = jax.vmap(self.one)(_get_rows(source, rows), at)
+            done: Finished = side_by_side(self.one)(_get_rows(source, rows), at)
             return self.after(progress, at, done, real, _put_rows, _put_rows)
         with scope(STATES):
             begins = self.get_state(source, rows)

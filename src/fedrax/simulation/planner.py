@@ -81,6 +81,10 @@ class Planner:
                     break
             self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
 
+    def go_side_by_side(self, clients: int) -> None:
+        """From now on so many clients of a device go side by side."""
+        self.chunk, self.places = clients, -(-self.places // clients) * clients
+
     @property
     def most_places(self) -> int:
         """Room for the clients with state that a device has in a round, as much for almost any seed."""

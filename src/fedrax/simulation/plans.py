@@ -9,29 +9,33 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
-from fedrax import tree
 from fedrax.compiled.blocks import has_blocks
 from fedrax.compiled.layers import loops_in
 from fedrax.compiled.pieces import AXIS, cuts_in
+from fedrax.compiled.tracing import equations_in
 from fedrax.errors import FedraxError
 from fedrax.simulation.account import Account
 from fedrax.simulation.settings import Settings
-from fedrax.tree import Tree
 
 
-def choose_plan(settings: Settings, mesh: Any, params: Tree, cohort: int, account: Account) -> tuple[str, int]:
-    """(plan, clients side by side): one after another on CPU cores, as many as have room side by side on accelerators.
+def choose_plan(settings: Settings, mesh: Mesh) -> str:
+    """One client after another on CPU cores, as many as have room side by side on accelerators.
 
     Never by timing: plans differ in rounding, and a run must not depend on how busy the machine was.
     """
-    device = mesh.devices.flat[0]
-    plan = settings.plan if settings.plan != "auto" else "scan" if device.platform == "cpu" else "vmap"
-    if plan != "vmap":
-        return plan, 0
-    share = -(-cohort // mesh.devices.size)
+    if settings.plan != "auto":
+        return settings.plan
+    return "scan" if mesh.devices.flat[0].platform == "cpu" else "vmap"
+
+
+def clients_at_once(settings: Settings, devices: int, cohort: int, account: Account, size: int) -> int:
+    """Clients side by side in plan vmap, of ``size`` bytes at work each: a device's share in as few turns as there is
+    room for, and as many in each turn."""
+    share = -(-cohort // devices)
     if settings.chunk is not None:
-        return plan, min(settings.chunk, share)
-    return plan, min(share, account.side_by_side(tree.num_bytes(params)))
+        return min(settings.chunk, share)
+    turns = -(-share // account.side_by_side(size))
+    return -(-share // turns)
 
 
 def describe(
@@ -62,11 +66,16 @@ def describe(
     if plan == "debug":  # what was written, batches whole
         piece, turns, blocks = 0, "", False
     extra = ", clients left over on all of them together" * joining
+    extra += ", their convolutions as products" * (chunk > 1 and devices[0].platform != "cpu" and _convolves(program))
     extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
     extra += f", {turns} layers of one shape in a loop" if turns else ""
     extra += ", attention in blocks of rows" * blocks
     extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"
+
+
+def _convolves(program: core.ClosedJaxpr) -> bool:
+    return any(equation.primitive.name == "conv_general_dilated" for equation in equations_in(program))
 
 
 def make_mesh(devices: int | None) -> Mesh:

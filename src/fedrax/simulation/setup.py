@@ -42,7 +42,7 @@ from fedrax.simulation.identity import identify
 from fedrax.simulation.loop import LoopEngine
 from fedrax.simulation.personal import PersonalEvaluator
 from fedrax.simulation.planner import Planner, rows_on_a_device
-from fedrax.simulation.plans import choose_plan, describe, make_mesh
+from fedrax.simulation.plans import choose_plan, clients_at_once, describe, make_mesh
 from fedrax.simulation.round import Kept, Program
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.storage import choose
@@ -121,20 +121,25 @@ def prepare(
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
-    streamed, spilled, plan, chunk = _room(algorithm, federation, settings, sampler, start, initial, mesh)
-    planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size, chunk)
+    plan, account = choose_plan(settings, mesh), Account.of(mesh)
+    streamed, spilled = _room(algorithm, federation, settings, sampler, initial, mesh, account)
+    planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size)
     if jax.process_count() > 1 and directory is not None and planner.stateful:
         raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
-    known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk, code=Code(algorithm, task))
+    known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(algorithm, task))
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
+    if plan == "vmap":
+        chunk = clients_at_once(settings, mesh.devices.size, sampler.largest, account, traced.most_alive)
+        planner.go_side_by_side(chunk)
+        program = program._replace(chunk=chunk)
     start, statistics = drawn()  # until here shapes were enough
     initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     joining = _joining(planner, cuts_in(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
-    words = describe(mesh, plan, chunk, traced.program, streamed, spilled, joining > 0) + widened
+    words = describe(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + widened
     given_so = (algorithm, settings, federation, script, sampler.from_file)
     return Setup(
         algorithm=algorithm,
@@ -270,17 +275,16 @@ def _room(
     federation: Federation,
     settings: Settings,
     sampler: Sampler,
-    start: Tree,
     initial: Kept,
     mesh: Mesh,
-) -> tuple[bool, bool, str, int]:
-    """(samples are streamed, client states spilled, plan, clients side by side), from one account of the memory."""
-    account, row_bytes = Account.of(mesh), tree.num_bytes(initial)
+    account: Account,
+) -> tuple[bool, bool]:
+    """(whether samples are streamed, whether client states are spilled)."""
+    row_bytes = tree.num_bytes(initial)
     account.spend(account.copied(federation.test))
     uneven = _by_samples(algorithm, federation) or settings.stragglers > 0
     store_bytes = row_bytes * rows_on_a_device(sampler, mesh.devices.size, row_bytes, uneven)
-    streamed, spilled = choose(settings, Batch(*federation.train), store_bytes, account)
-    return streamed, spilled, *choose_plan(settings, mesh, start, sampler.largest, account)
+    return choose(settings, Batch(*federation.train), store_bytes, account)
 
 
 def _by_samples(algorithm: Algorithm, federation: Federation) -> bool:
@@ -296,7 +300,6 @@ def _planner(
     given: dict[str, np.ndarray],
     initial: Kept,
     devices: int,
-    chunk: int,
 ) -> Planner:
     return Planner(
         sampler,
@@ -304,7 +307,6 @@ def _planner(
         devices=devices,
         stateful=bool(jax.tree.leaves(initial)),
         by_samples=_by_samples(algorithm, federation),
-        chunk=max(chunk, 1),
         row_bytes=tree.num_bytes(initial),
         given=given,
     )

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.compiled.cores import use_all_cores
 from fedrax.compiled.pieces import AXIS
+from fedrax.compiled.side_by_side import side_by_side
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
@@ -157,7 +158,7 @@ def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
     server = jax.eval_shape(lambda: setup.algorithm.init(setup.params, setup.info.num_clients))
     states = tree.num_bytes(server) + setup.planner.capacity * tree.num_bytes(setup.initial)
     clients = max(setup.engine.program.chunk, 1)
-    return account.has_room(lanes * (seeds * states + account.at_work(clients, tree.num_bytes(setup.params))))
+    return account.has_room(lanes * (seeds * states + clients * setup.traced.most_alive))
 
 
 def _mesh(devices: int | None, count: int) -> Mesh:
@@ -218,7 +219,7 @@ class _Together:
         program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())
         self.samples = jax.device_put(setups[0].samples, everywhere)  # read in place where devices can
         self.evaluators = make_evaluators(setups[0].task, self.settings, federation, mesh, self.samples)
-        grid = jax.vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
+        grid = side_by_side(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 
         def on_device(
             algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array

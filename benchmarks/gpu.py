@@ -1,0 +1,241 @@
+"""fedrax beside other simulators on one GPU.
+
+``python -m benchmarks.gpu`` runs fedrax, a PyTorch loop, pfl-research and FedJAX on the workloads of
+``benchmarks.peers`` and on W11, pfl-research's own CIFAR-10 benchmark, each in a fresh process of the environment that
+the command runs in, which needs builds of JAX and PyTorch for the GPU (``pip install '.[cuda]' '.[flax]' torch
+pfl==0.6.0 fedjax==0.0.17``). It checks that all end at the same test loss, appends every run to ``results/gpu.jsonl``
+and writes ``results/gpu.md``. Of W11 fedrax also runs all 1,500 rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from importlib.metadata import distributions
+from pathlib import Path
+
+from benchmarks.environments import cache_directory
+from benchmarks.machine import cores, processor
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.pages import markdown_table, number, write_page
+from benchmarks.peers import facts
+from benchmarks.peers_report import (
+    Row,
+    best_peers,
+    disagreements,
+    fastest_settings,
+    identity,
+    pivot,
+    rows,
+    workloads_of,
+)
+from benchmarks.quiet import run_quietly
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.simulators import OURS, Setting
+from benchmarks.workloads import ON_A_GPU, WORKLOADS
+
+RAW = RESULTS / "gpu.jsonl"
+TOLERANCE = 5e-3
+"""Of the test losses, relative: TensorFloat-32 has 10 bits of mantissa."""
+SHORT = ("--precision", "tensorfloat32")
+WHOLE = "1,500 rounds"
+"""All of pfl-research's CIFAR-10 benchmark, from the start of the process to its end."""
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.report:
+        return conclude(Session.latest(RAW), arguments.out)
+    arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
+    session = Session.latest(RAW) if arguments.resume else start(arrays, arguments.device)
+    done = {identity(run) for run in session.runs if "failed" not in run}
+    chosen = [s for s in settings(arguments.device, arguments.cache) if s.simulator in arguments.peers]
+    for repeat in range(1, arguments.repeats + 1):
+        for workload in arguments.workloads:
+            for setting in chosen:
+                names = {"workload": workload, "simulator": setting.simulator, "setting": setting.label}
+                names["repeat"] = repeat
+                if workload in setting.workloads and identity(names) not in done:
+                    measure(session, setting, names, arrays[workload], arguments)
+    return conclude(session, arguments.out)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    peers = list(dict.fromkeys(setting.simulator for setting in settings("cuda", cache_directory())))
+    add = parser.add_argument
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: W1 to W11")
+    add("--peers", nargs="+", choices=peers, default=peers, help="default: all")
+    add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command where there is no GPU")
+    add("--cache", type=Path, default=cache_directory(), help="where arrays and compiled programs are kept")
+    add("--out", type=Path, default=RESULTS, help="where the page is written")
+    add("--max-wait", type=float, default=60, help="seconds to wait for a quiet machine (default 60)")
+    add("--timeout", type=float, default=300, help="seconds a run may take (default 300)")
+    add("--resume", action="store_true", help="go on with the last session of results/gpu.jsonl")
+    add("--report", action="store_true", help="only write the last session's page again")
+    return parser.parse_args()
+
+
+def settings(device: str, cache: Path) -> list[Setting]:
+    """Every simulator, in TensorFloat-32 as PyTorch's convolutions have it, and W11 in float32 too."""
+    on = ("--device", device)
+    ours = {"FEDRAX_CACHE": str(cache / "fedrax-gpu")}
+    # They take the memory of the GPU that they need, or what others measure of it would be all
+    jax = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
+    large = ON_A_GPU
+    return [
+        Setting(OURS, "nothing compiled before", "run_fedrax", None, (*SHORT, "--forget", "1"), variables=ours | jax),
+        Setting(OURS, "compiled before", "run_fedrax", None, SHORT, variables=ours | jax),
+        Setting(OURS, "float32", "run_fedrax", None, workloads=large, variables=ours | jax),
+        Setting("PyTorch loop", "TensorFloat-32", "run_torch", None, (*on, *SHORT)),
+        Setting("PyTorch loop", "float32", "run_torch", None, on, workloads=large),
+        Setting("pfl-research", "TensorFloat-32", "run_pfl", None, (*on, *SHORT)),
+        Setting("FedJAX", "jit", "run_fedjax", None, variables=jax),
+        Setting(OURS, WHOLE, "run_whole", None, SHORT, workloads=large, variables=ours | jax),
+    ]
+
+
+def start(arrays: dict[str, Path], device: str) -> Session:
+    described = {
+        "gpu": graphics_card() if device == "cuda" else "none",
+        "cpu": processor(),
+        "cores": cores(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    workloads = {name: facts(name, path) for name, path in arrays.items()}
+    found = {d.name: d.version for d in distributions()}
+    installed = [f"{name} {found[name]}" for name in ("jax", "flax", "torch", "pfl", "fedjax") if name in found]
+    return Session.start(RAW, described, workloads=workloads, packages=installed)
+
+
+def graphics_card() -> str:
+    """Its name, memory and driver, as NVIDIA's tool gives them."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
+
+
+def measure(session: Session, setting: Setting, names: dict, arrays: Path, arguments: argparse.Namespace) -> None:
+    command = setting.command(names["workload"], arrays, Path(sys.executable).parent)
+    result = run_quietly(command, setting.process_environment(), arguments.max_wait, arguments.timeout)
+    session.add(names | result)
+    found = (
+        f"FAILED: {result['failed'][-600:]}"
+        if "failed" in result
+        else f"{result['round_median'] * 1e3:8.2f} ms a round, first {result['first_round_with_import']:5.2f} s, "
+        f"{result.get('device_peak_mb') or 0:6.0f} MB, loss {result['test_loss']:.4f}"
+    )
+    print(f"{names['workload']} {setting.simulator:14s} {setting.label:24s} {names['repeat']}  {found}", flush=True)
+
+
+def conclude(session: Session, out: Path) -> int:
+    print(table(by_round(session)))
+    print("wrote", write_page(out / "gpu.md", sections(session)))
+    problems = disagreements(session, TOLERANCE)
+    for problem in problems:
+        print("error:", problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def by_round(session: Session) -> list[Row]:
+    """What was measured round by round."""
+    return rows(Session(session.path, session.header, [run for run in session.runs if run["setting"] != WHOLE]))
+
+
+def whole(session: Session) -> Iterable[str]:
+    """A sentence on all rounds of the benchmark in one go."""
+    found = [run for run in session.runs if run["setting"] == WHOLE and "failed" not in run]
+    if found:
+        seconds = statistics.median(run["first_round_with_import"] for run in found)
+        yield (
+            f"All 1,500 rounds of W11 with an evaluation on 2,000 samples every ten take fedrax "
+            f"{seconds:.1f} s from the start of the process to its end, imports and compilation included "
+            f"(test accuracy {found[-1]['test_accuracy']:.3f})."
+        )
+
+
+def table(found: list[Row]) -> str:
+    best = best_peers(found)
+
+    def cell(row: Row) -> str:
+        ratio = f" ({best[row.workload] / row.round:.2f}×)" if row.workload in best else ""
+        return f"{number(row.round * 1e3)}{ratio}"
+
+    return pivot(found, cell)
+
+
+def sections(session: Session) -> Iterable[str]:
+    found, header = by_round(session), session.header
+    m = header["machine"]
+    yield "# fedrax beside other simulators on a GPU"
+    yield (
+        f"Written by `python -m benchmarks.gpu` on {m['date']} from session `{header['id']}` of `gpu.jsonl`. Machine: "
+        f"{m['gpu']}; {m['cpu']}, {m['cores']} cores; Python {m['python']}, {', '.join(header['packages'])}. "
+        "All train the same models from the same weights on the same arrays, cohorts and batches; see `peers.md` for "
+        f"W1 to W10. W11 is pfl-research's CIFAR-10 benchmark without its dropout: {WORKLOADS['W11'].model}."
+    )
+    yield "## Milliseconds a round"
+    yield "Each simulator in its fastest setting; in brackets, how many times faster than the best peer."
+    yield table(found)
+    yield from whole(session)
+    yield "## Seconds from process start to the end of the first round"
+    yield pivot(found, lambda row: f"{row.first_round_with_import:.1f}")
+    yield "## Memory of the GPU, MB"
+    yield "What arrays and programs took at most, as PyTorch and JAX count it."
+    yield memory(session)
+    yield "## Every setting"
+    yield every_setting(session, found)
+    problems = disagreements(session, TOLERANCE)
+    yield "## Agreement"
+    yield f"Test losses within {TOLERANCE:g} of their median: {'all.' if not problems else 'not all.'}"
+    yield from (f"- {problem}" for problem in problems)
+
+
+def memory(session: Session) -> str:
+    found = by_round(session)
+    peaks = {
+        (run["workload"], run["simulator"], run["setting"]): run.get("device_peak_mb")
+        for run in session.runs
+        if "failed" not in run
+    }
+    fastest = fastest_settings(found)
+    names = list(dict.fromkeys(row.name for row in sorted(found, key=lambda row: row.simulator != OURS)))
+    workloads = workloads_of(found)
+
+    def cell(workload: str, name: str) -> str:
+        row = fastest.get((workload, name))
+        peak = peaks.get((workload, row.simulator, row.setting)) if row else None
+        return number(peak) if peak else ""
+
+    return markdown_table(["", *workloads], [[name, *(cell(w, name) for w in workloads)] for name in names])
+
+
+def every_setting(session: Session, found: list[Row]) -> str:
+    lines = []
+    for row in found:
+        flop = session.header["workloads"][row.workload]["flop"]
+        lines.append(
+            (
+                row.workload,
+                row.simulator,
+                row.setting,
+                number(row.round * 1e3),
+                f"{number(row.fastest * 1e3)}–{number(row.slowest * 1e3)}",
+                number(flop / row.round / 1e12),
+                f"{row.first_round_with_import:.1f}",
+                f"{row.loss:.4f}",
+                f"{row.finished}",
+            )
+        )
+    head = ("", "simulator", "setting", "ms a round", "range", "TFLOP/s", "first round s", "test loss", "runs")
+    return markdown_table(head, lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
