@@ -39,7 +39,6 @@ from benchmarks.sessions import RESULTS, Session
 from benchmarks.simulators import OURS, Setting
 from benchmarks.workloads import ON_A_GPU, WORKLOADS
 
-RAW = RESULTS / "gpu.jsonl"
 TOLERANCE = 5e-3
 """Of the test losses, relative: TensorFloat-32 has 10 bits of mantissa."""
 SHORT = ("--precision", "tensorfloat32")
@@ -49,10 +48,11 @@ WHOLE = "1,500 rounds"
 
 def main() -> int:
     arguments = parse_arguments()
+    raw = arguments.out / "gpu.jsonl"
     if arguments.report:
-        return conclude(Session.latest(RAW), arguments.out)
+        return conclude(Session.latest(raw), arguments.out)
     arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
-    session = Session.latest(RAW) if arguments.resume else start(arrays, arguments.device)
+    session = Session.latest(raw) if arguments.resume else start(raw, arrays, arguments.device)
     done = {identity(run) for run in session.runs if "failed" not in run}
     chosen = [s for s in settings(arguments.device, arguments.cache) if s.simulator in arguments.peers]
     for repeat in range(1, arguments.repeats + 1):
@@ -74,10 +74,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command where there is no GPU")
     add("--cache", type=Path, default=cache_directory(), help="where arrays and compiled programs are kept")
-    add("--out", type=Path, default=RESULTS, help="where the page is written")
+    add("--out", type=Path, default=RESULTS, help="where runs are kept and the page is written")
     add("--max-wait", type=float, default=60, help="seconds to wait for a quiet machine (default 60)")
     add("--timeout", type=float, default=300, help="seconds a run may take (default 300)")
-    add("--resume", action="store_true", help="go on with the last session of results/gpu.jsonl")
+    add("--resume", action="store_true", help="go on with the last session")
     add("--report", action="store_true", help="only write the last session's page again")
     return parser.parse_args()
 
@@ -101,7 +101,7 @@ def settings(device: str, cache: Path) -> list[Setting]:
     ]
 
 
-def start(arrays: dict[str, Path], device: str) -> Session:
+def start(raw: Path, arrays: dict[str, Path], device: str) -> Session:
     described = {
         "gpu": graphics_card() if device == "cuda" else "none",
         "cpu": processor(),
@@ -112,7 +112,7 @@ def start(arrays: dict[str, Path], device: str) -> Session:
     workloads = {name: facts(name, path) for name, path in arrays.items()}
     found = {d.name: d.version for d in distributions()}
     installed = [f"{name} {found[name]}" for name in ("jax", "flax", "torch", "pfl", "fedjax") if name in found]
-    return Session.start(RAW, described, workloads=workloads, packages=installed)
+    return Session.start(raw, described, workloads=workloads, packages=installed)
 
 
 def graphics_card() -> str:
@@ -135,17 +135,17 @@ def measure(session: Session, setting: Setting, names: dict, arrays: Path, argum
 
 
 def conclude(session: Session, out: Path) -> int:
-    print(table(by_round(session)))
+    print(table(rows(by_round(session))))
     print("wrote", write_page(out / "gpu.md", sections(session)))
-    problems = disagreements(session, TOLERANCE)
+    problems = disagreements(by_round(session), TOLERANCE)
     for problem in problems:
         print("error:", problem, file=sys.stderr)
     return 1 if problems else 0
 
 
-def by_round(session: Session) -> list[Row]:
-    """What was measured round by round."""
-    return rows(Session(session.path, session.header, [run for run in session.runs if run["setting"] != WHOLE]))
+def by_round(session: Session) -> Session:
+    """The runs that do the same work, measured round by round."""
+    return Session(session.path, session.header, [run for run in session.runs if run["setting"] != WHOLE])
 
 
 def whole(session: Session) -> Iterable[str]:
@@ -171,7 +171,7 @@ def table(found: list[Row]) -> str:
 
 
 def sections(session: Session) -> Iterable[str]:
-    found, header = by_round(session), session.header
+    found, header = rows(by_round(session)), session.header
     m = header["machine"]
     yield "# fedrax beside other simulators on a GPU"
     yield (
@@ -181,7 +181,10 @@ def sections(session: Session) -> Iterable[str]:
         f"W1 to W10. W11 is pfl-research's CIFAR-10 benchmark without its dropout: {WORKLOADS['W11'].model}."
     )
     yield "## Milliseconds a round"
-    yield "Each simulator in its fastest setting; in brackets, how many times faster than the best peer."
+    yield (
+        "Each simulator in its fastest setting; in brackets, how many times faster than the best peer. What is empty "
+        "was not run."
+    )
     yield table(found)
     yield from whole(session)
     yield "## Seconds from process start to the end of the first round"
@@ -191,14 +194,14 @@ def sections(session: Session) -> Iterable[str]:
     yield memory(session)
     yield "## Every setting"
     yield every_setting(session, found)
-    problems = disagreements(session, TOLERANCE)
+    problems = disagreements(by_round(session), TOLERANCE)
     yield "## Agreement"
     yield f"Test losses within {TOLERANCE:g} of their median: {'all.' if not problems else 'not all.'}"
     yield from (f"- {problem}" for problem in problems)
 
 
 def memory(session: Session) -> str:
-    found = by_round(session)
+    found = rows(by_round(session))
     peaks = {
         (run["workload"], run["simulator"], run["setting"]): run.get("device_peak_mb")
         for run in session.runs
@@ -226,14 +229,13 @@ def every_setting(session: Session, found: list[Row]) -> str:
                 row.simulator,
                 row.setting,
                 number(row.round * 1e3),
-                f"{number(row.fastest * 1e3)}–{number(row.slowest * 1e3)}",
                 number(flop / row.round / 1e12),
                 f"{row.first_round_with_import:.1f}",
                 f"{row.loss:.4f}",
                 f"{row.finished}",
             )
         )
-    head = ("", "simulator", "setting", "ms a round", "range", "TFLOP/s", "first round s", "test loss", "runs")
+    head = ("", "simulator", "setting", "ms a round", "TFLOP/s", "first round s", "test loss", "runs")
     return markdown_table(head, lines)
 
 

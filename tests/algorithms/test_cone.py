@@ -103,7 +103,7 @@ _in_turn = jax.jit(lambda *products: jax.lax.map(lambda one: multipliers(*one), 
 
 def solve(given: Problems, dtype: str = "float64", program: Any = _side_by_side) -> tuple[np.ndarray, np.ndarray]:
     """z [K, m] and p + M z [K, d] of all problems, products and answers alike in ``dtype``."""
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         columns, p = jnp.asarray(given.columns, dtype), jnp.asarray(given.p, dtype)
         gram, inner = jnp.einsum("kdm,kdn->kmn", columns, columns), jnp.einsum("kdm,kd->km", columns, p)
         z = program(gram, inner)

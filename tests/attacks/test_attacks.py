@@ -307,5 +307,17 @@ def test_a_client_that_cannot_be_differentiated_is_named() -> None:
         dlg(2).invert(view, (1, 8, 8, 1), 10)
 
 
+def test_products_are_as_exact_as_those_of_the_messages(one_gradient: Any) -> None:
+    """Accelerators would take shorter operands by default, and the attacker's gradient would be another one."""
+    seen = []
+
+    def predict(*given: Any) -> Any:
+        seen.append(jax.config.values["jax_default_matmul_precision"])
+        return one_gradient.predict(*given)
+
+    dlg(steps=1).invert(one_gradient._replace(predict=predict), (1, 8, 8, 1), 10)
+    assert set(seen) == {"highest"}
+
+
 def test_label_recovery_counts_a_multiset() -> None:
     assert label_recovery([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3)

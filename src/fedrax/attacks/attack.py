@@ -121,7 +121,8 @@ class Attack:
         at = np.unique(np.linspace(0, self.steps, frames).round().astype(int)) if frames else np.zeros(0, int)
         once = replace(self, restarts=1)
         try:
-            made = _descend(once, view.predict, tuple(at.tolist()), view.known, view.target, candidate, known)
+            with jax.default_matmul_precision("highest"):  # as the messages were made, on accelerators too
+                made = _descend(once, view.predict, tuple(at.tolist()), view.known, view.target, candidate, known)
         except ValueError as error:
             if "Reverse-mode differentiation" not in str(error):
                 raise

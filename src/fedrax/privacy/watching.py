@@ -69,12 +69,13 @@ def watch(
     program = _program(known, Code(algorithm, task))
     own = jnp.int32(len(samples.y) if size is None else size)
     given = (algorithm, params, (samples, other), own, jnp.float32(rate), keys)
-    seen_numbers = math.prod(jax.eval_shape(program, *given).shape)
-    if 4 * seen_numbers > MOST_BYTES:
-        raise FedraxError(
-            f"{runs:,} runs show {seen_numbers:.2g} numbers, over {MOST_BYTES >> 30} GiB: take fewer runs"
-        )
-    return np.asarray(program(*given))
+    with jax.default_matmul_precision("highest"):  # as in a run
+        seen_numbers = math.prod(jax.eval_shape(program, *given).shape)
+        if 4 * seen_numbers > MOST_BYTES:
+            raise FedraxError(
+                f"{runs:,} runs show {seen_numbers:.2g} numbers, over {MOST_BYTES >> 30} GiB: take fewer runs"
+            )
+        return np.asarray(program(*given))
 
 
 class _Known(NamedTuple):
