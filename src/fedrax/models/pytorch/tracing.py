@@ -82,7 +82,13 @@ def _known_functions(torch: ModuleType) -> Any:
         through = torch.where((steps >= quant_min) & (steps <= quant_max), x - known, 0)
         return (steps.clamp(quant_min, quant_max) - zero_point) * scale + through
 
+    def lstm(*given: Any) -> Any:
+        outputs, *states = torch_lstm(*given)  # PyTorch 2.11 traces the states with one axis too many
+        return outputs, *(state.reshape(state.shape[0], state.shape[-2], state.shape[-1]) for state in states)
+
+    torch_lstm = torch._VF.lstm  # type: ignore[attr-defined]
     others = {
+        torch_lstm: lstm,
         torch.cdist: distances,
         torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
         linalg.inv: inverse,
