@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from fedrax.compiled.edits import Code
 from fedrax.compiled.lengths import of_differences
+from fedrax.compiled.rewriting import CALLS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,6 +136,20 @@ def functions_in(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]
     """The functions that an equation holds."""
     values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, _FUNCTIONS))
     return [value for value in values if isinstance(value, _FUNCTIONS)]
+
+
+def sources(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
+    """Of each output the variable that it is, though calls hand it on under other names; of a constant its place."""
+    jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+    of: dict[Any, Any] = {}
+    source = lambda atom: id(atom.val) if isinstance(atom, core.Literal) else of.get(atom, atom)  # noqa: E731
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CALLS:
+            inside = functions_in(equation)[0]
+            given = dict(zip(getattr(inside, "jaxpr", inside).invars, map(source, equation.invars), strict=True))
+            found = zip(equation.outvars, sources(inside), strict=True)
+            of.update((v, given[inner]) for v, inner in found if inner in given)
+    return list(map(source, jaxpr.outvars))
 
 
 def parts_of_scan(equation: core.JaxprEqn) -> tuple[int, int]:
