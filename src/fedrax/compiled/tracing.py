@@ -23,6 +23,8 @@ T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 _NUMBERS = (bool, int, float)
+IN_PLACE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+"""For ``jax.jit(inline=...)``: laid out where it is traced, which JAX 0.11 and newer take ``True`` no longer for."""
 KEPT = 32
 """Traces of one function."""
 
