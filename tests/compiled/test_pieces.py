@@ -157,6 +157,9 @@ shared_out.defjvp(lambda x, t: (x[0], t[0] / len(x[0])))
 def series(w: Array, x: Array, key: Array) -> Array:
     """A sum of powers, and functions that mathematics has names for."""
     powers = jnp.polyval(jnp.arange(1.0, 4), x / 3) + jnp.exp2(x) + jnp.log2(1 + x**2) + jax.scipy.special.i0(x)
+    powers += jax.scipy.special.ndtri(jax.nn.sigmoid(x)) + lax.bitcast_convert_type(
+        lax.bitcast_convert_type(x, jnp.int32) // 2, jnp.float32
+    )
     return of_each(
         powers + jax.scipy.special.gammainc(1.5, x**2) - jax.vmap(jax.grad(jnp.tanh))(x.ravel()).reshape(x.shape)
     )

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fedrax
-from fedrax.compiled.tracing import computed, traced_once
+from fedrax.compiled.tracing import IN_PLACE, computed, sources, traced_once
 from tests.simulation.problems import LOCAL, TASK, run
 
 
@@ -40,6 +40,28 @@ def test_one_trace_a_run(plan: str, dtype: str):
         run(fedrax.FedAvg(local=LOCAL), task=task, plan=plan, dtype=dtype, rounds=2, seed=seed)
     checked, *traced = seen.shapes
     assert len(traced) == 1 and checked.x[0] != traced[0].x[0]  # and once before, whether it fits the samples
+
+
+def test_a_function_laid_out_where_it_is_traced_hands_its_inputs_on_as_themselves():
+    inner = jax.jit(lambda x, y: (x, 2 * y), inline=IN_PLACE)
+    handed_on = []
+
+    def outer(x: jax.Array, y: jax.Array) -> tuple:
+        made = inner(x, y)
+        handed_on.append(made[0] is x)
+        return made
+
+    made = jax.make_jaxpr(outer)(1.0, 2.0)
+    assert handed_on == [True] and [equation.primitive.name for equation in made.eqns] == ["mul"]
+
+
+def test_what_calls_hand_on_is_known_by_its_source():
+    swapped = jax.jit(lambda a, b: (b, a, a + b))
+    made = jax.make_jaxpr(lambda x, y: (*swapped(y, jax.jit(lambda y: y)(x)), x, *swapped(x, x)[2:]))(1.0, 2.0)
+    x, y = made.jaxpr.invars
+    first, second, third, fourth, last = sources(made)
+    assert (first, second, fourth) == (x, y, x)
+    assert third not in (x, y, last) and last not in (x, y)
 
 
 def test_found_again_in_a_mesh_and_under_vmap():

@@ -33,6 +33,24 @@ def test_arrays_of_functions_inside_what_is_computed_twice(change: Any):
     np.testing.assert_allclose(core.jaxpr_as_fun(in_blocks(closed))(w, x)[0], f(w, x), rtol=1e-5)
 
 
+def test_arrays_of_functions_do_not_keep_a_checkpoint_from_being_rewritten():
+    attend = jax.jit(lambda w, x: jnp.sin(jnp.tile(x @ w, (64, 1)) * jnp.tile(MASK, (64, 1))))
+    f = lambda w, x: (jax.checkpoint(attend)(w, x) ** 2).sum()  # noqa: E731
+    w, x = (jax.random.normal(jax.random.key(k), (8, 8)) for k in range(2))
+    found = jax.make_jaxpr(fast_on_cpu(f))(w, x)
+    assert "cond" in str(found) and "cond" not in str(jax.make_jaxpr(f)(w, x))
+    np.testing.assert_allclose(core.jaxpr_as_fun(found)(w, x)[0], f(w, x), rtol=1e-5)
+
+
+def test_attention_in_blocks_beside_arrays_of_functions_in_a_checkpoint():
+    mask = jnp.tril(jnp.ones((1300, 1300)))
+    attend = jax.jit(lambda q, k: (jax.nn.softmax((q @ k.T) * mask) @ k).sum())
+    f = lambda q, k: jax.checkpoint(attend)(q, k)  # noqa: E731
+    q, k = (jax.random.normal(jax.random.key(k), (1300, 8)) for k in range(2))
+    closed = in_blocks(jax.make_jaxpr(f)(q, k))
+    np.testing.assert_allclose(jax.jit(core.jaxpr_as_fun(closed))(q, k)[0], f(q, k), rtol=1e-5)
+
+
 def test_callbacks_are_like_no_other():
     def made(factor: float) -> Any:
         call = lambda v: np.float32(factor * v)  # noqa: E731

@@ -207,6 +207,18 @@ def test_what_was_sent_in_a_round_is_not_sent_again():
     assert travels(fedrax.Mime(LOCAL))[0] == 3 * model
 
 
+def test_what_compiled_functions_of_a_method_hand_on_is_not_sent_again():
+    @hyperparameters
+    class Compiled(fedrax.Episode):
+        def center(self, server: Any, cohort: Any) -> tuple[Any, dict]:
+            return jax.jit(jax.jit(super().center))(server, cohort)
+
+        def broadcast(self, server: Any) -> Any:
+            return jax.jit(super().broadcast)(server)
+
+    assert travels(Compiled(LOCAL)) == travels(fedrax.Episode(LOCAL))
+
+
 @hyperparameters
 class WithoutTheLast(FedAvg):
     """FedAvg on all of a client's rows but the last one."""

@@ -67,7 +67,7 @@ class IsTraining(nn.Module):
         return nn.Dropout(0.5, deterministic=not is_training)(nn.Dense(3)(x))
 
 
-class Testing(nnx.Module):
+class IsTesting(nnx.Module):
     def __init__(self, rngs):
         self.out, self.dropout = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
@@ -77,7 +77,7 @@ class Testing(nnx.Module):
 
 def test_switches_by_their_other_names():
     assert is_random_in_training_alone(from_linen(IsTraining(), X))
-    assert is_random_in_training_alone(from_nnx(Testing))
+    assert is_random_in_training_alone(from_nnx(IsTesting))
 
 
 class Stochastic(nnx.Module):

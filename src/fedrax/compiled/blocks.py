@@ -19,7 +19,7 @@ from jax.extend import core
 
 from fedrax.compiled.alike import is_real
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
-from fedrax.compiled.rewriting import called_in_place, inputs_of, outputs_of
+from fedrax.compiled.rewriting import CHECKPOINTS, called_in_place, inputs_of, outputs_of
 from fedrax.compiled.sample_axes import RULES, Along, Mixed, Same, State
 from fedrax.compiled.samples import Walker
 from fedrax.compiled.tracing import equations_in, num_bytes
@@ -42,7 +42,7 @@ _SHAPED = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 _KNOWN = NUMBER_BY_NUMBER | _REDUCTIONS | _SHAPED.keys() | {"dot_general", "transpose", "squeeze"}
 _MADE_ANEW = NUMBER_BY_NUMBER | {"broadcast_in_dim"}
 """Operations that each block does itself, rather than to read its rows of what they gave."""
-_LOOPS = ("scan", "remat", "remat2", "checkpoint")
+_LOOPS = ("scan", *CHECKPOINTS)
 _Value = tuple[Any, State]
 
 
@@ -89,14 +89,14 @@ def has_blocks(program: core.ClosedJaxpr) -> bool:
 def _within_blocks(equation: core.JaxprEqn) -> core.JaxprEqn:
     """With the body of a loop, or of what is computed twice, in blocks."""
     body: Any = equation.params.get("jaxpr")
-    if equation.primitive.name not in _LOOPS or body is None or getattr(body, "constvars", None) or equation.effects:
+    if equation.primitive.name not in _LOOPS or body is None or equation.effects:
         return equation
-    closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
-    flat = called_in_place(closed)
+    is_open = equation.primitive.name in CHECKPOINTS
+    flat = called_in_place(core.ClosedJaxpr(body, ()) if is_open else body)
     new = in_blocks(flat)
-    if new is flat or (new.consts and closed is not body):
+    if new is flat or (is_open and new.consts):
         return equation
-    return equation.replace(params={**equation.params, "jaxpr": new if closed is body else new.jaxpr})
+    return equation.replace(params={**equation.params, "jaxpr": new.jaxpr if is_open else new})
 
 
 class _Segment(NamedTuple):

@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from fedrax.compiled.joint_draws import SMALL
 from fedrax.compiled.random_bits import threefry
-from fedrax.compiled.tracing import in_fast_forms
+from fedrax.compiled.tracing import IN_PLACE, in_fast_forms
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -99,7 +99,7 @@ def _in_turns(shapes: Mapping[int, tuple[int, ...]], words: Array) -> dict[int, 
     }
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(jax.jit, static_argnums=0, inline=IN_PLACE)
 def _drawn(count: int, words: Array, number: Any, start: Array) -> Array:
     """[count] numbers of a leaf from the place ``start`` on. Inlined; jit remembers the trace."""
     first, second = threefry(words, number, start + lax.iota(jnp.uint32, count))

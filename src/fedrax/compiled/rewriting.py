@@ -23,6 +23,8 @@ Rules = Mapping[str, Rule]
 
 CALLS = ("jit", "pjit")
 """Primitives that only stand for the function they hold: it is laid out in their place."""
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+"""Primitives of ``jax.checkpoint``, whose functions have no place for arrays that they hold."""
 _CLOSED_TO_US = ("shard_map", "pallas_call", "custom_partitioning")
 """Primitives whose functions mean something only in a context of their own."""
 
@@ -127,7 +129,10 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
             return outputs
     if primitive.name in CALLS:
         return replayed(params["jaxpr"], inputs, rules)
-    if primitive.name not in _CLOSED_TO_US:
+    if primitive.name in CHECKPOINTS:
+        function, arrays = _with_arrays_as_inputs(_inside(core.ClosedJaxpr(params["jaxpr"], ()), rules))
+        params, inputs = {**params, "jaxpr": function}, [*arrays, *inputs]
+    elif primitive.name not in _CLOSED_TO_US:
         params = {name: _inside(value, rules) for name, value in params.items()}
     out = primitive.bind(*inputs, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
@@ -145,12 +150,17 @@ def _inside(value: Any, rules: Rules) -> Any:
         return tuple(_inside(v, rules) for v in value)
     if not _concerns(value, rules) or _holds_references(value):
         return value
-    if isinstance(value, core.ClosedJaxpr):  # the same class as the next one in later versions of JAX
+    if isinstance(value, core.ClosedJaxpr):
         return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
-    if isinstance(value, core.Jaxpr) and not value.constvars:  # of jax.checkpoint
-        found = _inside(core.ClosedJaxpr(value, ()), rules)
-        return value if found.consts else found.jaxpr  # arrays of functions inside it, for which it has no place
     return value
+
+
+def _with_arrays_as_inputs(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, Sequence]:
+    """A function of the arrays that ``closed`` holds and of its inputs; and these arrays."""
+    jaxpr: Any = closed.jaxpr
+    if not closed.consts:
+        return jaxpr, ()
+    return jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars]), closed.consts
 
 
 def _holds_references(value: Any) -> bool:

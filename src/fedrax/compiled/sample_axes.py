@@ -93,6 +93,12 @@ def _spread(state: State, shape: tuple[int, ...]) -> State:
     return Same(state.uniform.union(axis for axis, n in enumerate(shape) if n == 1))
 
 
+def _bitcast(states: Sequence[State], equation: core.JaxprEqn, walk: Walk) -> list[State]:
+    if _shape(equation.invars[0]) == _shape(equation.outvars[0]):
+        return _number_by_number(states, equation, walk)
+    return [_plain(states[0])]  # of another size: its parts lie along an axis of their own
+
+
 def _each(states: Sequence[State], equation: core.JaxprEqn, walk: Walk) -> list[State]:
     """Outputs that are the inputs."""
     return list(states)
@@ -333,6 +339,7 @@ def _by(rule: Rule, names: str) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(NUMBER_BY_NUMBER, _number_by_number),
     "polynomial": _number_by_number,
+    "bitcast_convert_type": _bitcast,
     **_by(_call, "checkpoint closed_call core_call jit pjit remat remat2"),
     "custom_jvp_call": _own_derivative,
     "custom_vjp_call": _own_backward,

@@ -16,12 +16,15 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from fedrax.compiled.edits import Code
 from fedrax.compiled.lengths import of_differences
+from fedrax.compiled.rewriting import CALLS
 
 P = ParamSpec("P")
 T = TypeVar("T")
 NO_MESH = AbstractMesh((), ())
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 _NUMBERS = (bool, int, float)
+IN_PLACE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+"""For ``jax.jit(inline=...)``: laid out where it is traced, which JAX 0.11 and newer take ``True`` no longer for."""
 KEPT = 32
 """Traces of one function."""
 
@@ -135,6 +138,20 @@ def functions_in(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]
     """The functions that an equation holds."""
     values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, _FUNCTIONS))
     return [value for value in values if isinstance(value, _FUNCTIONS)]
+
+
+def sources(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
+    """Of each output the variable that it is, though calls hand it on under other names; of a constant its place."""
+    jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+    of: dict[Any, Any] = {}
+    source = lambda atom: id(atom.val) if isinstance(atom, core.Literal) else of.get(atom, atom)  # noqa: E731
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CALLS:
+            inside = functions_in(equation)[0]
+            given = dict(zip(getattr(inside, "jaxpr", inside).invars, map(source, equation.invars), strict=True))
+            found = zip(equation.outvars, sources(inside), strict=True)
+            of.update((v, given[inner]) for v, inner in found if inner in given)
+    return list(map(source, jaxpr.outvars))
 
 
 def parts_of_scan(equation: core.JaxprEqn) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
 from fedrax.compiled.alive import most_alive
+from fedrax.compiled.tracing import sources
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import Place
@@ -56,8 +57,7 @@ class Counting(Alone):
     def _client(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         gathered = super().clients(p, message, statistics)
         output = self.finished[-1].output
-        known = set(map(id, jax.tree.leaves(self.received)))  # from earlier phases of the round: it is not sent twice
-        self.received.append([leaf for leaf in jax.tree.leaves(message) if id(leaf) not in known])
+        self.received.append(message)
         self.sent.append((output.upload, output.each, output.total))
         # running statistics go down with the first message and up with the last upload
         if p == 0 and not self.algorithm.statistics_at_home:
@@ -115,4 +115,15 @@ def trace_round(
         refuse([*broken, error])
         raise
     refuse(broken)
-    return TracedRound(tree.num_bytes(received), tree.num_bytes(sent), made)
+    return TracedRound(_bytes_once(received, sources(made)), tree.num_bytes(sent), made)
+
+
+def _bytes_once(received: list[Tree], origins: list) -> int:
+    """Of what a client receives: what came in an earlier part of the round is not sent again. origins: of each leaf."""
+    total, known, rest = 0, set(), iter(origins)
+    for part in received:
+        leaves = jax.tree.leaves(part)
+        new = [(leaf, next(rest)) for leaf in leaves]
+        total += tree.num_bytes([leaf for leaf, origin in new if origin not in known])
+        known.update(origin for _, origin in new)
+    return total

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.scopes import AGGREGATE, SERVER, phase_scope, scope
-from fedrax.compiled.tracing import uncollected
+from fedrax.compiled.tracing import IN_PLACE, uncollected
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
@@ -159,7 +159,7 @@ def run_block(
     xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.places))
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
     one = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
-    step = jax.jit(one, inline=True)  # traced once, for the records' shapes and for the loop
+    step = jax.jit(one, inline=IN_PLACE)  # traced once, for the records' shapes and for the loop
     _, shapes = jax.eval_shape(lambda c: step(c, here=at(0), alive=jnp.bool_(True)), carry)
     records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
 

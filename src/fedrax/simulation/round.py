@@ -19,7 +19,7 @@ from fedrax import tree
 from fedrax.compiled.edits import Code
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.products import Format
-from fedrax.compiled.tracing import traced_once, untraced
+from fedrax.compiled.tracing import IN_PLACE, traced_once, untraced
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
@@ -192,7 +192,7 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
     return mean if anyone else jax.device_put(before, mean.sharding)  # outside of a compiled round it may lie elsewhere
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@partial(jax.jit, static_argnums=(0, 1), inline=IN_PLACE)
 def serve(
     program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
