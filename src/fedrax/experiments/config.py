@@ -63,6 +63,10 @@ class Choice:
             raise unknown(self.kind, name, classes)
         return classes[plain[_squeezed(name)]]
 
+    def knows(self, name: Any) -> bool:
+        """Whether it is the name of one of the classes."""
+        return isinstance(name, str) and _squeezed(name) in map(_squeezed, self.classes())
+
     def name_of(self, value: Any) -> str:
         """The name under which ``find`` gives the class of ``value``."""
         for name, known in self.classes().items():
@@ -75,6 +79,8 @@ class Choice:
 
 
 _OWN: dict[type, str] = {}
+_FOR_NAME = ("class", "kind", "method", "type")
+"""Keys that other libraries' files choose by."""
 
 
 def own_name(cls: type) -> str | None:
@@ -203,6 +209,10 @@ class Reader:
                 raise self.error(f"[{path}]", str(error)) from error
         elif dataclasses.is_dataclass(base):
             cls = type(base)
+            for key, value in table.items():
+                is_name = isinstance(value, str) and (key in _FOR_NAME or choice.knows(value))
+                if is_name and key not in fields_of(cls):
+                    raise self.error(f"[{path}]", f"the key that chooses the {choice.kind} is 'name', not {key!r}.")
         else:
             raise self.error(f"[{path}]", f"the key 'name' is missing; known are: {', '.join(choice.classes())}.")
         return self.fields(cls, {key: value for key, value in table.items() if key != "name"}, path, base)
