@@ -215,7 +215,20 @@ def server_specs(server: Any, mesh: Mesh) -> Any:
     return map_vectors(lambda _: P(None, AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
-_OF_THE_LIBRARY = ("LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE")
+_NO_CONVOLUTIONS = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+}
+"""What XLA's library is given."""
+
+
+@cache
+def _known(name: str, value: str) -> bool:
+    """Whether this version of XLA takes an option that it calls experimental."""
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
@@ -235,7 +248,7 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
         "xla_cpu_prefer_vector_width": 512,
     }
     if jax.__version_info__ >= (0, 11):
-        options["xla_cpu_experimental_ynn_fusion_type"] = ",".join(_OF_THE_LIBRARY)
+        options |= {name: value for name, value in _NO_CONVOLUTIONS.items() if _known(name, value)}
     if len(jax.devices()) > 1:
         options["xla_disable_hlo_passes"] = "cpu-parallel-task-assigner"
     return options
