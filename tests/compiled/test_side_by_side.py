@@ -76,6 +76,17 @@ def test_inside_loops_and_with_short_operands():
     np.testing.assert_allclose(jax.jit(in_products(function))(x, w), jax.jit(function)(x, w), rtol=0.02, atol=0.02)
 
 
+def test_short_numbers_of_few_channels_are_summed_in_32_bits():
+    """A depthwise convolution of a network in bfloat16, in which a sum of 49 numbers would be off by a percent."""
+    rng = np.random.default_rng(3)
+    x, w = draw(rng, (3, 2, 9, 9, 4)).astype("bfloat16"), draw(rng, (3, 7, 7, 1, 4)).astype("bfloat16")
+    function = jax.vmap(lambda x, w: conv(x, w, feature_group_count=4))
+    exact = function(x.astype("float64"), w.astype("float64"))
+    found = jax.jit(in_products(function))(x, w)
+    assert found.dtype == "bfloat16"
+    np.testing.assert_allclose(found.astype("float64"), exact, rtol=2**-8, atol=1e-3)
+
+
 def test_what_no_client_has_alone_stays_a_convolution():
     rng = np.random.default_rng(2)
     x, w = draw(rng, (3, 2, 6, 6, 3)), draw(rng, (3, 3, 3, 4))

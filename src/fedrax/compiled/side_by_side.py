@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.compiled.rewriting import rewritten
-from fedrax.compiled.windows import MOST_TAPS, Window, out_space, seen_whole, taps, without_needless
+from fedrax.compiled.windows import MOST_TAPS, Window, is_short, out_space, seen_whole, taps, without_needless
 
 _MOST_COLUMNS = 2 << 30
 """Bytes of what the kernels of all groups see, beyond which groups take turns."""
@@ -92,15 +92,17 @@ def _in_turns(x: Array, kernel: Array, window: Window, places: tuple[int, ...], 
 def _product(x: Array, kernel: Array, window: Window, places: tuple[int, ...], params: dict[str, Any]) -> Array:
     """[N, space, C], [k, C, D] -> [N, space, D]."""
     entries, (channels, results) = kernel.shape[:-2], kernel.shape[-2:]
-    sums, precision = params["preferred_element_type"], params["precision"]
+    precision, sums = params["precision"], params["preferred_element_type"]
+    result = jnp.dtype(sums or x.dtype)
     few_places = math.prod(places) < math.prod(entries)  # as in the gradient of a kernel
     x, window = without_needless(x, window)
     if channels * results <= _VERY_FEW and not few_places:
-        wide = [a.astype(sums or a.dtype) for a in (x, kernel)]
+        short = is_short(result)  # numbers of 16 bits are summed in 32, as products' are
+        wide = [a.astype(jnp.float32 if short else result) for a in (x, kernel)]
         total: Any = 0
         for index, seen in taps(wide[0], entries, window, places):
             total = total + (seen[..., None] * wide[1][index]).sum(-2)
-        return total
+        return total.astype(result)
     if few_places:
         seen = jnp.stack(list(seen_whole(x, entries, window, places)), 1)  # [N, places, k, C]
         over = tuple(range(2, seen.ndim)), tuple(range(kernel.ndim - 1))
