@@ -16,6 +16,7 @@ from fedrax.compiled.alive import most_alive
 from fedrax.simulation import plans, storage, sweep
 from fedrax.simulation.account import Account
 from fedrax.simulation.settings import Settings
+from fedrax.simulation.setup import prepare
 from tests.simulation.problems import FEDERATION, LOCAL, TASK
 
 
@@ -46,7 +47,7 @@ def test_what_is_spent_on_one_is_not_there_for_another():
 
 
 def test_what_a_client_at_work_takes():
-    """Two arrays of 4,000 bytes at a time, and what kernels see; loops hold what a turn makes and what is gathered."""
+    """Two arrays of 4,000 bytes at a time; twice what kernels see; loops hold a turn, and what is gathered."""
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(5):
@@ -58,7 +59,16 @@ def test_what_a_client_at_work_takes():
     assert most_alive(jax.make_jaxpr(lambda x: jax.lax.scan(lambda a, _: (jnp.sin(a), a), x, None, 9))(vector)) == 44000
     conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "VALID")  # noqa: E731
     images, kernel = jnp.zeros((2, 3, 8, 8)), jnp.zeros((4, 3, 3, 3))
-    assert most_alive(jax.make_jaxpr(conv)(images, kernel)) == 4 * (2 * 4 * 36 + 2 * 36 * 27)
+    assert most_alive(jax.make_jaxpr(conv)(images, kernel)) == 4 * (2 * 4 * 36 + 2 * 2 * 36 * 27)
+    images, kernel = jnp.zeros((1, 1, 30, 30)), jnp.zeros((1, 1, 15, 15))  # too large to be laid out
+    assert most_alive(jax.make_jaxpr(conv)(images, kernel)) == 4 * 16 * 16
+
+
+def test_what_a_server_makes_is_there_once_for_all_clients():
+    """However many updates it remembers, a client at work takes the same."""
+    settings = Settings(cohort_size=2)
+    few, many = (prepare(fedrax.GradMAS(memory=m), TASK, FEDERATION, settings).traced.most_alive for m in (2, 8))
+    assert few == many > 0
 
 
 @pytest.mark.parametrize(

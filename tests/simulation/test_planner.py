@@ -18,9 +18,9 @@ def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, 
     """A planner of 20 rounds of 9 clients."""
     defaults: dict[str, Any] = {"rounds": 20, "cohort_size": 9}
     changed = Settings(**(defaults | settings))
-    return Planner(
-        Sampler(changed, SIZES), OFFSETS, devices=devices, stateful=stateful, by_samples=by_samples, chunk=chunk
-    )
+    made = Planner(Sampler(changed, SIZES), OFFSETS, devices=devices, stateful=stateful, by_samples=by_samples)
+    made.go_side_by_side(chunk)
+    return made
 
 
 def real(block, r: int) -> dict[int, dict[str, float]]:
@@ -199,7 +199,8 @@ def test_clients_side_by_side_are_of_like_size():
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_everybody_has_one_place_in_a_round(devices: int, stateful: bool):
     sampler = Sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
-    made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True, chunk=2)
+    made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True)
+    made.go_side_by_side(2)
     block, homes = made.block(0, 30, 32), {}
     for r in range(30):
         placed = []

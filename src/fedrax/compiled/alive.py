@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fedrax.compiled.tracing import functions_in, num_bytes
+from fedrax.compiled.windows import MOST_TAPS
 
 
 def most_alive(program: core.ClosedJaxpr | core.Jaxpr) -> int:
@@ -33,10 +34,13 @@ def most_alive(program: core.ClosedJaxpr | core.Jaxpr) -> int:
 
 
 def _seen(equation: core.JaxprEqn) -> int:
-    """Bytes of what the kernel of a convolution sees at all places."""
+    """Bytes of what the kernel of a convolution sees at all places, where that is laid out: in parts, and together."""
     if equation.primitive.name != "conv_general_dilated":
         return 0
     numbers, (x, kernel), y = equation.params["dimension_numbers"], equation.invars, equation.outvars[0]
     size = lambda v, axes: math.prod(v.aval.shape[axis] for axis in axes)  # noqa: E731
-    by_place = size(kernel, numbers.rhs_spec[2:]) * size(x, numbers.lhs_spec[:2])
-    return by_place * size(y, numbers.out_spec[2:]) * jnp.dtype(x.aval.dtype).itemsize  # type: ignore[attr-defined]
+    entries, places = size(kernel, numbers.rhs_spec[2:]), size(y, numbers.out_spec[2:])
+    if min(entries, places) > MOST_TAPS:
+        return 0
+    by_entry = size(x, numbers.lhs_spec[:2]) * jnp.dtype(x.aval.dtype).itemsize  # type: ignore[attr-defined]
+    return 2 * by_entry * entries * places

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.compiled.rewriting import rewritten
-from fedrax.compiled.windows import MOST_TAPS, Window, out_space, seen_whole, taps, without_needless
+from fedrax.compiled.windows import MOST_TAPS, Space, Window, is_short, out_space, seen_whole, taps, without_needless
 
 _MOST_COLUMNS = 2 << 30
 """Bytes of what the kernels of all groups see, beyond which groups take turns."""
@@ -61,7 +61,9 @@ def convolution_in_groups(inputs: list[Array], equation: core.JaxprEqn) -> Array
     out, into, *entries = numbers.rhs_spec
     x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*entries, into, out)
     places = out_space(x.shape[1:-1], kernel.shape[:-2], window)
-    if 0 in places or min(math.prod(places), math.prod(kernel.shape[:-2])) > MOST_TAPS:
+    entries = kernel.shape[:-2]
+    cut = _cut_once(x.shape[1:-1], entries, window, places)
+    if 0 in places or (not cut and min(math.prod(places), math.prod(entries)) > MOST_TAPS):
         return None
     of_batch = x.reshape(groups, -1, *x.shape[1:]) if by_batch > 1 else jnp.moveaxis(_split(x, groups), -2, 0)
     of_kernel = jnp.moveaxis(_split(kernel, groups), -2, 0)
@@ -89,19 +91,42 @@ def _in_turns(x: Array, kernel: Array, window: Window, places: tuple[int, ...], 
     return lax.map(one, (x, kernel), batch_size=together)
 
 
+def _cut_once(space: Space, entries: Space, window: Window, places: Space) -> bool:
+    """Whether each place sees pixels that no other sees, and none are left over: as patches, or every so many."""
+    plain = not any(map(any, window.pads)) and set(window.gaps) <= {1}
+    exact = all(n == k * m for n, k, m in zip(space, entries, places, strict=True))
+    ones = (1,) * len(space)
+    patches, apart = (entries, ones), (ones, places)
+    return plain and exact and (window.strides, window.dilation) in (patches, apart)
+
+
+def _seen_once(x: Array, entries: Space, window: Window, places: Space) -> Array:
+    """[N, places, k, C] of images that are cut once."""
+    space, inner = len(entries), window.strides == entries
+    sizes = zip(places, entries, strict=True) if inner else zip(entries, places, strict=True)
+    x = x.reshape(len(x), *(n for pair in sizes for n in pair), x.shape[-1])
+    outer = [range(1, 2 * space, 2), range(2, 2 * space + 1, 2)]
+    return x.transpose(0, *outer[not inner], *outer[inner], x.ndim - 1)
+
+
 def _product(x: Array, kernel: Array, window: Window, places: tuple[int, ...], params: dict[str, Any]) -> Array:
     """[N, space, C], [k, C, D] -> [N, space, D]."""
     entries, (channels, results) = kernel.shape[:-2], kernel.shape[-2:]
-    sums, precision = params["preferred_element_type"], params["precision"]
+    precision, sums = params["precision"], params["preferred_element_type"]
+    result = jnp.dtype(sums or x.dtype)
     few_places = math.prod(places) < math.prod(entries)  # as in the gradient of a kernel
     x, window = without_needless(x, window)
     if channels * results <= _VERY_FEW and not few_places:
-        wide = [a.astype(sums or a.dtype) for a in (x, kernel)]
+        short = is_short(result)  # numbers of 16 bits are summed in 32, as products' are
+        wide = [a.astype(jnp.float32 if short else result) for a in (x, kernel)]
         total: Any = 0
         for index, seen in taps(wide[0], entries, window, places):
             total = total + (seen[..., None] * wide[1][index]).sum(-2)
-        return total
-    if few_places:
+        return total.astype(result)
+    if _cut_once(x.shape[1:-1], entries, window, places):
+        seen = _seen_once(x, entries, window, places)
+        over = tuple(range(1 + len(places), seen.ndim)), tuple(range(kernel.ndim - 1))
+    elif few_places:
         seen = jnp.stack(list(seen_whole(x, entries, window, places)), 1)  # [N, places, k, C]
         over = tuple(range(2, seen.ndim)), tuple(range(kernel.ndim - 1))
     else:

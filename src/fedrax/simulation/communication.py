@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
 from fedrax.compiled.alive import most_alive
+from fedrax.compiled.scopes import phase_scope, read_scope
 from fedrax.compiled.tracing import sources
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
@@ -49,7 +50,7 @@ class Counting(Alone):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """The one client, or where it is broken one that sends zeros in place of parameters."""
-        with noted(self.algorithm, self.broken):
+        with noted(self.algorithm, self.broken), phase_scope(p):
             return self._client(p, message, statistics)
         none = Sums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
         return Gathered(none, ((), ()), self.here.places.client, self.here.places.weight)
@@ -78,8 +79,10 @@ class TracedRound(NamedTuple):
 
     @property
     def most_alive(self) -> int:
-        """Bytes that a client at work takes."""
-        return most_alive(self.program)
+        """Bytes that a client at work takes; what the server makes is there once for all of them."""
+        made = self.program.jaxpr
+        of_client = [e for e in made.eqns if read_scope(str(e.source_info.name_stack))[0] is not None]
+        return most_alive(made.replace(eqns=of_client))
 
 
 def trace_round(

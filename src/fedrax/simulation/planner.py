@@ -56,20 +56,20 @@ class Planner:
         devices: int,
         stateful: bool,
         by_samples: bool,
-        chunk: int = 1,
         row_bytes: int = 0,
         given: Mapping[str, np.ndarray] | None = None,
     ):
         """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.given.given_work`."""
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
-        self.by_samples, self.chunk, self.given = by_samples, chunk, dict(given or {})
+        self.by_samples, self.given = by_samples, dict(given or {})
+        self.chunk = 1
+        """Clients of a device side by side."""
         self.straggling = sampler.settings.stragglers > 0
         self.joint_speed: float | None = None
         """How many times as fast as one device all of them together are with a client; None: they never join."""
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
-        places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
-        self.places = -(-places // chunk) * chunk
+        self.places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
         self._row_bytes = row_bytes
         self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
@@ -166,7 +166,7 @@ class Planner:
         )
         other = Sampler(replace(s.settings, seed=0, rounds=rounds), s.sizes, script)
         kinds = {"devices": self.devices, "stateful": self.stateful, "by_samples": self.by_samples}
-        return Planner(other, self.offsets, chunk=self.chunk, row_bytes=self._row_bytes, **kinds)
+        return Planner(other, self.offsets, row_bytes=self._row_bytes, **kinds)
 
     def _ever_joined(self, speed: float) -> bool:
         self.joint_speed = speed
