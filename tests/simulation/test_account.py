@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,24 @@ def test_memory_is_what_the_control_group_allows(
         place.write_text(said)
         assert memory.host_memory() == expected
     assert Account.of(plans.make_mesh(2)).whole == limit // 2
+
+
+@fedrax.hyperparameters
+class Huge(fedrax.FedAvg):
+    """FedAvg whose clients make a matrix of 64 TiB."""
+
+    def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
+        output = super().client(message, state, data)
+        rows = jnp.full((1 << 22, 8), jax.tree.leaves(message)[0].ravel()[0])
+        return output._replace(upload=jax.tree.map(lambda a: a + 0 * jnp.sin(rows @ rows.T).sum(), output.upload))
+
+
+@pytest.mark.parametrize(
+    ("options", "less"), [({}, "set a smaller batch"), ({"plan": "vmap", "devices": 1}, "set chunk below 2")]
+)
+def test_too_little_memory_is_a_sentence(options: dict[str, Any], less: str, tmp_path: Path):
+    with pytest.raises(fedrax.FedraxError, match=f"memory of a device is too small .*{less}.*; .*run keeps what"):
+        fedrax.simulate(Huge(), TASK, FEDERATION, rounds=1, cohort_size=2, directory=tmp_path / "run", **options)
 
 
 def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.MonkeyPatch):

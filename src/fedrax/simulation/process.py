@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from threadpoolctl import threadpool_limits
 
+from fedrax.compiled.cores import abandon_processes
+from fedrax.errors import FedraxError
 from fedrax.files import replacing
 from fedrax.version import VERSION
 
@@ -92,6 +94,27 @@ def first_answer(answer: bool) -> bool:
     if jax.process_count() == 1:
         return answer
     return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+
+
+@contextmanager
+def devices_told(alone: bool, directory: Path | None, side_by_side: int) -> Iterator[None]:
+    """What ends the devices' work as a sentence: too little memory or, in a run that is not alone, the end of another
+    of its processes. side_by_side: how many clients are, 0 where they take turns.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        cause, kept = str(error).splitlines()[0], f"{directory} keeps what was last written"
+        if "RESOURCE_EXHAUSTED" in cause:
+            less = 'set a smaller batch, samples="streamed" or states="spilled"'
+            less = f"set chunk below {side_by_side}, the clients side by side" if side_by_side > 1 else less
+            message = f"the memory of a device is too small ({cause}): {less}"
+            raise FedraxError(f"{message}; {kept}" if directory is not None else message) from error
+        if alone:
+            raise
+        abandon_processes()
+        message = f"another process of this run has ended or cannot be reached ({cause}): start all of them again"
+        raise FedraxError(message if directory is None else f"{message} with resume=True; {kept}") from error
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from fedrax.compiled.cores import abandon_processes, use_all_cores
+from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.mistakes import explained
 from fedrax.contract.task import Task
@@ -34,6 +34,7 @@ from fedrax.simulation.process import (
     Stop,
     any_answer,
     arithmetic,
+    devices_told,
     first_answer,
     interrupt_flag,
     write_environment,
@@ -181,7 +182,8 @@ class Run:
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
                 write_clients(setup.directory, setup.federation)
-            with interrupt_flag() as interrupted, self._others_may_end():
+            told = devices_told(setup.alone, setup.directory, setup.engine.program.chunk)
+            with interrupt_flag() as interrupted, told:
                 carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
             if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too
@@ -350,21 +352,6 @@ class Run:
         )
 
     # -- failure -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _others_may_end(self) -> Iterator[None]:
-        """Where several processes run together, the end of one ends the others in a sentence."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if self.setup.alone or "RESOURCE_EXHAUSTED" in str(error):  # the latter is this process's own
-                raise
-            abandon_processes()
-            cause = str(error).splitlines()[0]
-            message = f"another process of this run has ended or cannot be reached ({cause}): start all of them again"
-            if self.setup.directory is not None:
-                message += f" with resume=True; {self.setup.directory} keeps what was last written"
-            raise FedraxError(message) from error
 
     def _fail(self, carry: Carry, portion: Portion, records: dict) -> NoReturn:
         """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
