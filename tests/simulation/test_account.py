@@ -107,7 +107,8 @@ class Huge(fedrax.FedAvg):
 
 
 @pytest.mark.parametrize(
-    ("options", "less"), [({}, "set a smaller batch"), ({"plan": "vmap", "devices": 1}, "set chunk below 2")]
+    ("options", "less"),
+    [({}, "set a smaller batch"), ({"plan": "vmap", "devices": 1, "chunk": 2}, "set chunk below 2")],
 )
 def test_too_little_memory_is_a_sentence(options: dict[str, Any], less: str, tmp_path: Path):
     with pytest.raises(fedrax.FedraxError, match=f"memory of a device is too small .*{less}.*; .*run keeps what"):
