@@ -23,17 +23,8 @@ from benchmarks.environments import cache_directory
 from benchmarks.machine import cores, processor
 from benchmarks.make_arrays import ensure_arrays
 from benchmarks.pages import markdown_table, number, write_page
-from benchmarks.peers import facts
-from benchmarks.peers_report import (
-    Row,
-    best_peers,
-    disagreements,
-    fastest_settings,
-    identity,
-    pivot,
-    rows,
-    workloads_of,
-)
+from benchmarks.peers import facts, one_line
+from benchmarks.peers_report import Row, disagreements, identity, pivot, rows, table
 from benchmarks.quiet import run_quietly
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.simulators import OURS, Setting
@@ -88,16 +79,15 @@ def settings(device: str, cache: Path) -> list[Setting]:
     ours = {"FEDRAX_CACHE": str(cache / "fedrax-gpu")}
     # They take the memory of the GPU that they need, or what others measure of it would be all
     jax = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
-    large = ON_A_GPU
     return [
         Setting(OURS, "nothing compiled before", "run_fedrax", None, (*SHORT, "--forget", "1"), variables=ours | jax),
         Setting(OURS, "compiled before", "run_fedrax", None, SHORT, variables=ours | jax),
-        Setting(OURS, "float32", "run_fedrax", None, workloads=large, variables=ours | jax),
+        Setting(OURS, "float32", "run_fedrax", None, workloads=ON_A_GPU, variables=ours | jax),
         Setting("PyTorch loop", "TensorFloat-32", "run_torch", None, (*on, *SHORT)),
-        Setting("PyTorch loop", "float32", "run_torch", None, on, workloads=large),
+        Setting("PyTorch loop", "float32", "run_torch", None, on, workloads=ON_A_GPU),
         Setting("pfl-research", "TensorFloat-32", "run_pfl", None, (*on, *SHORT)),
         Setting("FedJAX", "jit", "run_fedjax", None, variables=jax),
-        Setting(OURS, WHOLE, "run_whole", None, SHORT, workloads=large, variables=ours | jax),
+        Setting(OURS, WHOLE, "run_whole", None, SHORT, workloads=ON_A_GPU, variables=ours | jax),
     ]
 
 
@@ -125,17 +115,11 @@ def measure(session: Session, setting: Setting, names: dict, arrays: Path, argum
     command = setting.command(names["workload"], arrays, Path(sys.executable).parent)
     result = run_quietly(command, setting.process_environment(), arguments.max_wait, arguments.timeout)
     session.add(names | result)
-    found = (
-        f"FAILED: {result['failed'][-600:]}"
-        if "failed" in result
-        else f"{result['round_median'] * 1e3:8.2f} ms a round, first {result['first_round_with_import']:5.2f} s, "
-        f"{result.get('device_peak_mb') or 0:6.0f} MB, loss {result['test_loss']:.4f}"
-    )
-    print(f"{names['workload']} {setting.simulator:14s} {setting.label:24s} {names['repeat']}  {found}", flush=True)
+    print(one_line(session.runs[-1]), flush=True)
 
 
 def conclude(session: Session, out: Path) -> int:
-    print(table(rows(by_round(session))))
+    print(table(by_round(session)))
     print("wrote", write_page(out / "gpu.md", sections(session)))
     problems = disagreements(by_round(session), TOLERANCE)
     for problem in problems:
@@ -160,16 +144,6 @@ def whole(session: Session) -> Iterable[str]:
         )
 
 
-def table(found: list[Row]) -> str:
-    best = best_peers(found)
-
-    def cell(row: Row) -> str:
-        ratio = f" ({best[row.workload] / row.round:.2f}×)" if row.workload in best else ""
-        return f"{number(row.round * 1e3)}{ratio}"
-
-    return pivot(found, cell)
-
-
 def sections(session: Session) -> Iterable[str]:
     found, header = rows(by_round(session)), session.header
     m = header["machine"]
@@ -185,13 +159,13 @@ def sections(session: Session) -> Iterable[str]:
         "Each simulator in its fastest setting; in brackets, how many times faster than the best peer. What is empty "
         "was not run."
     )
-    yield table(found)
+    yield table(by_round(session))
     yield from whole(session)
     yield "## Seconds from process start to the end of the first round"
     yield pivot(found, lambda row: f"{row.first_round_with_import:.1f}")
     yield "## Memory of the GPU, MB"
     yield "What arrays and programs took at most, as PyTorch and JAX count it."
-    yield memory(session)
+    yield memory(by_round(session))
     yield "## Every setting"
     yield every_setting(session, found)
     problems = disagreements(by_round(session), TOLERANCE)
@@ -201,22 +175,13 @@ def sections(session: Session) -> Iterable[str]:
 
 
 def memory(session: Session) -> str:
-    found = rows(by_round(session))
-    peaks = {
-        (run["workload"], run["simulator"], run["setting"]): run.get("device_peak_mb")
-        for run in session.runs
-        if "failed" not in run
-    }
-    fastest = fastest_settings(found)
-    names = list(dict.fromkeys(row.name for row in sorted(found, key=lambda row: row.simulator != OURS)))
-    workloads = workloads_of(found)
+    peaks = {identity(run)[:3]: run.get("device_peak_mb") for run in session.runs}
 
-    def cell(workload: str, name: str) -> str:
-        row = fastest.get((workload, name))
-        peak = peaks.get((workload, row.simulator, row.setting)) if row else None
+    def cell(row: Row) -> str:
+        peak = peaks[row.workload, row.simulator, row.setting]
         return number(peak) if peak else ""
 
-    return markdown_table(["", *workloads], [[name, *(cell(w, name) for w in workloads)] for name in names])
+    return pivot(rows(session), cell)
 
 
 def every_setting(session: Session, found: list[Row]) -> str:

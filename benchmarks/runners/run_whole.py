@@ -22,8 +22,6 @@ def main() -> None:
     fedrax.use_all_cores()  # before the first array
     model, params = problem(workload, arrays.initial)
     started = float(os.environ.get(STARTED, time.monotonic()))
-    clock = RoundClock()
-    clock.start()
     result = fedrax.simulate(
         fedrax.FedAvg(local=local),
         fedrax.classification(model),
@@ -36,8 +34,7 @@ def main() -> None:
         precision=arguments.precision,
     )
     whole = time.monotonic() - started
-    clock.seconds = [whole, whole / arguments.rounds]
-    clock.first_round_since_process_start = whole
+    clock = RoundClock([whole, whole / arguments.rounds], whole)
     last = result.events[-1]
     versions = {"fedrax": fedrax.__version__, "jax": jax.__version__}
     report(clock, versions, last["test_loss"], last["test_accuracy"], device_peak_mb())

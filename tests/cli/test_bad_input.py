@@ -165,11 +165,6 @@ CASES = {
     "misspelt key": Case(
         "run x.toml", "x.toml: [run]: unknown key 'ronds'; did you mean 'rounds'?", toml("rounds", "ronds")
     ),
-    "another key than name": Case(
-        "run x.toml",
-        "x.toml: [partition]: the key that chooses the partition is 'name', not 'kind'.",
-        toml('name = "shards"', 'kind = "dirichlet"'),
-    ),
     "misspelt table": Case("run x.toml", "unknown key 'modle'; did you mean 'model'?", toml("[model]", "[modle]")),
     "misspelt nested key": Case(
         "run x.toml", "x.toml: [algorithm.local]: unknown key 'step'; did you mean 'steps'?", toml("steps", "step")

@@ -202,3 +202,9 @@ def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, 
 def test_a_file_is_not_blamed_for_a_flag(fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str) -> None:
     outcome = fedrax("run", tiny, *flags.split())
     assert outcome.status == 2 and said in outcome.err
+
+
+def test_another_key_than_name_is_told_which_one_chooses(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    for key, value in (("kind", "dirichlet"), ("partitioner", "iid")):
+        tiny.write_text(TINY.replace('name = "shards"', f'{key} = "{value}"'))
+        assert f"[partition]: the key that chooses the partition is 'name', not '{key}'." in fedrax("run", tiny).err

@@ -15,7 +15,7 @@ from fedrax import memory
 from fedrax.compiled.alive import most_alive
 from fedrax.simulation import plans, storage, sweep
 from fedrax.simulation.account import Account
-from fedrax.simulation.process import devices_told
+from fedrax.simulation.process import runtime_errors_explained
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import prepare
 from tests.simulation.problems import FEDERATION, LOCAL, TASK
@@ -102,7 +102,7 @@ def test_too_little_memory_is_a_sentence(side_by_side: int, less: str, tmp_path:
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70369012615352 bytes.")
     with (
         pytest.raises(fedrax.FedraxError, match=f"memory of a device is too small .*70369.*{less}.*; .*run keeps what"),
-        devices_told(True, tmp_path / "run", side_by_side),
+        runtime_errors_explained(True, tmp_path / "run", side_by_side),
     ):
         raise full
 

@@ -215,9 +215,8 @@ def server_specs(server: Any, mesh: Mesh) -> Any:
     return map_vectors(lambda _: P(None, AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
-_NO_CONVOLUTIONS = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
-}
+_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
+_NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 """What XLA's library is given."""
 
 
@@ -247,8 +246,8 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_prefer_vector_width": 512,
     }
-    if jax.__version_info__ >= (0, 11):
-        options |= {name: value for name, value in _NO_CONVOLUTIONS.items() if _known(name, value)}
+    if jax.__version_info__ >= (0, 11) and _known(_LIBRARY, _NO_CONVOLUTIONS):
+        options[_LIBRARY] = _NO_CONVOLUTIONS
     if len(jax.devices()) > 1:
         options["xla_disable_hlo_passes"] = "cpu-parallel-task-assigner"
     return options

@@ -97,7 +97,7 @@ def first_answer(answer: bool) -> bool:
 
 
 @contextmanager
-def devices_told(alone: bool, directory: Path | None, side_by_side: int) -> Iterator[None]:
+def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: int) -> Iterator[None]:
     """What ends the devices' work as a sentence: too little memory or, in a run that is not alone, the end of another
     of its processes. side_by_side: how many clients are, 0 where they take turns.
     """

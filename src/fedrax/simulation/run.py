@@ -34,9 +34,9 @@ from fedrax.simulation.process import (
     Stop,
     any_answer,
     arithmetic,
-    devices_told,
     first_answer,
     interrupt_flag,
+    runtime_errors_explained,
     write_environment,
 )
 from fedrax.simulation.progress import with_progress
@@ -182,8 +182,8 @@ class Run:
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
                 write_clients(setup.directory, setup.federation)
-            told = devices_told(setup.alone, setup.directory, setup.engine.program.chunk)
-            with interrupt_flag() as interrupted, told:
+            explaining = runtime_errors_explained(setup.alone, setup.directory, setup.engine.program.chunk)
+            with interrupt_flag() as interrupted, explaining:
                 carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
             if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too

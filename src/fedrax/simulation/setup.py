@@ -118,22 +118,18 @@ def prepare(
     initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     _check_needs(algorithm, settings, sampler, task, statistics)
-    given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
-    _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
+    given = _given(algorithm, script, sampler)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
     streamed, spilled = _room(algorithm, federation, settings, sampler, initial, mesh, account)
     planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size)
-    if jax.process_count() > 1 and directory is not None and planner.stateful:
-        raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
+    _check_processes(planner, directory)
     known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(algorithm, task))
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     if plan == "vmap":
-        chunk = clients_at_once(settings, mesh.devices.size, sampler.largest, account, traced.most_alive)
-        planner.go_side_by_side(chunk)
-        program = program._replace(chunk=chunk)
+        program = _side_by_side(program, settings, planner, account, traced)
     start, statistics = drawn()  # until here shapes were enough
     initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
@@ -164,6 +160,27 @@ def prepare(
         traced=traced,
         identity=_identity(given_so, traced, task, start, statistics, samples) if kept_in else None,
     )
+
+
+def _given(algorithm: Algorithm, script: Script | None, sampler: Sampler) -> dict[str, np.ndarray]:
+    """What each round has for its clients that is known beforehand."""
+    given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
+    _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
+    return given
+
+
+def _check_processes(planner: Planner, directory: Path | None) -> None:
+    if jax.process_count() > 1 and directory is not None and planner.stateful:
+        raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
+
+
+def _side_by_side(
+    program: Program, settings: Settings, planner: Planner, account: Account, traced: TracedRound
+) -> Program:
+    """The program with as many clients side by side as there is room for, of which the planner is told."""
+    chunk = clients_at_once(settings, planner.devices, planner.sampler.largest, account, traced.most_alive)
+    planner.go_side_by_side(chunk)
+    return program._replace(chunk=chunk)
 
 
 _Given = tuple[Algorithm, Settings, Federation, Script | None, Sequence[np.ndarray]]
