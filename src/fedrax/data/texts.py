@@ -10,9 +10,9 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, generator, split_test
 from fedrax.data.files import MAX_BYTES
+from fedrax.data.table_files import reading_parquet
 from fedrax.data.words import encode, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import reading_parquet
 
 if TYPE_CHECKING:
     import polars as pl

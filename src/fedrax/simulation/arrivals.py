@@ -14,8 +14,8 @@ from itertools import cycle
 
 import numpy as np
 
+from fedrax.data.table_files import read_columns
 from fedrax.errors import FedraxError
-from fedrax.files import read_columns
 from fedrax.simulation.settings import Asynchronous
 
 LONGEST = 1000
