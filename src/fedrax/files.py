@@ -31,8 +31,9 @@ MAX_JSON, MAX_VALUES = 1 << 30, 100_000_000
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, whose folder is made, that takes the place of ``path`` once it is complete and on disk.
 
-    On any error the old file stays and nothing of the new one does; FedraxError where it cannot be written. All of it
-    happens in the one folder that was opened first, whatever is put in the folder's place meanwhile.
+    On any error the old file stays and nothing of the new one does; FedraxError where it cannot be written, and where
+    another process has begun to write it meanwhile. All of it happens in the one folder that was opened first, whatever
+    is put in the folder's place meanwhile.
     """
     part = f".{path.name}.part"
     try:
@@ -40,19 +41,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             raise FedraxError(f"cannot write {path}: it is a device, whose place a file would take")
         path.parent.mkdir(parents=True, exist_ok=True)
         with _folder(path.parent) as folder:
-            try:
-                with suppress(FileNotFoundError):
-                    os.unlink(part, dir_fd=folder)  # what a killed process left, or a link that somebody planted
-                with open(part, "xb", opener=partial(_no_links, folder=folder)) as file:
+            with suppress(FileNotFoundError):
+                os.unlink(part, dir_fd=folder)  # what a killed process left, or a link that somebody planted
+            with open(part, "xb", opener=partial(_no_links, folder=folder)) as file:
+                try:
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-                os.fsync(folder)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(part, dir_fd=folder)
-                raise
+                    if not _is_there(file, part, folder):
+                        raise FedraxError(f"cannot write {path}: another process writes it, too")
+                    os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.fsync(folder)
+                except BaseException:
+                    if _is_there(file, part, folder):
+                        with suppress(OSError):
+                            os.unlink(part, dir_fd=folder)
+                    raise
     except OSError as error:
         raise FedraxError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -65,6 +69,14 @@ def _folder(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_there(file: BinaryIO, name: str, folder: int) -> bool:
+    """Whether ``name`` in the folder is this open file, and not one of a process that writes the same."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except OSError:
+        return False
 
 
 def _no_links(path: str, flags: int, folder: int | None = None) -> int:
