@@ -102,7 +102,7 @@ def read_table(path: Path, texts: Sequence[str], label: str | None = None) -> pl
             fits = schema[column].is_integer() if column == label else schema[column] == pl.String
             if not fits:
                 raise FedraxError(f"{path}: column {column!r} holds {schema[column]}.")
-        found = pl.read_parquet(path, columns=columns)
+        found = pl.read_parquet(path, columns=columns, glob=False)
     if sum(found.null_count().row(0)) or not len(found):
         raise FedraxError(f"{path} has missing values, or no rows.")
     return found
