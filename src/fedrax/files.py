@@ -120,11 +120,20 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def below(folder: Path, name: str) -> Path:
-    """The absolute path that ``name`` means in ``folder``; FedraxError for the home of somebody who is not there."""
+    """The absolute path that ``name`` means in ``folder``, which a file can hold.
+
+    FedraxError for the home of somebody who is not there, and for names that are no text.
+    """
     try:
-        return (folder / Path(name).expanduser()).resolve()
+        path = (folder / Path(name).expanduser()).resolve()
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise FedraxError(
+            f"{path} is no text in UTF-8, as files hold it: rename it, or the folder it is in."
+        ) from error
     except (RuntimeError, ValueError, OSError) as error:
         raise FedraxError(f"{name!r} is no path: {error}.") from error
+    return path
 
 
 def inside(folder: Path, place: Path) -> Path:
