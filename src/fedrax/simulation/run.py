@@ -27,7 +27,6 @@ from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
-from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import (
     Interrupted,
@@ -322,13 +321,8 @@ class Run:
 
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not."""
-        setup, params = self.setup, self.setup.algorithm.params(carry.server)
-        metrics = measured(setup.task, params)
-        for name, evaluator in setup.evaluators.items():
-            metrics |= evaluator(setup.variables(params, carry.statistics), name, setup.settings.per_client)
-        if setup.personal is not None:
-            store, rows = self.storage.store(carry), setup.planner.rows()
-            metrics |= setup.personal(setup.algorithm, params, carry.statistics, store, rows, setup.initial)
+        setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
+        metrics = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         return finite, next((name for name in metrics if name not in finite), None)
 
