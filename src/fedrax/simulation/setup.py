@@ -25,6 +25,7 @@ from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.mistakes import noted
 from fedrax.contract.model import with_statistics
+from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.starting import start_of
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task, Variables
@@ -156,7 +157,7 @@ def prepare(
         settings=settings,
         directory=directory,
         kept_in=kept_in,
-        key=jax.random.fold_in(jax.random.key(settings.seed), 1),
+        key=seeded(settings.seed, RUN),
         params=start,
         statistics=statistics,
         initial=initial,
@@ -351,7 +352,7 @@ def _start(
     task: Task, given: Tree | None, settings: Settings
 ) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
     """(what waits for starting parameters and statistics, their shapes, words on types that are not kept)."""
-    start = start_of(task, jax.random.fold_in(jax.random.key(settings.seed), 0), given)
+    start = start_of(task, seeded(settings.seed, START), given)
     parted = partial(_parted, dtype=settings.dtype)
     params, statistics = jax.eval_shape(parted, start.shapes)
     halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})
