@@ -196,7 +196,7 @@ class Stopwatch:
 
 def other_work() -> list[str]:
     """A sentence if other programs have kept the machine busy for the last minute."""
-    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < 0.5 * cores:
         return []
     return [

@@ -52,7 +52,7 @@ def stop_runs(number: int) -> None:
         flag.signal = number
 
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; ``kill``, a cluster's time limit, a container's end; a terminal that closes."""
 
 
