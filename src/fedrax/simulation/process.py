@@ -141,7 +141,7 @@ def _one_lapack_thread() -> Iterator[None]:
             yield
     finally:
         if before is None:
-            del os.environ[_THREADS]
+            os.environ.pop(_THREADS, None)  # another thread's run may have taken it away
         else:
             os.environ[_THREADS] = before
 
