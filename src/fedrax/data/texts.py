@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 RELATIONS = ("entailment", "neutral", "contradiction")
-SNLI = ("snli/dev.parquet", "snli/test.parquet")
-SENT140 = ("sent140/leaf_k30_by_user.parquet",)
+SNLI = ("snli/{train}.parquet", "snli/test.parquet")
+SENT140 = ("sent140/{table}.parquet",)
 
 
 def load_snli(
