@@ -8,16 +8,11 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_UNKNOWN = 1 << 62
 
 
 def host_memory() -> int:
-    """Bytes of memory that this process can have: the machine's, or less where a control group limits it.
-
-    As a container or a cluster's job does.
-    """
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else _UNKNOWN
-    return min(there, *_limits(), _UNKNOWN)
+    """Bytes that this process can have: the machine's, or less where a container or a cluster's job limits it."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
 
 
 def _limits() -> Iterator[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from fedrax.errors import FedraxError
 from fedrax.experiments.methods import KNOWN_AS, algorithms
-from fedrax.files import write_text
+from fedrax.files import replacing, write_text
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -342,6 +342,21 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     with pytest.raises(FedraxError, match="is a device, whose place a file would take"):
         write_text(tmp_path / "null", "a page")
     assert (tmp_path / "null").is_char_device()
+
+
+def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "comparison.json"
+    path.write_text("old")
+    one, other = replacing(path), replacing(path)
+    one.__enter__().write(b"one")
+    file = other.__enter__()
+    file.write(b"oth")
+    with pytest.raises(FedraxError, match="another process writes it, too"):
+        one.__exit__(None, None, None)
+    assert path.read_text() == "old"
+    file.write(b"er")
+    other.__exit__(None, None, None)
+    assert path.read_text() == "other" and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("files", ["experiment.toml", "state.npz", "environment.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from fedrax.data.picture import save_labels
 from tests.cli.conftest import TINY
 
 LABELS = [r"$\\bad{$", "[/b]", "[red]x", "_x", "<script>alert(1)</script>", ":smile:", "a|b", "`*c*`", "$x$ and $"]
+
+
+OWN_MODEL = """
+from fedrax.models import Linear
+
+def model(input_shape, num_outputs):
+    return Linear().build(input_shape, num_outputs)
+"""
 
 
 def comparison(labels: list[str], more: str = "") -> str:
@@ -82,6 +91,22 @@ def test_classes_of_any_name_are_drawn_and_listed(tmp_path: Path, fedrax: Any):
         "partition", "--data", "csv", "--data.path", "d.csv", "--data.client", "user", "--partition", "natural"
     )
     assert outcome.status == 0 and "$\\bad{$" in outcome.out and "_hidden" in outcome.out, outcome.err
+
+
+def test_folders_whose_names_are_no_text(tmp_path: Path, fedrax: Any):
+    """Runs are kept there; what an experiment's file would have to name is refused."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (tmp_path / "mine.py").write_text(OWN_MODEL)
+    few = ("--partition.clients", 4, "--run.cohort-size", 2, "--run.rounds", 1, "--quiet")
+    assert fedrax("run", "--model", "mine.py:model", *few, "--out", folder / "r").status == 0
+    assert fedrax("resume", folder / "r", "--run.rounds", 2, "--quiet").status == 0
+    (folder / "d.csv").write_text("a,label\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
+    outcome = fedrax("run", "--data", "csv", "--data.path", folder / "d.csv", *few)
+    assert outcome.status == 2 and "d.csv is no text in UTF-8" in outcome.err and outcome.err.count("\n") == 1
 
 
 def test_a_sentence_holds_no_control_characters(tmp_path: Path, fedrax: Any):

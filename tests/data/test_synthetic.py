@@ -18,6 +18,13 @@ def test_shapes_sizes_and_own_test_data():
     assert total.min() >= 50 and np.array_equal(test, total // 10)
 
 
+def test_shares_are_rounded_down_and_not_by_their_rounding():
+    """0.29 x 100 is 28.999999999999996 in floats."""
+    dataset = load("synthetic", devices=400, features=2, test_fraction=0.29)
+    test, train = (np.bincount(owner, minlength=400) for owner in (dataset.test_clients, dataset.train_clients))
+    assert ((test + train) % 100 == 0).any() and np.array_equal(test, (test + train) * 29 // 100)
+
+
 def test_sizes_are_lognormal():
     dataset = load("synthetic", devices=2000, features=2, test_fraction=0.0)
     sizes = np.bincount(dataset.train_clients)

@@ -113,6 +113,25 @@ def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
         load("sent140", tmp_path)
 
 
+def test_tables_that_are_not_asked_for_may_be_missing(tmp_path: Path) -> None:
+    pairs(tmp_path / "snli" / "train.parquet")
+    pairs(tmp_path / "snli" / "test.parquet")
+    write(tmp_path / "sent140" / "sample.parquet", user=["u", "u"], text=["a", "b"], label=[0, 1])
+    assert len(load("snli", tmp_path, train="train").train.y) == 2
+    assert len(load("sent140", tmp_path, table="sample", test_fraction=0.0).train.y) == 2
+    with pytest.raises(FedraxError, match=r"sent140/leaf_k30_by_user\.parquet is missing"):
+        load("sent140", tmp_path)
+
+
+def test_a_folder_of_any_name_is_one_folder(tmp_path: Path) -> None:
+    for folder in ("[ab]", "a"):  # of the second one the name is a match of the first one's, read as a pattern
+        (tmp_path / folder).mkdir()
+        tweets = {"user": ["u", "u"], "text": [folder, folder], "label": [0, 1]}
+        write(tmp_path / folder / "sent140" / "leaf_k30_by_user.parquet", **tweets)
+    data = load("sent140", tmp_path / "[ab]", min_count=1)
+    assert data.vocabulary == ("[", "]", "ab")
+
+
 def test_words_of_other_alphabets():
     assert tokenise("Grüße, l'été à 5 Äpfeln") == ["grüße", ",", "l'été", "à", "5", "äpfeln"]
     assert tokenise("cafe\u0301 мир_мир") == ["café", "мир", "_", "мир"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedrax.data import load
+from fedrax.data.table_files import CsvForm, read_csv
 from fedrax.errors import FedraxError
-from fedrax.files import CsvForm, read_csv
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from fedrax.diagnosis.advice import study
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.models import Linear
+from fedrax.simulation.setup import prepare
 
 
 def problem(loss: Callable, numbers: Any, start: Any) -> tuple[Task, Federation]:
@@ -53,6 +54,20 @@ def test_two_parabolas():
     assert found.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
     assert found.points[0].drift == pytest.approx(3 * (1 - 0.9**2), rel=1e-3)
     assert found.points[0].update == pytest.approx(8 * (1 - 0.9**2), rel=1e-3)
+
+
+def test_walks_draw_other_batches_than_the_run_that_led_there():
+    """A key's splits are what folding numbers into it gives: that of rounds is not among those of what is measured."""
+    task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
+    run = prepare(fedrax.FedAvg(), task, federation, Settings(seed=3, cohort_size=2)).key
+
+    def below(key: Any, *counts: int) -> set[tuple[int, ...]]:
+        keys = [key]
+        for count in counts:
+            keys = [own for one in keys for own in jax.random.split(one, count)]
+        return {tuple(jax.random.key_data(own).tolist()) for own in keys}
+
+    assert not below(Clients(task, federation, 3).key, 4, 2, 2) & (below(run, 4) | below(run, 4, 2))
 
 
 def test_clients_of_unlike_curvature():

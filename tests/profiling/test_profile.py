@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -183,6 +184,18 @@ def test_the_limit_of_products_is_that_of_the_runs_precision(monkeypatch: pytest
     monkeypatch.setattr(limits, "_best_seconds", lambda function, *_, **__: seen.append(function) or 1.0)
     limits.measure(plans.make_mesh(None), precision=seen[0])
     assert seen[0] == "bfloat16" and "reduce_precision" in str(jax.make_jaxpr(seen[1])(jnp.ones((4, 4))))
+
+
+def test_measures_of_parameters_are_timed_with_evaluations():
+    method, task, clients, settings = arguments(None, None, (20,), eval_every=4)
+    measured = []
+
+    def measures(params: Any) -> dict[str, Any]:
+        measured.append(params)
+        return {"bias": jnp.abs(params["output"]["bias"]).max()}
+
+    profile(method, dataclasses.replace(task, measures=measures), clients, settings, rounds=1)
+    assert measured
 
 
 def test_evaluations_of_clients_own_models_are_timed(monkeypatch: pytest.MonkeyPatch):

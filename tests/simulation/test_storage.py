@@ -224,7 +224,7 @@ def test_rounds_that_fit_by_hand():
 
 
 def test_few_capacities():
-    sizes = [storage.rounded_up(n) for n in range(1, 5000)]
+    sizes = [planner.rounded_up(n) for n in range(1, 5000)]
     assert all(n <= size <= 1.125 * n + 1 for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 100
 

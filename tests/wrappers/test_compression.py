@@ -160,6 +160,14 @@ def test_bytes_of_sparse_uploads(fraction: float, k: int):
     assert travels(TopK(FEDAVG, fraction)) == (MODEL_BYTES, 8 * k)
 
 
+def test_a_share_of_numbers_is_rounded_up_and_not_by_its_rounding():
+    """0.07 x 100 is 7.000000000000001 in floats."""
+    shares = [(0.07, 7), (0.14, 14), (0.071, 8), (0.001, 1)]
+    assert [len(TopK(fraction=share).compressed([np.zeros(100)]).values) for share, _ in shares] == [
+        k for _, k in shares
+    ]
+
+
 def test_each_part_travels_in_its_own_form():
     """Quantised around TopK: whole indices, one byte a value. FedAvg's update inside SCAFFOLD's upload: sparse."""
     assert travels(Quantised(TopK(FEDAVG, 0.2)))[1] == 3 * (4 + 1) + 4

@@ -9,15 +9,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import jax
-from jax import Array
-
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.averaging import Averaging, Server
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local import LocalSGD, pull
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.tree import Tree
@@ -43,11 +40,7 @@ class FedProx(Averaging):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD on the loss with the proximal term."""
-
-        def pull(gradient: Tree, x: Tree) -> Tree:
-            return jax.tree.map(lambda g, a, b: (g + self.mu * (a - b)).astype(g.dtype), gradient, x, message)
-
-        result = self.local.run(data, message, term=pull)
+        result = self.local.run(data, message, term=pull(self.mu, message))
         return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 
 
@@ -84,15 +77,10 @@ class FedSGD(Algorithm):
         """The client's full gradient."""
         loss, gradient = data.full_gradient(message, self.local.reduction)
         gradient = self.local.decayed(gradient, message)
-        return ClientOutput(upload=gradient, info={"loss": loss, "gradients": as_float(data.size)})
+        return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """One step of the server optimizer against the mean gradient."""
         descent = tree.scale(-1, cohort.mean)
         params, state = self.server_optimizer.step(server.params, server.optimizer, descent, cohort.round)
         return Server(params, state), {}
-
-
-def as_float(count: Array) -> Array:
-    """A count as float32, as infos hold them."""
-    return count.astype("float32")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -12,7 +11,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import Positive, hyperparameters
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local import LocalSGD, pull
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -63,11 +62,7 @@ class FedNova(Algorithm):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local steps from the global parameters; the normalised update goes up."""
-
-        def pull(gradient: Tree, x: Tree) -> Tree:
-            return jax.tree.map(lambda g, a, b: (g + self.mu * (a - b)).astype(g.dtype), gradient, x, message)
-
-        result = self.local.run(data, message, term=None if self.mu is None else pull)
+        result = self.local.run(data, message, term=None if self.mu is None else pull(self.mu, message))
         length = self._length(result.steps, data.round)
         direction = tree.scale(1 / length, tree.sub(result.params, message))
         return ClientOutput(upload=Upload(direction, length), info=result.info)

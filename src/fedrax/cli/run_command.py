@@ -34,9 +34,6 @@ float64 and whatever the order of clients, fedrax.check_algorithm(MyMethod) chec
 a directory: experiment.toml, events.jsonl, checkpoint/, environment.json, clients.json."""
 
 
-_PIPE = getattr(signal, "SIGPIPE", 13)
-
-
 @dataclass
 class Reporting:
     """What does not change the numbers."""
@@ -113,7 +110,7 @@ class Lines(sinks.JsonSink):
             super().event(event)
         except BrokenPipeError:
             forget_output()
-            stop_runs(_PIPE)
+            stop_runs(signal.SIGPIPE)
 
 
 def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[Any]:

@@ -25,9 +25,10 @@ from fedrax.compiled.scopes import GATHER, GRADIENT, scope
 from fedrax.compiled.streams import FRESH, stream_key
 from fedrax.compiled.tracing import untraced
 from fedrax.contract.batch_gradient import batch_gradient, quick, scaled_sum
+from fedrax.contract.model import with_statistics
 from fedrax.contract.place import Carried, Layout, Place
 from fedrax.contract.rules import GradientRule, Ruled, one_a_sample, sums
-from fedrax.contract.task import Batch, Variables
+from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -159,7 +160,7 @@ class ClientData(Ruled):
 
     def variables(self, params: Tree) -> Tree:
         """What the task's functions take: the parameters, with the running statistics where the model has some."""
-        return Variables(params, self.carried.statistics) if self.carried.statistics else params
+        return with_statistics(params, self.carried.statistics)
 
     @property
     def delay(self) -> Array | None:

@@ -86,6 +86,13 @@ def plain(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
     return gradient, memory
 
 
+def pull(strength: Any, center: Tree) -> Term:
+    """The term strength/2 |x_i - center|^2: gradient + strength (x_i - center), in the gradient's dtypes."""
+    return lambda gradient, x: jax.tree.map(
+        lambda g, a, b: (g + strength * (a - b)).astype(g.dtype), gradient, x, center
+    )
+
+
 class LocalResult(NamedTuple):
     """What the local steps led to."""
 

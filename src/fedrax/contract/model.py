@@ -17,6 +17,11 @@ class Variables(NamedTuple):
     statistics: Any  # a pytree of arrays that training moves along, but no gradient
 
 
+def with_statistics(params: Params, statistics: Any) -> Params:
+    """What the functions of models and tasks take: `Variables` where there are statistics, else the parameters."""
+    return Variables(params, statistics) if statistics else params
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """Bring your own as `Model(init, apply)`."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, as_samples, generator, split_test
+from fedrax.data.table_files import with_point
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import plain
 
 if TYPE_CHECKING:
     import polars as pl
@@ -217,7 +217,7 @@ def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequ
         if name in chosen.categorical or not is_text(table[name]):
             continue
         written = table[name].drop_nulls().cast(pl.String)
-        odd = written.filter(plain(written, chosen.decimal).cast(pl.Float64, strict=False).is_null())
+        odd = written.filter(with_point(written, chosen.decimal).cast(pl.Float64, strict=False).is_null())
         amounts = odd.filter(odd.str.strip_chars().str.contains(_AMOUNT))
         if 2 * len(amounts) > len(odd):
             commas = ' (decimal = "," of csv reads commas before fractions)' if chosen.decimal == "." else ""

@@ -238,6 +238,11 @@ def generator(seed: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
 
 
+def share_of(sizes: np.ndarray, fraction: float) -> np.ndarray:
+    """``fraction`` of each of the ``sizes``, rounded down, int64."""
+    return (sizes * fraction * (1 + 1e-12)).astype(np.int64)  # 29 of 100 by 0.29, whose product is just below
+
+
 def split_test(groups: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Divide rows into training and test rows; ``fraction`` of each group (class or client) is for the test.
 
@@ -250,6 +255,5 @@ def split_test(groups: np.ndarray, fraction: float, rng: np.random.Generator) ->
     _, codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     order = shuffled[np.argsort(codes[shuffled], kind="stable")]
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    kept = (sizes * fraction * (1 + 1e-12)).astype(np.int64)  # 29 of 100 by 0.29, whose product is just below
-    in_test = rank < np.repeat(kept, sizes)
+    in_test = rank < np.repeat(share_of(sizes, fraction), sizes)
     return np.sort(order[~in_test]), np.sort(order[in_test])

@@ -20,10 +20,10 @@ from fedrax.data.columns import Columns, Owners, check_columns, label_notes, ref
 from fedrax.data.dataset import Dataset
 from fedrax.data.decoding import MAX_FILE, ON_A_SIDE, check_form, decoded, moments, orientation
 from fedrax.data.files import MAX_BYTES
+from fedrax.data.table_files import as_numbers
 from fedrax.data.tables import dataset_of
 from fedrax.data.words import MAX_CHARACTERS, encode, encode_characters, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import as_numbers
 
 if TYPE_CHECKING:
     import polars as pl

@@ -14,8 +14,9 @@ from PIL import Image
 
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.kept import kept_images
+from fedrax.data.table_files import reading_parquet
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import inflated_limit, reading, reading_parquet
+from fedrax.files import inflated_limit, reading
 
 
 def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:

@@ -34,8 +34,8 @@ ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "S
 class DatasetEntry:
     """A data set that ``load`` knows.
 
-    ``files`` are the paths it needs, relative to the data directory; empty if it needs none. ``read`` takes
-    that directory if there are files, and the data set's own options by name.
+    ``files`` are the paths it needs, relative to the data directory, with options that choose one in braces; empty if
+    it needs none. ``read`` takes that directory if there are files, and the data set's own options by name.
     """
 
     name: str
@@ -66,9 +66,10 @@ def load(name: str, /, data_dir: str | Path | None = None, **options: object) ->
     missing = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
     if missing:
         raise FedraxError(f"data set {name!r} needs the option {missing[0]!r}.")
-    if entry.needs_files:
-        return entry.read(data_directory(data_dir, name, entry.files), **options)
-    return entry.read(**options)
+    if not entry.needs_files:
+        return entry.read(**options)
+    chosen = {option: parameter.default for option, parameter in accepted.items()} | options
+    return entry.read(data_directory(data_dir, name, [file.format(**chosen) for file in entry.files]), **options)
 
 
 def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -351,7 +352,7 @@ DATASETS: dict[str, DatasetEntry] = {
             "upcycled_synthetic",
             "the published synthetic data of Upcycled-FL, 30 clients",
             load_upcycled_synthetic,
-            ("upcycled_synthetic/synthetic_0.5_0.5.npz", "upcycled_synthetic/synthetic_iid.npz"),
+            ("upcycled_synthetic/synthetic_{variant}.npz",),
         ),
         DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
         DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset, Samples, generator
+from fedrax.data.dataset import Dataset, Samples, generator, share_of
 from fedrax.errors import FedraxError
 
 MAX_ROWS = 50_000_000
@@ -55,8 +55,9 @@ def load_synthetic(
 
     device = np.repeat(np.arange(devices), sizes)
     rank = np.arange(len(y)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    kept = sizes - (sizes * test_fraction).astype(np.int64)
-    train = rank < np.repeat(kept, sizes)  # a device's rows are exchangeable: the first ones will do
+    train = rank < np.repeat(
+        sizes - share_of(sizes, test_fraction), sizes
+    )  # a device's rows are exchangeable: the first ones will do
     return Dataset(
         name="synthetic_iid" if iid else f"synthetic_{alpha:g}_{beta:g}",
         train=Samples(x[train], y[train]),

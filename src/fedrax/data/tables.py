@@ -23,8 +23,8 @@ from fedrax.data.columns import (
 )
 from fedrax.data.dataset import Dataset
 from fedrax.data.files import MAX_BYTES
+from fedrax.data.table_files import CsvForm, read_csv, zero_padded
 from fedrax.errors import FedraxError
-from fedrax.files import CsvForm, read_csv, zero_padded
 from fedrax.memory import host_memory
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, Samples, generator, split_test
 from fedrax.data.files import MAX_BYTES
+from fedrax.data.table_files import reading_parquet
 from fedrax.data.words import encode, tokenise, vocabulary
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import reading_parquet
 
 if TYPE_CHECKING:
     import polars as pl
 
 RELATIONS = ("entailment", "neutral", "contradiction")
-SNLI = ("snli/dev.parquet", "snli/test.parquet")
-SENT140 = ("sent140/leaf_k30_by_user.parquet",)
+SNLI = ("snli/{train}.parquet", "snli/test.parquet")
+SENT140 = ("sent140/{table}.parquet",)
 
 
 def load_snli(
@@ -102,7 +102,7 @@ def read_table(path: Path, texts: Sequence[str], label: str | None = None) -> pl
             fits = schema[column].is_integer() if column == label else schema[column] == pl.String
             if not fits:
                 raise FedraxError(f"{path}: column {column!r} holds {schema[column]}.")
-        found = pl.read_parquet(path, columns=columns)
+        found = pl.read_parquet(path, columns=columns, glob=False)
     if sum(found.null_count().row(0)) or not len(found):
         raise FedraxError(f"{path} has missing values, or no rows.")
     return found

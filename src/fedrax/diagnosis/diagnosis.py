@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from scipy.optimize import linprog, nnls
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.seeds import START, seeded
 from fedrax.contract.starting import starting_parameters
 from fedrax.contract.task import Task
 from fedrax.data import Federation
+from fedrax.data.dataset import generator
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.errors import FedraxError
@@ -160,7 +161,7 @@ def _diagnosed(
         local = dataclasses.replace(local, batch_size=min(local.batch_size, int(federation.sizes.max())))
     seen = _measured(federation, settings.seed)
     clients = Clients(task, seen, settings.seed)
-    start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
+    start = starting_parameters(task, seeded(settings.seed, START), None)
     bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed), _rows(seen, settings.seed)
     when = sorted({settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})
     run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=when, progress=False)
@@ -253,7 +254,7 @@ def _measured(federation: Federation, seed: int) -> Federation:
     """The federation, or some of its clients by chance."""
     if federation.num_clients <= MOST_CLIENTS:
         return federation
-    chosen = np.sort(np.random.default_rng(seed).choice(federation.num_clients, MOST_CLIENTS, replace=False))
+    chosen = np.sort(generator(seed, "clients to measure").choice(federation.num_clients, MOST_CLIENTS, replace=False))
     low, sizes = federation.offsets[chosen], federation.sizes[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = np.repeat(low - offsets[:-1], sizes) + np.arange(offsets[-1])
@@ -264,7 +265,7 @@ def _measured(federation: Federation, seed: int) -> Federation:
 
 def _rows(federation: Federation, seed: int) -> np.ndarray:
     """Rows of each client to take single gradients of, [N, m], -1 where it has fewer."""
-    rng, most = np.random.default_rng(seed), min(SAMPLES_EACH, int(federation.sizes.max()))
+    rng, most = generator(seed, "samples to measure"), min(SAMPLES_EACH, int(federation.sizes.max()))
     rows = np.full((federation.num_clients, most), -1)
     for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
         chosen = np.arange(size) if size <= most else rng.choice(size, most, replace=False)

@@ -16,6 +16,7 @@ from fedrax.compiled.edits import Code
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.contract.client_data import ClientData, Layout, Place
 from fedrax.contract.local import LocalSGD
+from fedrax.contract.seeds import DIAGNOSIS, START, seeded
 from fedrax.contract.starting import starting_parameters
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
@@ -115,7 +116,7 @@ class Clients:
             for of in (still, task)
         )
         self.samples = Batch(*map(jnp.asarray, federation.train))
-        self.key = jax.random.key(seed)
+        self.key = seeded(seed, DIAGNOSIS)
         self._measure = jax.jit(self._gradients)
         self._walk = jax.jit(self._drift)
         self._scatter = jax.jit(self._noise)
@@ -207,6 +208,6 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
     Definition 3). ``params``: where; by default the initial parameters of a run with this seed. In evaluation mode:
     without dropout. One pass over the data. Infinite where the mean gradient is zero.
     """
-    start = starting_parameters(task, jax.random.fold_in(jax.random.key(seed), 0), params)
+    start = starting_parameters(task, seeded(seed, START), params)
     found = Clients(task, federation, seed).gradients(start)
     return float(np.mean(found.norms**2) / found.mean**2) if found.mean > 0 else float("inf")

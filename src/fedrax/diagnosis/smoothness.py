@@ -11,8 +11,10 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.compiled.on_cpu import fast_on_cpu
+from fedrax.contract.seeds import CURVATURE, seeded
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
+from fedrax.data.dataset import generator
 from fedrax.tree import Tree
 
 ITERATIONS = 20
@@ -26,7 +28,7 @@ def curvature(task: Task, federation: Federation, most: int, seed: int = 0) -> C
 
     Of all samples, or where there are more than ``most`` of as many: a client drawn uniformly, then one of its samples.
     """
-    rows, weights = _sample(federation, most, np.random.default_rng(seed))
+    rows, weights = _sample(federation, most, generator(seed, "samples of the curvature"))
     short = -len(rows) % AT_ONCE
     rows = np.pad(rows, (0, short)).reshape(-1, AT_ONCE)
     weights = np.pad(weights, (0, short)).reshape(-1, AT_ONCE).astype(np.float32)
@@ -50,7 +52,7 @@ def curvature(task: Task, federation: Federation, most: int, seed: int = 0) -> C
             beta = tree.norm(image)
             return (v, tree.scale(1 / jnp.where(beta > 0, beta, 1), image), beta), (alpha, beta)
 
-        keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)))
+        keys = jax.random.split(seeded(seed, CURVATURE), len(jax.tree.leaves(params)))
         leaves, structure = jax.tree.flatten(params)
         drawn = [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
         start = jax.tree.unflatten(structure, drawn)

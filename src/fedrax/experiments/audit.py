@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.seeds import START, seeded
 from fedrax.contract.starting import shapes_of, starting_parameters
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
@@ -101,7 +102,7 @@ def watch_a_client(
         raise FedraxError(f"the claim is about clients that take part {apart} rounds apart: watch one round")
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
-    start = starting_parameters(task, jax.random.fold_in(jax.random.key(settings.seed), 0), None)
+    start = starting_parameters(task, seeded(settings.seed, START), None)
     _check_admitted(algorithm, task, settings, start)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     coins = all((r.unit, r.neighbours, r.batches) == ("sample", "presence", "poisson") for r in releases)

@@ -225,7 +225,6 @@ def held_out(experiment: Experiment, federation: Federation) -> Federation:
 def make_task(experiment: Experiment, federation: Federation) -> Task:
     """The model on the federation's inputs with the loss and the metrics of the experiment's ``[task]``.
 
-
     ``num_outputs`` of the model is the number of classes (one of a binary task), or of a regression's targets a sample
     (its last axis).
     """

@@ -192,7 +192,7 @@ _OF_RUNS = ("events.jsonl", "checkpoint", "environment.json")
 
 def _digest(directory: Path) -> str:
     with reading(directory / "experiment.toml", MAX_FILE) as file:
-        content = str(directory.resolve()).encode() + b"\0" + file.read()
+        content = os.fsencode(directory.resolve()) + b"\0" + file.read()
     return hmac.new(_key(), content, hashlib.sha256).hexdigest()
 
 

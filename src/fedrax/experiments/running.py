@@ -191,13 +191,8 @@ class Workers:
         self._make = None if isinstance(executors, Executor) else executors
         self._executor = executors if isinstance(executors, Executor) else None
 
-    @property
-    def executor(self) -> Executor:
-        """The one in use."""
-        return self.connect()
-
     def connect(self) -> Executor:
-        """Make the executor where there is none: it fails before anything is written."""
+        """The executor in use; made where there is none, which may fail."""
         if self._executor is None:
             assert self._make is not None
             self._executor = self._make()
@@ -230,7 +225,7 @@ def run_on(workers: Workers, jobs: Sequence[Job], out: Path, data_dir: Any, watc
             broken: BaseException | None = None
             try:
                 for i in sorted(left - set(running.values())):
-                    running[_submit(workers.executor, jobs[i], out, data_dir)] = i
+                    running[_submit(workers.connect(), jobs[i], out, data_dir)] = i
             except BrokenExecutor as error:
                 broken = error
             for future in wait(running, return_when=FIRST_COMPLETED).done if broken is None else ():

@@ -164,7 +164,7 @@ def search(
     sampled = [label for label in comparison.grids if comparison.is_sampled(label)]
     studies = {label: Study(comparison, label, lower) for label in sampled}  # before anything runs: it needs Optuna
     if workers is not None:
-        workers.connect()
+        workers.connect()  # fails before anything is written
     _check_known(comparison, out, *problem())
     run([job for label in whole for job in comparison.trials(label)])
     choices = {

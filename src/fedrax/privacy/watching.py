@@ -16,6 +16,7 @@ from fedrax.compiled.edits import Code
 from fedrax.compiled.products import Format
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.place import Layout, Place
+from fedrax.contract.seeds import WATCHING, seeded
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round, serve
@@ -62,7 +63,7 @@ def watch(
         raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")
     if not 1 <= rounds <= MOST_ROUNDS:
         raise FedraxError(f"a client is watched for 1 to {MOST_ROUNDS} rounds, not {rounds}")
-    keys = jax.random.split(jax.random.key(seed), runs)
+    keys = jax.random.split(seeded(seed, WATCHING), runs)
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
     other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
     known = _Known(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn, size is not None, precision)

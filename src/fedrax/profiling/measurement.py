@@ -169,15 +169,11 @@ class Stopwatch:
 
     def _evaluations(self, made: Measurement) -> None:
         sim, times = self.setup, []
-        params = sim.algorithm.params(self._carry.server)
+        carry = self._carry._replace(store=self._storage.store(self._carry))
         while len(times) < 4 and sum(times[1:]) < _SECONDS:
             began = time.perf_counter()
             with compiling_anew():
-                for name, evaluator in sim.evaluators.items():
-                    evaluator(sim.variables(params, self._carry.statistics), name, sim.settings.per_client)
-                if sim.personal is not None:
-                    store, rows = self._storage.store(self._carry), sim.planner.rows()
-                    sim.personal(sim.algorithm, params, self._carry.statistics, store, rows, sim.initial)
+                sim.evaluate(sim.algorithm, carry, sim.initial, sim.evaluators)
             times.append(time.perf_counter() - began)
         made.evaluate = float(np.median(times[1:]))
         made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators or sim.personal else 0.0
@@ -200,7 +196,7 @@ class Stopwatch:
 
 def other_work() -> list[str]:
     """A sentence if other programs have kept the machine busy for the last minute."""
-    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < 0.5 * cores:
         return []
     return [

@@ -14,8 +14,8 @@ from itertools import cycle
 
 import numpy as np
 
+from fedrax.data.table_files import read_columns
 from fedrax.errors import FedraxError
-from fedrax.files import read_columns
 from fedrax.simulation.settings import Asynchronous
 
 LONGEST = 1000
@@ -38,14 +38,6 @@ class Arrivals:
     """float64 [R]; seconds from the start at which the server takes the step that ends the round."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A client at work, since the server's step number ``since``."""
-
-    client: int
-    since: int
-
-
 def arrivals(
     participation: Asynchronous, durations: list[np.ndarray], rounds: int, buffer: int, rng: np.random.Generator
 ) -> Arrivals:
@@ -66,12 +58,13 @@ def arrivals(
     seconds = [cycle(own.tolist()) for own in durations]
     begun: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
     clock, engaged, waiting, unknown = np.zeros(rounds), set(), [], 0
-    heap: list[tuple[float, int, _Work]] = []
+    heap: list[tuple[float, int, int, int]] = []
+    """When it ends, the order of its beginning, who is at work, and since which step of the server."""
 
     def begin(now: float, step: int, order: int) -> int:
         client = next(c for c in _draws(rng, num_clients) if c not in engaged)
         engaged.add(client)
-        heapq.heappush(heap, (now + next(seconds[client]), order, _Work(client, step)))
+        heapq.heappush(heap, (now + next(seconds[client]), order, client, step))
         return int(step < rounds)
 
     step = 0
@@ -80,15 +73,15 @@ def arrivals(
     order = at_once
     while step < rounds or unknown:
         if step > rounds + LONGEST:
-            slow = min(heap, key=lambda entry: entry[2].since)[2].client
+            slow = min(heap, key=lambda entry: entry[3])[2]
             raise FedraxError(
                 f"{participation.trace}: while client {slow} works, the server takes over {LONGEST} steps"
             )
-        now, _, work = heapq.heappop(heap)
-        if work.since < rounds:
-            begun[work.since].append((work.client, step - work.since))
+        now, _, client, since = heapq.heappop(heap)
+        if since < rounds:
+            begun[since].append((client, step - since))
             unknown -= 1
-        waiting.append(work.client)
+        waiting.append(client)
         if len(waiting) == buffer:
             if step < rounds:
                 clock[step] = now

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedrax.data.table_files import read_columns
 from fedrax.errors import FedraxError
-from fedrax.files import read_columns
 from fedrax.simulation.settings import Availability
 
 

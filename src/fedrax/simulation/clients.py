@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from fedrax.contract.task import Batch, Task, Variables
+from fedrax.contract.model import with_statistics
+from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.evaluate import Evaluator
@@ -32,7 +33,7 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
     owned = federation.test_offsets is not None
     samples, offsets = (federation.test, federation.test_offsets) if owned else (federation.train, federation.offsets)
     assert offsets is not None
-    params: Any = Variables(result.params, result.statistics) if result.statistics else result.params
+    params = with_statistics(result.params, result.statistics)
     if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
         raise FedraxError("the result is not of this task: its parameters have other names")
     params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough

@@ -130,12 +130,10 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
     debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
     a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
     here = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)
-    slots, at_the_server = (
-        here.places.slot,
-        f"{type(algorithm).__name__}, round {int(here.round) + 1}: the server state",
-    )
+    at_the_server = f"{type(algorithm).__name__}, round {int(here.round) + 1}: the server state is not finite"
+    slots = here.places.slot
     if not len(slots):  # of a Poisson cohort: nobody else can be to blame
-        return f"{at_the_server} is not finite"
+        return at_the_server
     store = jax.tree.map(lambda a: np.asarray(a[slots]), carry.store)
     on_host = lambda values: jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), values)  # noqa: E731
     here = here._replace(places=here.places._replace(slot=np.arange(len(slots), dtype=np.int32)))
@@ -144,7 +142,7 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
         debug.round(algorithm, start, key, here)
     except NonFiniteError as error:
         return str(error)
-    return f"{at_the_server} is not finite"
+    return at_the_server
 
 
 def in_the_data(federation: Federation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +10,6 @@ from pathlib import Path
 
 from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint, events
-
-try:
-    import fcntl
-except ImportError:  # Windows has no locks of directories
-    fcntl = None
 
 CHECKPOINT, FAILURE = "checkpoint", "failure"
 
@@ -43,17 +39,16 @@ def owned(path: Path, resume: bool) -> Iterator[RunDirectory]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (OSError, ValueError) as error:
         raise FedraxError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise FedraxError(f"another run is writing to {path}: wait for it, or choose another place") from error
-            except OSError:  # a file system without locks
-                pass
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FedraxError(f"another run is writing to {path}: wait for it, or choose another place") from error
+        except OSError:  # a file system without locks
+            pass
         for name in (CHECKPOINT, FAILURE):
             if (path / name).is_symlink():
                 raise FedraxError(f"{path / name} is a link, which no run makes: remove it")

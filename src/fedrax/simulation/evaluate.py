@@ -59,7 +59,7 @@ class TracedEvaluation(NamedTuple):
 
 
 def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> TracedEvaluation:
-    """What evaluation makes of parameters and a few samples of these shapes. variables: as ``Setup.variables``."""
+    """What evaluation makes of parameters and a few samples of these shapes. variables: as of ``with_statistics``."""
     few = jax.tree.map(lambda a: jax.ShapeDtypeStruct((min(len(a), _ROWS_ON_CPU), *a.shape[1:]), a.dtype), samples)
     made = [jax.make_jaxpr(partial(_found, task))(variables, few)]
     if task.measures is not None:

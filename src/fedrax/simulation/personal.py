@@ -22,6 +22,8 @@ from fedrax.contract.checks import checked_personal
 from fedrax.contract.client_data import Carried, Place
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.mistakes import explained
+from fedrax.contract.model import with_statistics
+from fedrax.contract.seeds import FINETUNING, seeded
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -226,7 +228,7 @@ class PersonalEvaluator:
         place = Place(client[None], zero[None], offsets[client][None], size, one)
         here = Rounds(zero, one[0], jnp.int32(1), place)
         carried = Carried(statistics)
-        keys = client_keys(jax.random.key(self.settings.seed), place.client)
+        keys = client_keys(seeded(self.settings.seed, FINETUNING), place.client)
         data = client_data(self.program, train, turn_of(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.fresh(), params).params
-        return Variables(tuned, carried.statistics) if statistics else tuned
+        return with_statistics(tuned, carried.statistics)

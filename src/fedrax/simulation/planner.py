@@ -23,7 +23,7 @@ _LOOKED_AT = 32
 
 
 def rounded_up(number: int) -> int:
-    """To one of eight numbers between each power of two and the next."""
+    """To one of eight numbers between each power of two and the next: few occur, and as few programs."""
     step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 

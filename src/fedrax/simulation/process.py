@@ -52,7 +52,7 @@ def stop_runs(number: int) -> None:
         flag.signal = number
 
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; ``kill``, a cluster's time limit, a container's end; a terminal that closes."""
 
 
@@ -141,7 +141,7 @@ def _one_lapack_thread() -> Iterator[None]:
             yield
     finally:
         if before is None:
-            del os.environ[_THREADS]
+            os.environ.pop(_THREADS, None)  # another thread's run may have taken it away
         else:
             os.environ[_THREADS] = before
 

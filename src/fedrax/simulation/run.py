@@ -27,7 +27,6 @@ from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
-from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import (
     Interrupted,
@@ -250,8 +249,8 @@ class Run:
         carry = self.storage.settle(carry, portion)
         new = events_of(setup.info, records, portion.xs.count, events, clock() - began)
         enter(self.ledger, portion.xs, new, setup.info.num_clients)
-        lost = None
-        if after % setup.settings.eval_every == 0 or after == self.last:
+        due, lost = after % setup.settings.eval_every == 0 or after == self.last, None
+        if due:
             metrics, lost = self._evaluate(carry)
             new[-1] |= metrics
             new[-1]["seconds"] = round_seconds(events, clock() - began)
@@ -261,15 +260,11 @@ class Run:
         if lost is not None:
             where = f"{setup.info.algorithm}, round {len(events)}"
             self._stop(f"{where}: {lost} is not finite", carry, "the state")
-        called = self._called(carry, new[-1])
+        called = self._called(carry, new[-1]) if due and self.asks else "rounds"
         return carry, rounds, "target" if self._reached(new) else called
 
     def _called(self, carry: Carry, event: Event) -> str:
         """Why the run would stop, if a callback says so after an evaluation."""
-        settings = self.setup.settings
-        due = event["round"] % settings.eval_every == 0 or event["round"] == self.last
-        if not due or not self.asks:
-            return "rounds"
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
         stops = any(answer is not None and bool(answer) for answer in answers)
@@ -322,13 +317,8 @@ class Run:
 
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not."""
-        setup, params = self.setup, self.setup.algorithm.params(carry.server)
-        metrics = measured(setup.task, params)
-        for name, evaluator in setup.evaluators.items():
-            metrics |= evaluator(setup.variables(params, carry.statistics), name, setup.settings.per_client)
-        if setup.personal is not None:
-            store, rows = self.storage.store(carry), setup.planner.rows()
-            metrics |= setup.personal(setup.algorithm, params, carry.statistics, store, rows, setup.initial)
+        setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
+        metrics = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         return finite, next((name for name in metrics if name not in finite), None)
 

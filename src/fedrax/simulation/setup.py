@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from fedrax.contract.checks import check_method
 from fedrax.contract.client_data import Layout
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.mistakes import noted
+from fedrax.contract.model import with_statistics
+from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.starting import start_of
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task, Variables
@@ -34,8 +36,8 @@ from fedrax.simulation.account import Account
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
-from fedrax.simulation.engine import Engine
-from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator, trace_evaluation
+from fedrax.simulation.engine import Carry, Engine
+from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator, measured, trace_evaluation
 from fedrax.simulation.events import RunInfo
 from fedrax.simulation.given import given_work
 from fedrax.simulation.identity import identify
@@ -94,9 +96,20 @@ class Setup:
         """Whether this is the only process of the run."""
         return jax.process_count() == 1
 
-    def variables(self, params: Tree, statistics: Tree) -> Tree:
-        """What the task's functions take."""
-        return Variables(params, statistics) if statistics else params
+    def evaluate(
+        self, algorithm: Algorithm, carry: Carry, initial: Kept, evaluators: Mapping[str, Evaluator]
+    ) -> dict[str, float]:
+        """The metrics of a state, whose ``store`` may lie on disk: of parameters alone, on each data set, and of
+        clients' own models. initial: what a client keeps before it takes part.
+        """
+        params = algorithm.params(carry.server)
+        metrics = measured(self.task, params)
+        for name, evaluator in evaluators.items():
+            metrics |= evaluator(with_statistics(params, carry.statistics), name, self.settings.per_client)
+        if self.personal is not None:
+            rows = self.planner.rows()
+            metrics |= self.personal(algorithm, params, carry.statistics, carry.store, rows, initial)
+        return metrics
 
 
 @uncollected()
@@ -114,7 +127,7 @@ def prepare(
     _check(algorithm, settings, federation)
     drawn, start, statistics, widened = _start(task, params, settings)
     samples = Batch(*federation.train)
-    check_task(task, Variables(start, statistics) if statistics else start, samples, federation)
+    check_task(task, with_statistics(start, statistics), samples, federation)
     initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     _check_needs(algorithm, settings, sampler, task, statistics)
@@ -144,7 +157,7 @@ def prepare(
         settings=settings,
         directory=directory,
         kept_in=kept_in,
-        key=jax.random.fold_in(jax.random.key(settings.seed), 1),
+        key=seeded(settings.seed, RUN),
         params=start,
         statistics=statistics,
         initial=initial,
@@ -190,7 +203,7 @@ def _identity(
     given: _Given, traced: TracedRound, task: Task, start: Tree, statistics: Tree, samples: Batch
 ) -> dict[str, str]:
     """What decides the numbers. given: the first arguments of ``identify``."""
-    evaluation = trace_evaluation(task, start, Variables(start, statistics) if statistics else start, samples)
+    evaluation = trace_evaluation(task, start, with_statistics(start, statistics), samples)
     return identify(*given, traced.program, evaluation, start)
 
 
@@ -339,7 +352,7 @@ def _start(
     task: Task, given: Tree | None, settings: Settings
 ) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
     """(what waits for starting parameters and statistics, their shapes, words on types that are not kept)."""
-    start = start_of(task, jax.random.fold_in(jax.random.key(settings.seed), 0), given)
+    start = start_of(task, seeded(settings.seed, START), given)
     parted = partial(_parted, dtype=settings.dtype)
     params, statistics = jax.eval_shape(parted, start.shapes)
     halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})

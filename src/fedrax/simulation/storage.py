@@ -23,7 +23,7 @@ from fedrax.data.federation import ALIGNMENT
 from fedrax.errors import FedraxError
 from fedrax.simulation.account import Account
 from fedrax.simulation.engine import Carry
-from fedrax.simulation.planner import Planner
+from fedrax.simulation.planner import Planner, rounded_up
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
@@ -100,12 +100,6 @@ def rounds_that_fit(values: np.ndarray, count: np.ndarray, rows: np.ndarray | No
         new = np.bincount(round_of, None if rows is None else rows[entries], len(values))
         need = np.maximum(need, new.cumsum().astype(np.int64))
     return max(1, int(np.searchsorted(need, room, "right")))
-
-
-def rounded_up(rows: int) -> int:
-    """``rows`` or a little more: one of eight sizes an octave, so that few sizes, and programs, occur."""
-    step = max(1, 1 << max(0, rows.bit_length() - 4))
-    return -(-rows // step) * step
 
 
 def _budget(mesh: Mesh) -> int:

@@ -36,7 +36,6 @@ from fedrax.simulation.arguments import changed_settings, check_arguments, check
 from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.engine import Carry, Engine, compiler_options, run_block
-from fedrax.simulation.evaluate import measured
 from fedrax.simulation.events import Event, Sink, events_of
 from fedrax.simulation.identity import form_of, settings_in
 from fedrax.simulation.plans import make_mesh
@@ -295,23 +294,13 @@ class _Together:
         new, diverged = events_of(self.setups[z].info, cut, xs.count, events, took), kept < len(sound)
         enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
-            metrics = self._evaluate(jax.tree.map(lambda a: a[z, g], carry), z, g)
+            mine, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
+            metrics = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
             diverged = not all(map(np.isfinite, metrics.values()))
             new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
         events.extend(new)
         if diverged:
             events.append({"round": len(events) + 1, "diverged": True})
-
-    def _evaluate(self, carry: Carry, z: int, g: int) -> dict[str, float]:
-        setup, params = self.setups[z], self.algorithms[g].params(carry.server)
-        metrics = measured(setup.task, params)
-        for name, evaluator in self.evaluators.items():
-            metrics |= evaluator(setup.variables(params, carry.statistics), name, self.settings.per_client)
-        if setup.personal is not None:
-            homes = setup.planner.rows()
-            initial = jax.tree.map(lambda a: a[z, g], self.initial)
-            metrics |= setup.personal(self.algorithms[g], params, carry.statistics, carry.store, homes, initial)
-        return metrics
 
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
         diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]

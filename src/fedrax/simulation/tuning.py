@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.fields import fields_of
 from fedrax.contract.task import Task
@@ -186,8 +188,6 @@ def trial_of(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], boo
 
 def alike(algorithms: Sequence[Algorithm]) -> list[list[int]]:
     """The positions of algorithms that differ in floats only, together, in order."""
-    import jax
-
     groups: dict[Any, list[int]] = {}
     for i, algorithm in enumerate(algorithms):
         groups.setdefault(jax.tree.structure(algorithm), []).append(i)

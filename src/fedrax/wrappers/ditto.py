@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local import LocalSGD, pull
 from fedrax.contract.wrapper import Wrapped, Wrapper, model_in
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -61,13 +59,10 @@ class Ditto(Wrapper):
         if x is None:
             raise FedraxError("Ditto needs parameters, or a field params of them, sent down in the last phase")
 
-        def pull(gradient: Tree, v: Tree) -> Tree:
-            return jax.tree.map(lambda g, a, b: (g + self.lam * (a - b)).astype(g.dtype), gradient, v, x)
-
         assert self._steps is not None
         steps = dataclasses.replace(self._steps, carry=False)
         apart = data.with_carried(Carried(data.carried.statistics))
-        result = steps.run(apart, own, term=pull)
+        result = steps.run(apart, own, term=pull(self.lam, x))
         output = client(message, state, data)
         if self.own_steps is None and len(self.inner.phases) > 1 and data.carried.params is None:
             raise FedraxError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
+from fedrax.wrappers.topk import numbers_sent
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "seed"], meta_fields=["structure", "shapes"])
@@ -83,7 +83,7 @@ class RandomK(Wrapper):
                 " what makes whole numbers of them around RandomK"
             )
         seed = jax.random.key_data(data.stream("randomk"))
-        drawn = Drawn.of(floating, max(1, math.ceil(self.fraction * size)), seed)
+        drawn = Drawn.of(floating, numbers_sent(size, self.fraction), seed)
         whole = [None if mine is not None else leaf for mine, leaf in zip(floating, leaves, strict=True)]
         return output._replace(upload=Split(drawn, whole, structure)), own
 
