@@ -225,6 +225,10 @@ def test_samples_that_are_no_plain_arrays_are_told_how():
         ((x, np.ma.masked_equal(y, 1)), "y has masked values"),
         ((sparse, y), r"x.toarray\(\) is dense"),
         ((x.astype(object), y), r"x.astype\(float\) makes numbers of objects"),
+        (((x, x[:, :1]), y), "several inputs of a sample go side by side"),
+        (({"a": x, "b": x[:, 0]}, y), "several inputs of a sample go side by side"),
+        (([x, x], y), "several inputs of a sample go side by side"),
+        (([*x, x[0, :1]], [*y, 1]), "all rows have one shape\\.$"),
     ):
         with pytest.raises(FedraxError, match=says):
             Federation.from_arrays(*arrays, owner)

@@ -1,8 +1,9 @@
 """A data set before it is divided among clients: samples on the host, in their own dtype or one that JAX holds."""
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -129,13 +130,17 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     try:
         x, y = np.asarray(x), np.asarray(y)
     except (ValueError, TypeError) as error:
-        raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
+        raise FedraxError(
+            f"samples must be arrays of numbers in which all rows have one shape{_apart(given, y)}."
+        ) from error
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(
             f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}{_remedy(given, x, y)}."
         )
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
+        raise FedraxError(
+            f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels{_apart(given, y)}."
+        )
     if y.dtype.kind in "bui":
         low, high = label_range(y, padding)
         if low < 0 or high > _LARGEST:
@@ -145,8 +150,22 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     return Samples(_held(x, "x"), _held(y, "y"))
 
 
+def _apart(given: Any, y: Any) -> str:
+    """What to do with several inputs of each sample, an array each."""
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
+    rows = [np.shape(part)[:1] for part in parts if hasattr(part, "shape")]
+    if not 1 < len(rows) == len(parts) or any(row != np.shape(y)[:1] for row in rows):
+        return ""
+    return (
+        "; several inputs of a sample go side by side in one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
+        " and the model takes them apart"
+    )
+
+
 def _remedy(given: object, x: np.ndarray, y: np.ndarray) -> str:
     """What makes numbers of what is none."""
+    if apart := _apart(given, y):
+        return apart
     if hasattr(given, "toarray"):
         return "; x.toarray() is dense"
     if x.dtype.kind == "O":

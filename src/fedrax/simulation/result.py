@@ -36,6 +36,10 @@ class Snapshot:
         """A line, and the round's metrics."""
         return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
 
+    def save(self, path: Path | str) -> None:
+        """As :meth:`Result.save`: the model as it is now."""
+        save_model(path, self.params, self.statistics)
+
 
 @dataclass(frozen=True, repr=False)
 class Result:
