@@ -167,6 +167,8 @@ class Run:
     exchanges: list[Exchange] = field(default_factory=list)
     trajectory: list[Tree] = field(default_factory=list)
     log: EventFile | None = None
+    of_each: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the last evaluation, as of `Result`."""
 
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
@@ -328,14 +330,15 @@ class Run:
             metrics |= evaluator(setup.variables(params, carry.statistics), name, setup.settings.per_client)
         if setup.personal is not None:
             store, rows = self.storage.store(carry), setup.planner.rows()
-            metrics |= setup.personal(setup.algorithm, params, carry.statistics, store, rows, setup.initial)
+            found = setup.personal(setup.algorithm, params, carry.statistics, store, rows, setup.initial)
+            metrics, self.of_each = metrics | found.of_all, found.of_each
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         return finite, next((name for name in metrics if name not in finite), None)
 
     def _result(self, carry: Carry, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
         store, homes = self.storage.store(carry), setup.planner.rows()
-        clients = {"store": store, "homes": homes, "initial_client": setup.initial}
+        clients = {"store": store, "homes": homes, "initial_client": setup.initial, "of_each": self.of_each}
         return Result(
             params=setup.algorithm.params(server),
             server=server,

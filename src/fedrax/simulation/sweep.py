@@ -212,6 +212,7 @@ class _Together:
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
+        self.of_each: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
         spare = -self.count % devices
@@ -310,7 +311,8 @@ class _Together:
         if setup.personal is not None:
             homes = setup.planner.rows()
             initial = jax.tree.map(lambda a: a[z, g], self.initial)
-            metrics |= setup.personal(self.algorithms[g], params, carry.statistics, carry.store, homes, initial)
+            found = setup.personal(self.algorithms[g], params, carry.statistics, carry.store, homes, initial)
+            metrics, self.of_each[z, g] = metrics | found.of_all, found.of_each
         return metrics
 
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
@@ -318,6 +320,7 @@ class _Together:
         mine = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
         kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
+        kept |= {"of_each": self.of_each.get((z, g), {})}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,
