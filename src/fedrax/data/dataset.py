@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
@@ -150,6 +150,37 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     return Samples(_held(x, "x"), _held(y, "y"))
 
 
+def numbered(
+    y: Any, test: tuple[Any, Any] | None, class_names: tuple[str, ...] = ()
+) -> tuple[Any, tuple[Any, Any] | None, tuple[str, ...]]:
+    """Labels, ``test`` and names of classes, labels that are strings as their places among the names: those given, or
+    else all that training or test labels hold, in order. Anything else as it is.
+
+    Raises FedraxError for a label that is none of ``class_names``.
+    """
+    tested = () if test is None or not len(test[1]) else (test[1],)
+    parts = [part for part in map(_texts, (y, *tested)) if part is not None]
+    if len(parts) != 1 + len(tested):
+        return y, test, class_names
+    held = np.unique(np.concatenate([part.ravel() for part in parts]))
+    names = [str(name) for name in class_names or held]
+    if strange := sorted(set(held.tolist()) - set(names)):
+        raise unknown("class of class_names:", strange[0], names)
+    places = np.array([names.index(label) for label in held], np.int32)
+    codes = [places[np.searchsorted(held, part)] for part in parts]
+    return codes[0], test and (test[0], codes[1] if tested else codes[0][:0]), tuple(names)
+
+
+def _texts(labels: Any) -> np.ndarray | None:
+    """Labels as an array of strings, if that is what they all are."""
+    try:
+        found = np.asarray(labels) if hasattr(labels, "dtype") else np.asarray(labels, object)
+    except (ValueError, TypeError):
+        return None
+    texts = found.dtype.kind in "UT" or (found.dtype.kind == "O" and all(isinstance(v, str) for v in found.ravel()))
+    return found.astype(str) if texts and found.size else None
+
+
 def _apart(given: Any, y: Any) -> str:
     """What to do with several inputs of each sample, an array each."""
     parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
@@ -162,12 +193,18 @@ def _apart(given: Any, y: Any) -> str:
     )
 
 
-def _remedy(given: object, x: np.ndarray, y: np.ndarray) -> str:
+def _remedy(given: Any, x: np.ndarray, y: np.ndarray) -> str:
     """What makes numbers of what is none."""
     if apart := _apart(given, y):
         return apart
     if hasattr(given, "toarray"):
         return "; x.toarray() is dense"
+    texts = [n for n in getattr(given, "columns", ()) if any(isinstance(v, str) for v in np.ravel(given[n]))]
+    if texts:
+        return (
+            f"; column {texts[0]!r} holds texts: leave it out, or make a column of 0 and 1 of each of its categories,"
+            " by get_dummies of pandas or to_dummies of polars"
+        )
     if x.dtype.kind == "O":
         return "; x.astype(float) makes numbers of objects, where all of them are"
     numbered = "; np.unique(labels, return_inverse=True) of training and test labels together numbers texts"
