@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -
     header = _header(path, form)
     with _reading_csv(path):
         kinds = {name: pl.String for name in header if name.strip() in texts}
-        table = pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_options(form))
+        table = _inferred(path, kinds, form)
     table.columns = [name.strip() for name in table.columns]
     # a cell of quotes alone, as programs write them that quote everything, is as empty as one of nothing
     written = pl.col(pl.String).str.strip_chars()
@@ -84,6 +85,21 @@ def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -
     if long is not None:
         raise FedraxError(f"{path}: column {long!r} holds {_TOO_LONG}.")
     return table.filter(~pl.all_horizontal(pl.all().is_null())) if table.width > 1 else table
+
+
+def _inferred(path: Path, kinds: Mapping[str, Any], form: CsvForm) -> pl.DataFrame:
+    """The table with the kinds that polars finds, or of texts where one before 2 gives up on a long whole number."""
+    import polars as pl
+
+    try:
+        return pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_options(form))
+    except pl.exceptions.ComputeError as error:
+        if not _LONG.search(str(error)):
+            raise
+        return pl.read_csv(path, infer_schema=False, **_options(form))
+
+
+_LONG = re.compile(r"could not parse `[-+]?\d{19,}` as dtype `i64`")
 
 
 def as_numbers(column: pl.Series, decimal: str = ".") -> pl.Series:
