@@ -114,11 +114,17 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         f"`{command}` (runs on {' and '.join(runs.machines())}; {datetime.date.today().isoformat()})."
     )
     columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point|run on"
-    rows = [
-        row_of(runs, cell, method, arguments.seeds, *printed[cell, method])
-        for method, cell in itertools.product(METHODS, cells)
-    ]
+    every = list(itertools.product(METHODS, cells))
+    known = [pair for pair in every if runs.known(pair[1], pair[0], arguments.seeds[0])]
+    rows = [row_of(runs, cell, method, arguments.seeds, *printed[cell, method]) for method, cell in known]
     lines = [title, "", note, "", *markdown(columns, rows)]
+    for cell in cells:
+        missing = [method for method in METHODS if (method, cell) not in known]
+        if missing:
+            lines += [
+                "",
+                f"Not run at {column(cell)}: {'all' if len(missing) == len(METHODS) else ', '.join(missing)}.",
+            ]
     tried = [
         row
         for (cell, method), (mean, deviation) in printed.items()
@@ -135,10 +141,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
 
 def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[str]:
     """A method's row for a column of the paper's table."""
-    row, known = [method, column(cell), f"{mean:.2f} ± {deviation:.2f}"], runs.known(cell, method, seeds[0])
-    if not known:
-        return [*row, "not run", "", "", "", "", "", ""]
-    best = best_point(runs, cell, method, seeds[0])
+    known, best = runs.known(cell, method, seeds[0]), best_point(runs, cell, method, seeds[0])
     seeds = [seed for seed in seeds if runs.stored(cell, method, best, seed)]
     tops = [runs.top(cell, method, best, seed) or 0.0 for seed in seeds]
     usual = sum(runs.usual(cell, method, best, seed) for seed in seeds) / len(seeds)
@@ -147,7 +150,8 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
     gap = f"{sum(tops) / len(tops) - mean:+.2f}"
     dates = [runs.date(cell, method, best, seed) for seed in seeds]
     on = " to ".join(sorted({min(dates), max(dates)}))
-    return [*row, ours, gap, f"{usual:.2f}", str(len(tops)), tried, in_words(method, best), on]
+    row = [method, column(cell), f"{mean:.2f} ± {deviation:.2f}", ours, gap, f"{usual:.2f}"]
+    return [*row, str(len(tops)), tried, in_words(method, best), on]
 
 
 def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[list[str]]:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from fedrax import files
 from fedrax.cli import main as fedrax_main
 from fedrax.report.runs import Method, Run, find_runs, last_values
@@ -111,7 +113,10 @@ def markdown(columns: str, rows: list[list[str]]) -> list[str]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """The name of the accelerator that JAX computes on, or the processor's."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, FedraxError, LocalSGD, Optax, Script, sweep
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Optax, Script, Task, simulate, sweep
 from fedrax.contract.task import Batch
 from tests.simulation.problems import FEDERATION, TASK, assert_close, assert_identical, run
 from tests.thinning import thinned
@@ -100,3 +100,37 @@ def test_options_that_are_no_floats_shape_the_program():
 def test_an_option_that_cannot_shape_a_program_is_named():
     with pytest.raises(FedraxError, match="the option 'mask' must be hashable"):
         Optax.of(optax.adamw, learning_rate=np.float32(0.1), mask={"weight": True})
+
+
+@pytest.mark.parametrize("carry", [False, True], ids=["reset", "carried"])
+def test_noise_of_an_optimizer_is_another_on_each_client_and_in_each_round(carry: bool):
+    """The mean of eight clients' is shorter by the root of eight, the sum of two rounds' longer by that of two."""
+    federation = Federation.from_arrays(np.zeros((16, 1)), np.zeros(16), np.arange(16) % 8)
+    flat = Task(lambda key: {"w": np.zeros(4000, np.float32)}, lambda p, batch, key: 0 * p["w"].sum() * batch.y)
+    rule = Optax(optax.chain(optax.add_noise(1.0, 0.0, key=0), optax.sgd(1.0)))
+    method = FedAvg(local=LocalSGD(steps=1, optimizer=rule, carry=carry))
+    for cohort, rounds in ((1, 1), (8, 1), (8, 2)):
+        made = simulate(method, flat, federation, rounds=rounds, cohort_size=cohort, progress=False).params["w"]
+        assert np.std(made) == pytest.approx((rounds / cohort) ** 0.5, rel=0.05)
+
+
+def test_an_optimizer_that_draws_is_kept_with_a_server(tmp_path):
+    noisy = Optax(optax.chain(optax.add_noise(0.1, 0.5, key=3), optax.sgd(1.0)))
+    method, options = (
+        FedAvg(local=LocalSGD(lr=0.05, steps=2), server_optimizer=noisy),
+        {"cohort_size": 3, "eval_every": 2},
+    )
+    run(method, **options, rounds=2, directory=tmp_path)
+    assert_identical(
+        run(method, **options, rounds=4, directory=tmp_path, resume=True), run(method, **options, rounds=4)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_wants_parameters_of_its_own_form_is_a_sentence():
+    ahead = Optax(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    for method in (FedAvg(local=LocalSGD(optimizer=ahead)), FedAvg(server_optimizer=ahead)):
+        with pytest.raises(
+            FedraxError, match=r"the optimizer \(lookahead\) cannot move the model's parameters .* 'fast'"
+        ):
+            run(method)

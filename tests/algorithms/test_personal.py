@@ -9,7 +9,19 @@ import jax
 import numpy as np
 import pytest
 
-from fedrax import FedAvg, Federation, LocalSGD, PFedMe, Result, Script, classification, simulate
+from fedrax import (
+    Batch,
+    FedAvg,
+    Federation,
+    LocalSGD,
+    PFedMe,
+    Result,
+    Script,
+    classification,
+    per_client,
+    simulate,
+    sweep,
+)
 from fedrax.contract.hyperparameters import check
 from fedrax.models import Logistic
 from fedrax.simulation import personal
@@ -59,6 +71,22 @@ def test_a_client_that_never_took_part_has_the_initial_model():
     result = run(PFedMe(LOCAL), rounds=2, script=Script(cohorts=[[0, 1, 2]] * 2))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(5)))
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(0)))
+
+
+@pytest.mark.parametrize("mode", ["together", "in turn"])
+def test_a_table_has_what_each_own_model_is_worth(mode: Any):
+    method, options = PFedMe(LOCAL), {"rounds": 4, "cohort_size": 3, "finetune": 1, "per_client": True}
+    ((result,), _) = sweep([method, PFedMe(LOCAL, lam=5.0)], TASK, FEDERATION, mode=mode, eval_every=4, **options)
+    table, last = per_client(result, TASK, FEDERATION), result.events[-1]
+    for kind in ("personal", "finetuned"):
+        worst = table[f"{kind}_accuracy"].min()
+        assert last[f"test_{kind}_accuracy_worst_client"] == pytest.approx(worst)
+    x, y = FEDERATION.test
+    for client in range(CLIENTS):
+        start, end = FEDERATION.test_offsets[client : client + 2]
+        own = method.personal(result.params, result.client_state(client))
+        hits = TASK.metrics["accuracy"](own, Batch(x[start:end], y[start:end]))
+        assert table["personal_accuracy"][client] == pytest.approx(float(hits.mean()))
 
 
 @pytest.mark.parametrize("inner_steps", [1, 4])

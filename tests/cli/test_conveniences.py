@@ -208,3 +208,10 @@ def test_another_key_than_name_is_told_which_one_chooses(fedrax: Callable[..., O
     for key, value in (("kind", "dirichlet"), ("partitioner", "iid")):
         tiny.write_text(TINY.replace('name = "shards"', f'{key} = "{value}"'))
         assert f"[partition]: the key that chooses the partition is 'name', not '{key}'." in fedrax("run", tiny).err
+
+
+def test_a_table_that_can_be_of_one_class_alone_needs_no_name() -> None:
+    inside = {"name": "personalised", "at_home": ["output/*"], "inner": {"name": "fedavg"}}
+    tables = [{"epochs": 2, "lr": 0.05}, {"name": "local_sgd", "epochs": 2, "lr": 0.05}]
+    made = [experiment.from_table({"algorithm": inside | {"alternate": table}}, "x", Path()) for table in tables]
+    assert made[0] == made[1] and made[0].algorithm.alternate == fedrax_package.LocalSGD(lr=0.05, epochs=2)

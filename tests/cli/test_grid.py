@@ -151,6 +151,7 @@ def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path
         (["--grid", "algorithm.local.lr=0.1,0.1"], "twice"),
         (["--grid", "model.hidden=1,2"], "cannot vary"),
         (["--grid", "run.seed=1,2"], "seeds says"),
+        (["--grid", "run.cohort_size=2,500"], r"\(run.cohort_size 500\): cannot sample 500 clients"),
         (["--grid", "algorithm.server_optimizer.momentum.x=1"], "must be a number"),
         (["--grid", "algorithm.local.batch_size.x=1"], "has no settings"),
         (["--grid", "algorithm.local.prox.weight=1"], "'name' is missing"),

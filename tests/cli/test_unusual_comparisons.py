@@ -197,5 +197,6 @@ def test_what_methods_share_is_for_the_methods_inside_wrappers(tmp_path: Path) -
     assert [method.local.steps for method in found] == [2] * 4
     with pytest.raises(FedraxError, match=r"\[algorithm\]: unknown key 'lokal'"):
         read(tmp_path, SHARED.replace("local", "lokal") + inner)
-    with pytest.raises(FedraxError, match=r"\[algorithm\]: unknown key 'local'"):
-        read(tmp_path, SHARED + '[[compare]]\nname = "ditto"\ninner = 3\n')
+    for none, words in (("3", "algorithm.inner: a table with a name is needed"), ('"fedav"', "did you mean 'fedavg'")):
+        with pytest.raises(FedraxError, match=words):
+            read(tmp_path, SHARED + f'[[compare]]\nname = "ditto"\ninner = {none}\n')

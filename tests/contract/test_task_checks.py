@@ -98,6 +98,16 @@ def test_an_error_of_ones_own_code_is_its_own() -> None:
 def test_an_optimizer_of_optax_is_wrapped() -> None:
     with pytest.raises(FedraxError, match=r"got an optimizer of optax as it is: put it in fedrax\.Optax"):
         run(Task(zeros, errors), optimizer=optax.adam(0.1))
+    with pytest.raises(FedraxError, match=r"got the function adam: fedrax\.Optax\.of\(optax\.adam, \.\.\.\)"):
+        run(Task(zeros, errors), optimizer=optax.adam)
+    with pytest.raises(FedraxError, match="got the function schedule: write a class with @hyperparameters and the"):
+        run(Task(zeros, errors), schedule=optax.cosine_decay_schedule(0.1, 10))
+
+
+def test_parameters_with_functions_among_them_are_told_how() -> None:
+    start = lambda key: {"w": jnp.zeros(4), "activation": jax.nn.relu}  # noqa: E731
+    with pytest.raises(FedraxError, match=r"equinox\.filter\(module, equinox\.is_inexact_array\)"):
+        run(Task(start, errors))
 
 
 def test_losses_of_other_libraries_need_nothing_more() -> None:

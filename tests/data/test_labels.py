@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,8 @@ REFUSED = [
     ([[1, 2], [3]], [0, 1], "samples must be arrays"),
     (X, [[1, 2], [3]], "samples must be arrays"),
     (X.astype(complex), [0, 1], "real numbers"),
-    (X, ["cat", "dog"], "real numbers"),
+    (X, ["cat", 1.5], "real numbers"),
+    (X, [b"cat", b"dog"], "real numbers"),
     (X, np.array(["2026-01-01", "2026-01-02"], "M8[D]"), "real numbers"),
     (X, [None, 1], "real numbers"),
     (X, 3, "not n samples with n labels"),
@@ -210,7 +212,10 @@ def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
 def test_labels_in_another_form_are_told_how():
     x = np.zeros((4, 2))
     with pytest.raises(FedraxError, match=r"np.unique\(labels, .*\) of training and test labels together"):
-        Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1])
+        Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1], test=(x, [0, 1, 0, 1]))
+    table = pl.DataFrame({"age": [1.0, 2.0, 3.0, 4.0], "sex": ["f", "m", "f", None]})
+    with pytest.raises(FedraxError, match=r"column 'sex' holds texts: .* by get_dummies of pandas"):
+        Federation.from_arrays(table, [0, 1, 0, 1], [0, 0, 1, 1])
     for y in (np.array([[0], [1], [0], [1]]), np.eye(2, dtype=int)[[0, 1, 0, 1]]):
         made = Federation.from_arrays(x, y, [0, 0, 1, 1])
         with pytest.raises(FedraxError, match=r"y\[:, 0\] has one label a row, and of one-hot labels y.argmax\(1\)"):
@@ -225,6 +230,10 @@ def test_samples_that_are_no_plain_arrays_are_told_how():
         ((x, np.ma.masked_equal(y, 1)), "y has masked values"),
         ((sparse, y), r"x.toarray\(\) is dense"),
         ((x.astype(object), y), r"x.astype\(float\) makes numbers of objects"),
+        (((x, x[:, :1]), y), "several inputs of a sample go side by side"),
+        (({"a": x, "b": x[:, 0]}, y), "several inputs of a sample go side by side"),
+        (([x, x], y), "several inputs of a sample go side by side"),
+        (([*x, x[0, :1]], [*y, 1]), "all rows have one shape\\.$"),
     ):
         with pytest.raises(FedraxError, match=says):
             Federation.from_arrays(*arrays, owner)
@@ -244,3 +253,19 @@ def test_names_of_classes_are_as_many():
     targets = Samples(x, y.astype(float))
     with pytest.raises(FedraxError, match="has no classes, but 2 names for them"):
         Dataset("targets", targets, targets, None, class_names=("a", "b"))
+
+
+def test_labels_that_are_strings_are_classes():
+    x, owner = np.arange(12.0).reshape(4, 3), [0, 0, 1, 1]
+    y, later = ["dog", "cat", "dog", "ant"], (x[:2], np.array(["emu", "cat"], object))
+    made = Federation.from_arrays(x, y, owner, test=later, shuffle=False)
+    assert made.class_names == ("ant", "cat", "dog", "emu") and made.num_classes == 4
+    assert made.train.y.tolist() == [2, 1, 2, 0] and made.test.y.tolist() == [3, 1]
+    ordered = Federation.from_arrays(x, y, owner, class_names=("dog", "cat", "ant"), shuffle=False)
+    assert ordered.train.y.tolist() == [0, 1, 0, 2] and ordered.class_names == ("dog", "cat", "ant")
+    positions = Federation.from_arrays(x[:2], [["a", "b"], ["b", "b"]], owner[:2], test=(x[:0], []), shuffle=False)
+    assert positions.train.y.tolist() == [[0, 1], [1, 1]]
+    with pytest.raises(FedraxError, match="unknown class of class_names: 'ant'"):
+        Federation.from_arrays(x, y, owner, class_names=("dog", "cat"))
+    with pytest.raises(FedraxError, match="real numbers"):
+        Federation.from_arrays(x, [2, 1, 2, 0], owner, test=later)

@@ -5,6 +5,7 @@ import io
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -141,6 +142,33 @@ def test_csv_with_a_test_file_and_a_regression(tmp_path):
     (tmp_path / "test.csv").write_text("a,c,label\n5,6,2.5\n")
     with pytest.raises(FedraxError, match="differ in their columns"):
         load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
+
+
+def test_a_folder_of_files_is_a_client_each(tmp_path):
+    (tmp_path / "sites").mkdir()
+    rows = {"north": "age,sex,ill\n30,f,0\n40,m,1\n50,,0\n60,f,1\n", "south": "ill,sex,ward,age\n0,,A,70\n1,,B,90\n"}
+    for name, text in rows.items():
+        (tmp_path / f"sites/{name}.csv").write_text(text)
+    options: dict[str, Any] = {"path": tmp_path / "sites", "label": "ill", "missing": "mean", "standardise": "none"}
+    with pytest.raises(FedraxError, match=r"'ward' is in .*south.csv alone, and drop leaves it out"):
+        load("csv", **options)
+    for chosen in ({"drop": ("ward",)}, {"columns": ("age", "sex")}):
+        made = load("csv", **options, **chosen, test_fraction=0.5)
+        assert made.client_names == ("north", "south") and "each of the 2 files" in made.notes[0]
+        assert made.feature_names[0] == "age" and "sex missing" in made.feature_names
+        ages = [
+            part.x[clients == 1, 0]
+            for part, clients in ((made.train, made.train_clients), (made.test, made.test_clients))
+        ]
+        assert sorted(np.concatenate(ages)) == [70, 90] and [len(one) for one in ages] == [1, 1]
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later/south.csv").write_text(rows["south"])
+    made = load("csv", **options, drop=("ward",), test_path=tmp_path / "later")
+    assert made.test_clients is not None and made.test_clients.tolist() == [1, 1] and len(made.train.y) == 6
+    with pytest.raises(FedraxError, match="is a client: test_path is a folder of their files, too"):
+        load("csv", **options, drop=("ward",), test_path=tmp_path / "later/south.csv")
+    with pytest.raises(FedraxError, match=r"unknown column of .*sites 'wrad'; did you mean 'ward'"):
+        load("csv", **options, drop=("wrad",))
 
 
 @pytest.mark.parametrize(

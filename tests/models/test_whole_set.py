@@ -58,6 +58,10 @@ def test_in_a_run_and_a_loss_of_ones_own() -> None:
     assert last["test_auc"] == pytest.approx(roc_auc_score(y[200:], outputs[:, 0]), abs=1e-6)
     assert last["test_margin"] == pytest.approx(((2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
     assert last["test_loss"] == pytest.approx(np.maximum(0, 1 - (2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
+    train, labels = federation.train
+    at_clients = fedrax.per_client(result, task, federation)["auc"]
+    for found, start, end in zip(at_clients, federation.offsets[:-1], federation.offsets[1:], strict=True):
+        assert found == pytest.approx(roc_auc_score(labels[start:end], (train[start:end] @ weight.T + bias)[:, 0]))
     run = {"rounds": 2, "cohort_size": 2}
     tuned = fedrax.tune(fedrax.FedAvg(), task, federation, {"local.lr": (0.01, 0.1)}, metric="auc", **run)
     assert tuned.algorithm.local.lr == tuned.best.point["local.lr"] and "Tuned by validation auc" in repr(tuned)

@@ -147,6 +147,8 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
     assert result.stopped == "callback"
     assert [snapshot.event["round"] for snapshot in seen] == [2, 4]
     jax.tree.map(np.testing.assert_array_equal, seen[-1].params, result.params)
+    seen[-1].save(tmp_path / "kept.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, fedrax.load(tmp_path / "kept.safetensors"), result.params)
     whole = simulate(method, task, federation, **run)
     resumed = simulate(method, task, federation, **run, directory=tmp_path / "run", resume=True)
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from functools import partial
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -126,7 +127,7 @@ def check(config: Any, path: str = "") -> None:
         nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         problem = field.problem(value)
         if problem:
-            raise FedraxError(f"{where} {problem}, got {_shown(value, nested)}")
+            raise FedraxError(f"{where} {problem}, got {_shown(value, nested, field.classes)}")
         if nested:
             check(value, where)
         if hasattr(config, _MARK):
@@ -136,11 +137,18 @@ def check(config: Any, path: str = "") -> None:
         own()
 
 
-def _shown(value: Any, nested: bool) -> str:
-    """A value that is refused, in a few words."""
-    kind = type(value).__name__
+def _shown(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> str:
+    """A value that is refused, in a few words, and if known what to write where one of ``classes`` is wanted."""
+    kind, takes = type(value).__name__, [cls.__name__ for cls in classes]
     if kind.startswith("GradientTransformation"):
         return "an optimizer of optax as it is: put it in fedrax.Optax(...)"
+    if inspect.isfunction(value) and takes:
+        if "Optax" in takes and str(value.__module__).startswith("optax"):
+            return (
+                f"the function {value.__name__}: fedrax.Optax.of(optax.{value.__name__}, ...) makes it of its options"
+            )
+        own = f"write a class with @hyperparameters and the methods of {takes[-1]}" if len(takes) > 1 else ""
+        return f"the function {value.__name__}{own and ': ' + own}"
     return kind if nested or len(repr(value)) > 100 else repr(value)
 
 

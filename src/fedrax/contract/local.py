@@ -18,7 +18,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.contract.client_data import Carried, ClientData, Order, Reduction
 from fedrax.contract.hyperparameters import Count, Decay, NonNegative, Positive, hyperparameters
-from fedrax.contract.optax_rule import Optax
+from fedrax.contract.optax_rule import Optax, with_new_keys
 from fedrax.contract.proximal import Prox
 from fedrax.contract.rules import like
 from fedrax.contract.schedules import Constant, Schedule
@@ -335,7 +335,7 @@ class LocalSGD:
             zeros if mean_gradient else None,
             jnp.zeros((), jax.tree.leaves(params)[0].dtype),
             carried.statistics,
-            self._start_of_optimizer(params, carried),
+            self._start_of_optimizer(params, data),
         )
         x, memory, _, total, loss, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
         carried.params, carried.optimizer = x, rule if self.carry else carried.optimizer
@@ -356,10 +356,11 @@ class LocalSGD:
         loss, gradient, data.carried.statistics = Step(self, data, 0).gradient_and_statistics(params)
         return loss, gradient
 
-    def _start_of_optimizer(self, params: Tree, carried: Carried) -> Tree:
+    def _start_of_optimizer(self, params: Tree, data: ClientData) -> Tree:
         if self.optimizer is None:
             return ()
-        return carried.optimizer if self.carry else self.optimizer.init(params)
+        begun = data.carried.optimizer if self.carry else self.optimizer.init(params)
+        return with_new_keys(begun, data.stream("optimizer"))
 
     def _optimized(self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array) -> tuple[Tree, Tree]:
         """A step of the optimizer; the schedule acts through its learning rate, or on a finished one's updates."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -20,6 +24,16 @@ from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("kind",))
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A random key of an optimizer's state as its numbers, which can be written to disk."""
+
+    numbers: Any
+    kind: Any
+    """Of random numbers, as JAX calls it."""
+
+
 @hyperparameters
 class Optax:
     """A gradient transformation of optax: finished, or as the function that makes it with its options.
@@ -28,6 +42,9 @@ class Optax:
     floating options as inputs of the compiled program, so that another step size does not compile anew and a grid of
     them is one sweep; the other options (``nesterov=True``, masks) shape the program. An option that the function
     looks at with a Python ``if`` cannot be such an input: give the finished transformation then.
+
+    Where a transformation draws random numbers (``optax.add_noise``), local steps give it keys of the client's own in
+    every round; on the server the key that it was made with is the one to begin with.
     """
 
     transform: Static[Any]
@@ -71,7 +88,10 @@ class Optax:
 
     @property
     def _name(self) -> str:
-        return getattr(self.transform, "__name__", repr(self.transform))
+        if not _is_finished(self.transform):
+            return getattr(self.transform, "__name__", repr(self.transform))
+        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type: ignore[union-attr]
+        return f"the optimizer ({inside.split('.')[0]})"
 
     @property
     def wants_lr(self) -> bool:
@@ -101,7 +121,8 @@ class Optax:
 
     def init(self, params: Tree) -> Tree:
         """The optimizer's state."""
-        state = self.made(1.0).init(params)
+        with self._told():
+            state = _without_keys(self.made(1.0).init(params))
         holding = lambda part: "learning_rate" in getattr(part, "hyperparams", ())  # noqa: E731
         if self.wants_lr and any(map(holding, jax.tree.leaves(state, is_leaf=holding))):
             raise FedraxError(
@@ -112,15 +133,26 @@ class Optax:
 
     def move(self, x: Tree, state: Tree, direction: Tree, lr: Any, factor: Any = 1.0) -> tuple[Tree, Tree]:
         """(x + factor * update, state) for a direction to descend along."""
+        with self._told():
+            updates, state = self.made(lr).update(direction, _with_keys(state), x)
+        return tree.add_scaled(x, factor, updates), _without_keys(state)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What a transformation cannot do with parameters and a direction alone, as a sentence."""
         try:
-            updates, state = self.made(lr).update(direction, state, x)
-        except TypeError as error:
-            if not _MISSING.search(str(error)):
-                raise
+            yield
+        except (FedraxError, jax.errors.ConcretizationTypeError):
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and _MISSING.search(str(error)):
+                raise FedraxError(
+                    f"{self._name} needs more than a direction ({error}): give an optimizer that moves by gradients"
+                    " alone"
+                ) from error
             raise FedraxError(
-                f"{self._name} needs more than a direction ({error}): give an optimizer that moves by gradients alone"
+                f"{self._name} cannot move the model's parameters by a gradient alone: {type(error).__name__}: {error}"
             ) from error
-        return tree.add_scaled(x, factor, updates), state
 
     def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
         """(parameters, state) after one server step on the pseudo-gradient -``delta``."""
@@ -132,6 +164,33 @@ class Optax:
 
 
 _MISSING = re.compile(r"missing \d+ required .*argument")
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, Key) or (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _without_keys(state: Tree) -> Tree:
+    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa: E731
+    return jax.tree.map(kept, state)
+
+
+def _with_keys(state: Tree) -> Tree:
+    made = lambda leaf: jax.random.wrap_key_data(leaf.numbers, impl=leaf.kind) if _is_key(leaf) else leaf  # noqa: E731
+    return jax.tree.map(made, state, is_leaf=_is_key)
+
+
+def with_new_keys(state: Tree, key: Array) -> Tree:
+    """An optimizer's state with other random keys in place of its own, all made of ``key``."""
+    place = itertools.count()
+
+    def new(leaf: Any) -> Any:
+        if not _is_key(leaf):
+            return leaf
+        drawn = jax.random.bits(jax.random.fold_in(key, next(place)), leaf.numbers.shape, leaf.numbers.dtype)
+        return Key(drawn, leaf.kind)
+
+    return jax.tree.map(new, state, is_leaf=_is_key)
 
 
 def _is_finished(transform: Any) -> bool:

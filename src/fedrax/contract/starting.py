@@ -58,7 +58,11 @@ def start_of(task: Task, key: Array, given: Params | None) -> Start:
     except TypeError as error:
         if "is not a valid JAX type" not in str(error):
             raise
-        raise FedraxError(f"a model's parameters are arrays: {str(error).splitlines()[0]}") from error
+        raise FedraxError(
+            f"a model's parameters are arrays: {str(error).splitlines()[0]}; of an Equinox module these are"
+            " equinox.filter(module, equinox.is_inexact_array), which equinox.combine puts into one again, and"
+            " fedrax.models.from_equinox does both"
+        ) from error
     if given is None:
         return Start(own, lambda: own)
     start = _arrays(given)

@@ -52,6 +52,11 @@ class Columns:
         classes = [self.label] if self.labels != "numbers" else []
         return [*classes, *([self.client] if self.client is not None else []), *self.categorical]
 
+    def counts(self, name: str) -> bool:
+        """Whether a column is for anything."""
+        asked = not self.columns or name in self.columns
+        return name in (self.label, self.client, self.partition_by) or (asked and name not in self.drop)
+
     def features(self, table: pl.DataFrame, path: object) -> list[str]:
         """The columns that samples are made of: those asked for, without what is for something else."""
         besides = {self.label, self.client, *self.drop}

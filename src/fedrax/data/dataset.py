@@ -1,12 +1,13 @@
 """A data set before it is divided among clients: samples on the host, in their own dtype or one that JAX holds."""
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
@@ -129,13 +130,17 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     try:
         x, y = np.asarray(x), np.asarray(y)
     except (ValueError, TypeError) as error:
-        raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
+        raise FedraxError(
+            f"samples must be arrays of numbers in which all rows have one shape{_apart(given, y)}."
+        ) from error
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(
             f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}{_remedy(given, x, y)}."
         )
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
+        raise FedraxError(
+            f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels{_apart(given, y)}."
+        )
     if y.dtype.kind in "bui":
         low, high = label_range(y, padding)
         if low < 0 or high > _LARGEST:
@@ -145,10 +150,61 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
     return Samples(_held(x, "x"), _held(y, "y"))
 
 
-def _remedy(given: object, x: np.ndarray, y: np.ndarray) -> str:
+def numbered(
+    y: Any, test: tuple[Any, Any] | None, class_names: tuple[str, ...] = ()
+) -> tuple[Any, tuple[Any, Any] | None, tuple[str, ...]]:
+    """Labels, ``test`` and names of classes, labels that are strings as their places among the names: those given, or
+    else all that training or test labels hold, in order. Anything else as it is.
+
+    Raises FedraxError for a label that is none of ``class_names``.
+    """
+    tested = () if test is None or not len(test[1]) else (test[1],)
+    parts = [part for part in map(_texts, (y, *tested)) if part is not None]
+    if len(parts) != 1 + len(tested):
+        return y, test, class_names
+    held = np.unique(np.concatenate([part.ravel() for part in parts]))
+    names = [str(name) for name in class_names or held]
+    if strange := sorted(set(held.tolist()) - set(names)):
+        raise unknown("class of class_names:", strange[0], names)
+    places = np.array([names.index(label) for label in held], np.int32)
+    codes = [places[np.searchsorted(held, part)] for part in parts]
+    return codes[0], test and (test[0], codes[1] if tested else codes[0][:0]), tuple(names)
+
+
+def _texts(labels: Any) -> np.ndarray | None:
+    """Labels as an array of strings, if that is what they all are."""
+    try:
+        found = np.asarray(labels) if hasattr(labels, "dtype") else np.asarray(labels, object)
+    except (ValueError, TypeError):
+        return None
+    texts = found.dtype.kind in "UT" or (found.dtype.kind == "O" and all(isinstance(v, str) for v in found.ravel()))
+    return found.astype(str) if texts and found.size else None
+
+
+def _apart(given: Any, y: Any) -> str:
+    """What to do with several inputs of each sample, an array each."""
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
+    rows = [np.shape(part)[:1] for part in parts if hasattr(part, "shape")]
+    if not 1 < len(rows) == len(parts) or any(row != np.shape(y)[:1] for row in rows):
+        return ""
+    return (
+        "; several inputs of a sample go side by side in one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
+        " and the model takes them apart"
+    )
+
+
+def _remedy(given: Any, x: np.ndarray, y: np.ndarray) -> str:
     """What makes numbers of what is none."""
+    if apart := _apart(given, y):
+        return apart
     if hasattr(given, "toarray"):
         return "; x.toarray() is dense"
+    texts = [n for n in getattr(given, "columns", ()) if any(isinstance(v, str) for v in np.ravel(given[n]))]
+    if texts:
+        return (
+            f"; column {texts[0]!r} holds texts: leave it out, or make a column of 0 and 1 of each of its categories,"
+            " by get_dummies of pandas or to_dummies of polars"
+        )
     if x.dtype.kind == "O":
         return "; x.astype(float) makes numbers of objects, where all of them are"
     numbered = "; np.unique(labels, return_inverse=True) of training and test labels together numbers texts"

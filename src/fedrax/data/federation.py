@@ -16,6 +16,7 @@ from fedrax.data.dataset import (
     decoded_texts,
     generator,
     label_range,
+    numbered,
     preprocess_of,
 )
 from fedrax.data.partition import Natural, Partitioner
@@ -168,7 +169,8 @@ class Federation:
         seed: int = 0,
         shuffle: bool = True,
     ) -> Self:
-        """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets.
+        """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets; labels
+        that are strings are classes in the order of ``class_names``, or else of the strings.
 
         Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; numbered in sorted
         order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
@@ -176,6 +178,7 @@ class Federation:
         of ``class_names``, or else the largest plus one. ``pixels``: x are bytes of images; ``padding``: which label of
         y [n, ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
+        y, test, class_names = numbered(y, test, class_names)
         train = as_samples(x, y, padding)
         tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
         check_alike(train, tested, f"federation {name!r}")

@@ -15,7 +15,6 @@ import numpy as np
 from fedrax.data.columns import (
     Columns,
     Owners,
-    check_columns,
     is_text,
     label_notes,
     refuse_idle,
@@ -24,7 +23,7 @@ from fedrax.data.columns import (
 from fedrax.data.dataset import Dataset
 from fedrax.data.files import MAX_BYTES
 from fedrax.data.table_files import CsvForm, read_csv, zero_padded
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 from fedrax.memory import host_memory
 
 if TYPE_CHECKING:
@@ -41,6 +40,10 @@ COPIES = 4
 
 MANY_ROWS = 50
 """Rows from which on whole numbers that all differ, or texts of which most do, are taken for the rows' own."""
+
+
+_FILE = "\nfile"
+"""A column that names the file of each row; no file has one of this name."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,9 @@ def load_csv(
 ) -> Dataset:
     """A table with a header: the column ``label``, optionally a column ``client``, and features (float32).
 
+    ``path`` is a file, or a folder of files ``*.csv`` with the same columns: without ``client`` each file is then one
+    client, of the file's name.
+
     Features are the ``columns`` given, or all others but ``drop``. Integer or text labels are classes, in sorted
     order; floating ones, or all with labels="numbers", make a regression. The test part is ``test_path`` if given,
     else ``test_fraction`` of each client's (or else each class's) rows. Partitions that go by labels go by the column
@@ -101,10 +107,12 @@ def load_csv(
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories, decimal=decimal)
     if test_path is not None:
         refuse_idle(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
-    table, first = _read(Path(path), test_path, CsvForm(separator, decimal, tuple(missing_as)), chosen)
+    parts = [_Part.of(Path(p)) for p in (path, test_path) if p is not None]
+    table, chosen, first = _read(parts, CsvForm(separator, decimal, tuple(missing_as)), chosen)
     owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
     made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
-    return replace(made, notes=(*made.notes, *label_notes(table, chosen)))
+    said = [f"each of the {len(parts[0].files)} files of {path} is a client"] if chosen.client != client else []
+    return replace(made, notes=(*said, *made.notes, *label_notes(table, chosen)))
 
 
 def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
@@ -116,31 +124,69 @@ def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, 
     return replace(made, feature_names=features.names)
 
 
-def _read(path: Path, test_path: str | Path | None, form: CsvForm, chosen: Columns) -> tuple[pl.DataFrame, int]:
-    """The rows of both files, and how many are of the first; every column that is named is there."""
+@dataclass(frozen=True)
+class _Part:
+    """The training or the test rows: a file, or all of a folder."""
+
+    path: Path
+    files: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> _Part:
+        if not path.is_dir():
+            return cls(path, (path,))
+        files = tuple(sorted(file for file in path.glob("*.csv") if not file.name.startswith(".")))
+        if not files:
+            raise FedraxError(f"{path} is a folder without a file *.csv in it.")
+        return cls(path, files)
+
+
+def _read(parts: Sequence[_Part], form: CsvForm, chosen: Columns) -> tuple[pl.DataFrame, Columns, int]:
+    """The rows of all files, what their columns are for, and how many rows are of the first part; every column that is
+    named is there, and where files are clients one that names them."""
     import polars as pl
 
-    paths = [path] if test_path is None else [path, Path(test_path)]
+    paths = [file for part in parts for file in part.files]
     padded = {name for file in paths for name in zero_padded(file, chosen.of_names, form)}
-    table, *others = (read_csv(file, form, sorted(padded)) for file in paths)
-    if not len(table):
-        raise FedraxError(f"{path} holds no rows.")
-    check_columns(table, chosen.named, path)
-    if not others:
-        return table, len(table)
-    other = others[0]
-    if table.columns != other.columns:
-        raise FedraxError(f"{path} and {test_path} differ in their columns.")
-    kinds = [[is_text(t[name]) for t in (table, other)] for name in table.columns]
-    differing = next((name for name, (one, two) in zip(table.columns, kinds, strict=True) if one != two), None)
-    if differing is not None:
-        raise FedraxError(f"{path} and {test_path} differ in column {differing!r}: text in one, numbers in the other.")
-    # a column without any value is of texts, and would make those of the other file's numbers
-    fitted = [
-        t.with_columns(t[name].cast(u[name].dtype) for name in t.columns if t[name].null_count() == len(t))
-        for t, u in ((table, other), (other, table))
-    ]
-    return pl.concat(fitted, how="vertical_relaxed"), len(table)
+    tables = [read_csv(file, form, sorted(padded)) for file in paths]
+    if not len(tables[0]):
+        raise FedraxError(f"{paths[0]} holds no rows.")
+    known = dict.fromkeys(name for table in tables for name in table.columns)
+    if strange := [name for name in chosen.named if name not in known]:
+        raise unknown(f"column of {parts[0].path}", strange[0], known)
+    table = _together([table.select([*filter(chosen.counts, table.columns)]) for table in tables], paths)
+    lengths = [len(one) for one in tables]
+    if chosen.client is None and parts[0].path.is_dir():
+        if not parts[-1].path.is_dir():
+            raise FedraxError(f"each file of {paths[0].parent} is a client: test_path is a folder of their files, too.")
+        chosen = replace(chosen, client=_FILE)
+        names = np.repeat([file.stem for file in paths], lengths)
+        table = table.with_columns(pl.Series(_FILE, names))
+    return table, chosen, sum(lengths[: len(parts[0].files)])
+
+
+def _together(tables: Sequence[pl.DataFrame], paths: Sequence[Path]) -> pl.DataFrame:
+    """All rows, the columns as in the first table."""
+    import polars as pl
+
+    columns = tables[0].columns
+    for table, path in zip(tables, paths, strict=True):
+        alone = sorted(set(table.columns) ^ set(columns))
+        if alone:
+            where = path if alone[0] in table.columns else paths[0]
+            told = f"{alone[0]!r} is in {where} alone, and drop leaves it out"
+            raise FedraxError(f"{paths[0]} and {path} differ in their columns: {told}.")
+    for name in columns:
+        known = [i for i, table in enumerate(tables) if table[name].null_count() < len(table)]
+        other = next((i for i in known if is_text(tables[i][name]) != is_text(tables[known[0]][name])), None)
+        if other is not None:
+            where = f"{paths[known[0]]} and {paths[other]} differ in column {name!r}"
+            raise FedraxError(f"{where}: text in one, numbers in the other.")
+    # a column without any value is of texts, and would make those of another file's numbers
+    kinds = {n: t[n].dtype for t in reversed(tables) for n in columns if t[n].null_count() < len(t)}
+    empty = [[n for n in columns if t[n].null_count() == len(t) and n in kinds] for t in tables]
+    fitted = [t.with_columns(t[n].cast(kinds[n]) for n in names) for t, names in zip(tables, empty, strict=True)]
+    return pl.concat([t.select(columns) for t in fitted], how="vertical_relaxed")
 
 
 def _encode(table: pl.DataFrame, chosen: Columns, train: np.ndarray, path: str) -> Features:

@@ -195,7 +195,7 @@ class Reader:
         return cls(**values)
 
     def choice(self, choice: Choice, table: Any, path: str, base: Any = None) -> Any:
-        """An object of the class that the table's ``name`` chooses, or of base's class if there is no name."""
+        """An object of the class that the table's ``name`` chooses; without a name of base's, or of the only one."""
         if isinstance(table, str):
             table = {"name": table}
         if not isinstance(table, Mapping):
@@ -207,8 +207,8 @@ class Reader:
                 cls = choice.find(table["name"], self.folder, self.trust)
             except FedraxError as error:
                 raise self.error(f"[{path}]", str(error)) from error
-        elif dataclasses.is_dataclass(base):
-            cls = type(base)
+        elif dataclasses.is_dataclass(base) or len(choice.classes()) == 1:
+            cls = type(base) if dataclasses.is_dataclass(base) else next(iter(choice.classes().values()))
             for key, value in table.items():
                 is_name = isinstance(value, str) and (key in _FOR_NAME or choice.knows(value))
                 if is_name and key not in fields_of(cls):

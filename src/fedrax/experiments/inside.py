@@ -34,20 +34,23 @@ def with_tables(method: Mapping[str, Any]) -> Table:
 
 
 def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
-    """In how many wrappers the method lies that has this setting; 0 where none has."""
+    """In how many wrappers the method lies that has this setting, or the first that is none, which the reader is to
+    refuse; 0 where none has it."""
     depth, cls = 0, _class_of(method, reader)
     while cls is not None and key != "name":
         fields = fields_of(cls)
         if key in fields:
             return depth
         inner = method.get("inner", {})
-        if "inner" not in fields or not isinstance(inner, str | Mapping):
-            break
+        if "inner" not in fields:
+            return 0
+        if not isinstance(inner, str | Mapping):
+            return depth + 1
         method, depth = _as_table(inner), depth + 1
         default = defaults_of(cls)["inner"]
         cls = _class_of(method, reader) if "name" in method else type(default)
         cls = cls if dataclasses.is_dataclass(cls) else None
-    return 0
+    return depth
 
 
 def _class_of(method: Mapping[str, Any], reader: Reader) -> type | None:

@@ -29,7 +29,7 @@ KNOWN_AS = {
     "proxskip": "scaffnew",
     "signum": "signsgd with beta",
     "fedper": "personalised with at_home = ['output/*']",
-    "fedrep": "personalised with at_home = ['output/*'] and alternate",
+    "fedrep": "personalised with at_home = ['output/*'] and alternate = { epochs = 1 }",
     "lgfedavg": "personalised with the first layers in at_home",
     "fedbn": "personalised with normalisation in at_home and statistics = true",
     "fedmedian": "robust with rule = { name = 'median' }",

@@ -143,12 +143,12 @@ def check_all(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) ->
     """Refuse, before anything runs, a method that the data, the model or the cohorts do not fit."""
     firsts = {job.place.parent: job for job in reversed(unfinished(jobs, out))}
     for job in reversed(firsts.values()):
-        with _titled(job.spec.name):
+        with titled(job.spec.name):
             check_possible(job.spec.algorithm, *problem(), job.spec.run)
 
 
 @contextmanager
-def _titled(title: str) -> Iterator[None]:
+def titled(title: str) -> Iterator[None]:
     """Refusals say which of several runs is meant."""
     try:
         yield
@@ -163,7 +163,7 @@ def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], wat
         if job.place not in left:
             continue
         directory = job.inside(out)
-        with _titled(job.title) if len(jobs) > 1 else nullcontext():
+        with titled(job.title) if len(jobs) > 1 else nullcontext():
             error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 

@@ -18,7 +18,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison, Job, state_of
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.grid import Point
-from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, unfinished
+from fedrax.experiments.running import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, titled, unfinished
 from fedrax.experiments.sampling import Study, unlike
 from fedrax.files import inside, read_json, write_text
 from fedrax.simulation import Result, checkpoint, sweep, use_all_cores
@@ -29,6 +29,7 @@ from fedrax.simulation.identity import difference, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.sweep import pays, program_of
 from fedrax.simulation.tuning import Choice, Trial, alike, metric_of, trial_of
+from fedrax.text import settings_in_words
 
 
 def run_trials(
@@ -113,17 +114,19 @@ def _check_known(comparison: Comparison, out: Path, task: Task, federation: Fede
 
 
 def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
-    """For every label with a grid what is computed at the first of points that differ in numbers alone, under a name
-    that tells for which settings it is."""
+    """For every label with a grid what is computed at the first of points that differ in the method's numbers alone,
+    under a name that tells for which settings it is. Refuses those that the data, the model or the cohorts do not fit.
+    """
     found: dict[str, dict[str, str]] = {}
     for label in comparison.grids:
-        firsts: dict[str, Experiment] = {}
-        for _, spec in comparison.candidates[label]:
-            firsts.setdefault(_without_numbers(spec.algorithm), spec)
+        firsts: dict[str, tuple[Point, Experiment]] = {}
+        for point, spec in comparison.candidates[label]:
+            firsts.setdefault(f"{_without_numbers(spec.algorithm)} {spec.run!r}", (point, spec))
         found[label] = {}
-        for spec in firsts.values():
+        for point, spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
-            name, digests = program_of(spec.algorithm, task, federation, run)
+            with titled(f"{label} ({settings_in_words(dict(point))})"):
+                name, digests = program_of(spec.algorithm, task, federation, run)
             found[label][f"program of {label}: {name}"] = digests
     return found
 

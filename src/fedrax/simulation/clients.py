@@ -11,7 +11,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.evaluate import Evaluator
+from fedrax.simulation.evaluate import OUTPUTS, Evaluator
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.result import Result
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFrame:
     """Loss and metrics of the final global model on each client's own data, a row a client.
 
-    Columns: client (its name, or its number), train_samples, samples (those evaluated on), and the loss and every
-    metric, means over them. Evaluated on are the clients' test samples, or on their training samples where test data
-    belong to nobody; a client without test samples has nulls.
+    Columns: client (its name, or its number), train_samples, samples (those evaluated on), the loss and every metric,
+    means over them, and ``whole_set`` metrics of a client's samples together, null where they are not defined. Where
+    clients have models of their own, or ``finetune`` was set, what these are worth follows, as ``personal_accuracy`` or
+    ``finetuned_loss``; not of a run that had been finished before and was only read. Evaluated on are the clients' test
+    samples, or their training samples where test data belong to nobody; a client without test samples has nulls.
 
     Raises FedraxError for a result of another model.
     """
@@ -44,5 +46,10 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
             continue
         sums = np.add.reduceat(np.append(each, 0.0), offsets)[:-1]
         columns[name] = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
+    for name, metric in task.whole_set.items():
+        rows = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=False)]
+        columns[name] = [metric(values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else None for r in rows]
+    for name, found in result.of_each.items():
+        columns[name] = [None if np.isnan(value) else float(value) for value in found]
     names = [federation.client_name(i) for i in range(federation.num_clients)]
     return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

@@ -25,12 +25,12 @@ _ROWS_ON_CPU, _ROWS = 16, 100
 """Of one chunk. What a network makes of 16 images mostly stays in a core's cache; accelerators want more at a time."""
 _PIECE_BYTES = 16 << 20
 """Of streamed samples at a time."""
-_OUTPUTS = "outputs of the model"
+OUTPUTS = "outputs of the model"
 
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and every metric of each sample."""
-    return {name: values for name, values in evaluated(task, params, samples).items() if name != _OUTPUTS}
+    return {name: values for name, values in evaluated(task, params, samples).items() if name != OUTPUTS}
 
 
 def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
@@ -47,7 +47,7 @@ def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
 
     metrics = {"loss": task.evaluation_loss, **task.metrics}
     values = {name: value(metric) for name, metric in metrics.items()}
-    return values | {_OUTPUTS: outputs()} if task.whole_set else values
+    return values | {OUTPUTS: outputs()} if task.whole_set else values
 
 
 class TracedEvaluation(NamedTuple):
@@ -145,7 +145,7 @@ class Evaluator:
     def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
         """Means over samples as ``{prefix}_{name}``; per client also what :func:`over_clients` says."""
         found, result = self.per_sample(params), {}
-        outputs = found.pop(_OUTPUTS, None)
+        outputs = found.pop(OUTPUTS, None)
         for name, values in found.items():
             result |= self.summary(values, f"{prefix}_{name}", name, per_client)
         if outputs is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,15 @@ _ROWS = 100
 """Samples evaluated at a time."""
 _AT_ONCE_BYTES = 64 << 20
 """Of what the clients of one call keep, and of their streamed samples on a device."""
+
+
+class Metrics(NamedTuple):
+    """What a state is worth, or the clients' own models in it."""
+
+    of_all: dict[str, float]
+    """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
+    of_each: dict[str, np.ndarray]
+    """``{kind}_{metric}`` over each client's samples, [N]; NaN for one that has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +93,8 @@ class PersonalEvaluator:
 
     def __call__(
         self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int], initial: Kept
-    ) -> dict[str, float]:
-        """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it.
-
-        initial: what a client has that never took part.
-        """
+    ) -> Metrics:
+        """What clients' own models are worth now. initial: what a client has that never took part."""
         sums: list[dict] = []
         for clients in self._groups:
             kept = rows_of(store, homes, initial, clients)
@@ -98,7 +104,9 @@ class PersonalEvaluator:
             found = self._compiled(algorithm, params, statistics, mine, clients, starts, sizes, samples)
             sums.append(jax.tree.map(np.asarray, found))
         together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
-        return self._metrics(together)
+        sizes = np.where(np.diff(self._offsets) > 0, np.diff(self._offsets), np.nan)
+        of_each = {f"{kind}_{name}": of / sizes for kind, values in together.items() for name, of in values.items()}
+        return Metrics(self._metrics(together), of_each)
 
     def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
         sizes, result = np.diff(self._offsets), {}

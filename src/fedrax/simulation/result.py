@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from fedrax.errors import FedraxError, unknown
 from fedrax.privacy.ledger import Spent
@@ -35,6 +36,10 @@ class Snapshot:
     def __repr__(self) -> str:
         """A line, and the round's metrics."""
         return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
+
+    def save(self, path: Path | str) -> None:
+        """As :meth:`Result.save`: the model as it is now."""
+        save_model(path, self.params, self.statistics)
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +75,9 @@ class Result:
     """The row of each client that took part."""
     initial_client: Any = None
     """What a client keeps before it takes part."""
+    of_each: dict[str, np.ndarray] = field(default_factory=dict)
+    """What clients' own models, personal and fine-tuned ones, were worth to each in the last evaluation: [N] by name
+    (``personal_accuracy``), NaN for a client without samples; empty of a run that was read from a directory."""
 
     def __repr__(self) -> str:
         """A few lines: how far it came, and the last numbers of what was evaluated."""
@@ -158,7 +166,7 @@ class Result:
         save_model(path, self.params, self.statistics)
 
 
-NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None}
+NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "of_each": {}}
 """Fields of a result without what clients keep: of a run that diverged, whose clients have worked on in that round, or
 in later ones beside other runs; of a finished one that did not keep it."""
 

@@ -166,6 +166,8 @@ class Run:
     exchanges: list[Exchange] = field(default_factory=list)
     trajectory: list[Tree] = field(default_factory=list)
     log: EventFile | None = None
+    of_each: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the last evaluation, as of `Result`."""
 
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
@@ -318,14 +320,14 @@ class Run:
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not."""
         setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
-        metrics = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
+        metrics, self.of_each = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         return finite, next((name for name in metrics if name not in finite), None)
 
     def _result(self, carry: Carry, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
         store, homes = self.storage.store(carry), setup.planner.rows()
-        clients = {"store": store, "homes": homes, "initial_client": setup.initial}
+        clients = {"store": store, "homes": homes, "initial_client": setup.initial, "of_each": self.of_each}
         return Result(
             params=setup.algorithm.params(server),
             server=server,

@@ -42,7 +42,7 @@ from fedrax.simulation.events import RunInfo
 from fedrax.simulation.given import given_work
 from fedrax.simulation.identity import identify
 from fedrax.simulation.loop import LoopEngine
-from fedrax.simulation.personal import PersonalEvaluator
+from fedrax.simulation.personal import Metrics, PersonalEvaluator
 from fedrax.simulation.planner import Planner, rows_on_a_device
 from fedrax.simulation.plans import choose_plan, clients_at_once, describe, make_mesh
 from fedrax.simulation.round import Kept, Program
@@ -98,18 +98,18 @@ class Setup:
 
     def evaluate(
         self, algorithm: Algorithm, carry: Carry, initial: Kept, evaluators: Mapping[str, Evaluator]
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """The metrics of a state, whose ``store`` may lie on disk: of parameters alone, on each data set, and of
         clients' own models. initial: what a client keeps before it takes part.
         """
-        params = algorithm.params(carry.server)
+        params, own = algorithm.params(carry.server), Metrics({}, {})
         metrics = measured(self.task, params)
         for name, evaluator in evaluators.items():
             metrics |= evaluator(with_statistics(params, carry.statistics), name, self.settings.per_client)
         if self.personal is not None:
             rows = self.planner.rows()
-            metrics |= self.personal(algorithm, params, carry.statistics, carry.store, rows, initial)
-        return metrics
+            own = self.personal(algorithm, params, carry.statistics, carry.store, rows, initial)
+        return Metrics(metrics | own.of_all, own.of_each)
 
 
 @uncollected()

@@ -211,6 +211,7 @@ class _Together:
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
+        self.of_each: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
         spare = -self.count % devices
@@ -295,7 +296,8 @@ class _Together:
         enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
             mine, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
-            metrics = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
+            found = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
+            metrics, self.of_each[z, g] = found
             diverged = not all(map(np.isfinite, metrics.values()))
             new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
         events.extend(new)
@@ -307,6 +309,7 @@ class _Together:
         mine = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
         kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
+        kept |= {"of_each": self.of_each.get((z, g), {})}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,

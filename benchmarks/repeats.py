@@ -1,0 +1,162 @@
+"""``python -m benchmarks.repeats``: do the bits of a run repeat on this machine?
+
+Each run is made twice in one process and once stopped half-way and resumed, and all of it again in a second process
+that has compiled nothing; on a GPU also with the flag that forbids XLA sums in any order. Appends what came out to
+``results/repeats.jsonl`` and writes ``repeats.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.environments import cache_directory
+from benchmarks.gpu import graphics_card
+from benchmarks.machine import cores, processor
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.pages import markdown_table, write_page
+from benchmarks.quiet import printed_result
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.timing import RESULT_PREFIX
+
+CASES = (("W1", "Scaffold"), ("W5", "GradMA"), ("W6", "FedAvg"), ("W7", "FedAvg"), ("W11", "FedAvg"))
+"""Workload and method: dense layers, convolutions, a deep network, gathers and a recurrence, many small clients."""
+FLAG = "--xla_gpu_deterministic_ops=true"
+ROUNDS = 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--cases", nargs="+", choices=[name(*case) for case in CASES], help="default: all")
+    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where arrays are kept")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where runs are kept and the page is written")
+    parser.add_argument("--report", action="store_true", help="only write the last session's page again")
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.point:
+        print(RESULT_PREFIX + json.dumps(train(**json.loads(arguments.point))))
+        return
+    raw = arguments.out / "repeats.jsonl"
+    session = Session.latest(raw) if arguments.report else measure(raw, arguments)
+    print(write_page(arguments.out / "repeats.md", sections(session)).read_text())
+
+
+def name(workload: str, method: str) -> str:
+    return f"{workload}-{method}"
+
+
+def measure(raw: Path, arguments: argparse.Namespace) -> Session:
+    """Two processes of every setting, side by side: what they compute is compared, not how long it takes."""
+    on_gpu = arguments.device == "cuda"
+    described = {"gpu": graphics_card() if on_gpu else "none", "cpu": processor(), "cores": cores()}
+    session = Session.start(raw, described, jax=version("jax"))
+    for workload, method in [case for case in CASES if name(*case) in (arguments.cases or [name(*case)])]:
+        arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
+        with tempfile.TemporaryDirectory() as place:
+            children = []
+            for flags in ("", FLAG) if on_gpu else ("",):
+                for process in (1, 2):
+                    point = {"workload": workload, "method": method, "arrays": arrays}
+                    point["out"] = f"{place}/{len(children)}"
+                    children.append((flags, process, point["out"], start(point, flags, arguments.device)))
+            ended = [(flags, out, outcome(child)) for flags, _, out, child in children]
+        for flags in dict.fromkeys(flags for flags, *_ in ended):
+            session.add({"workload": workload, "method": method, "flags": flags} | compared(ended, flags))
+            print(session.runs[-1], flush=True)
+    return session
+
+
+def start(point: dict[str, Any], flags: str, device: str) -> subprocess.Popen[str]:
+    """A process of its own, with nothing compiled before."""
+    command = [sys.executable, "-m", "benchmarks.repeats", "--point", json.dumps(point)]
+    ours = {"FEDRAX_CACHE": point["out"] + "-cache", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
+    ours |= {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
+    return subprocess.Popen(command, env=os.environ | ours, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def outcome(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a process printed; ends the command where it failed."""
+    output = child.communicate()[0]
+    result = printed_result(output)
+    if result is None:
+        sys.exit(f"error: a run failed:\n{output[-3000:]}")
+    return result
+
+
+def compared(ended: list[tuple[str, str, dict[str, Any]]], flags: str) -> dict[str, Any]:
+    """How far runs of one setting are from its first one, as a share of how far that has come; 0 only of equal bits."""
+    first, second = (result for found, _, result in ended if found == flags)
+    return {
+        "again": first["apart"]["again"],
+        "resumed": first["apart"]["resumed"],
+        "digests": [first["digest"], second["digest"]],
+        "moved": first["moved"],
+    }
+
+
+def train(workload: str, method: str, arrays: str, out: str) -> dict[str, Any]:
+    """The digest of the parameters at the end, and how far the same run is from it, made again and resumed."""
+    import jax
+
+    import fedrax
+    from benchmarks.fedrax_problems import federation_of, problem
+    from benchmarks.workloads import WORKLOADS, Arrays
+    from fedrax import LocalSGD, classification, simulate, use_all_cores
+
+    use_all_cores()
+    defined, data = WORKLOADS[workload], Arrays(arrays, channels_last=True)
+    model, params = problem(defined, data.initial)
+    local = LocalSGD(lr=defined.learning_rate, epochs=defined.epochs, batch_size=defined.batch)
+    made, task, federation = getattr(fedrax, method)(local=local), classification(model), federation_of(data)
+    shared: dict[str, Any] = {"cohort_size": defined.cohort, "params": params}
+
+    def flat(tree: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(np.asarray(leaf)) for leaf in jax.tree.leaves(tree)])
+
+    whole = flat(simulate(made, task, federation, rounds=ROUNDS, **shared).params)
+    again = flat(simulate(made, task, federation, rounds=ROUNDS, **shared).params)
+    simulate(made, task, federation, rounds=ROUNDS // 2, directory=out, **shared)
+    resumed = flat(simulate(made, task, federation, rounds=ROUNDS, directory=out, resume=True, **shared).params)
+    moved = float(np.linalg.norm(whole - flat(params)))
+    apart = {
+        key: 0.0 if other.tobytes() == whole.tobytes() else float(np.linalg.norm(other - whole)) / moved
+        for key, other in (("again", again), ("resumed", resumed))
+    }
+    digest = hashlib.sha256(whole.tobytes()).hexdigest()[:16]
+    return {"digest": digest, "apart": apart, "moved": moved}
+
+
+def sections(session: Session) -> Iterator[str]:
+    header, m = session.header, session.header["machine"]
+    yield "# Do bits repeat?"
+    card = m["gpu"] if m["gpu"] != "none" else "no GPU"
+    yield (
+        f"Written by `python -m benchmarks.repeats` on {header['date']} from session `{header['id']}` of "
+        f"`repeats.jsonl`. Machine: {card}; {m['cpu']}, {m['cores']} cores; jax {header['jax']}. {ROUNDS} rounds of "
+        "workloads that `peers.md` and `gpu.md` describe, in float32. *Equal*: every bit of the parameters; else how "
+        "far they are apart, as a share of how far the run has moved them."
+    )
+    lines = []
+    for run in session.runs:
+        setting = f"`{run['flags']}`" if run["flags"] else "as installed"
+        said = ["equal" if run[key] == 0 else f"{run[key]:.1e}" for key in ("again", "resumed")]
+        said.append("equal" if run["digests"][0] == run["digests"][1] else "not equal")
+        lines.append((f"{run['workload']}, {run['method']}", setting, *said))
+    head = ("", "XLA's flags", "again in one process", "stopped and resumed", "in another process")
+    yield markdown_table(head, lines)
+
+
+if __name__ == "__main__":
+    main()

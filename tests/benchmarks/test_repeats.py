@@ -1,0 +1,31 @@
+"""Whether the bits of a run repeat: the command on a CPU, where they do, and the page of runs that were apart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.repeats import FLAG, sections
+from benchmarks.sessions import Session
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_on_a_processor_every_bit_repeats(tmp_path: Path):
+    command = [sys.executable, "-m", "benchmarks.repeats", "--device", "cpu", "--cases", "W1-Scaffold"]
+    command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = Session.latest(tmp_path / "repeats.jsonl").runs
+    assert run["again"] == run["resumed"] == 0 and len(set(run["digests"])) == 1 and run["moved"] > 0
+    assert "| W1, Scaffold | as installed | equal | equal | equal |" in (tmp_path / "repeats.md").read_text()
+
+
+def test_the_page_says_how_far_runs_are_apart(tmp_path: Path):
+    machine = {"gpu": "a card", "cpu": "a processor", "cores": 4}
+    run = {"workload": "W5", "method": "GradMA", "flags": FLAG, "again": 1.4e-7, "resumed": 0.0, "digests": ["a", "b"]}
+    header = {"id": "1", "date": "2026-01-01", "machine": machine, "jax": "0"}
+    page = "\n".join(sections(Session(tmp_path / "none", header, [run])))
+    assert f"| W5, GradMA | `{FLAG}` | 1.4e-07 | equal | not equal |" in page
