@@ -51,7 +51,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                     if not _is_there(file, part, folder):
                         raise FedraxError(f"cannot write {path}: another process writes it, too")
                     os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-                    os.fsync(folder)
+                    with suppress(OSError):  # some file systems cannot, and the file is in its place
+                        os.fsync(folder)
                 except BaseException:
                     if _is_there(file, part, folder):
                         with suppress(OSError):

@@ -3,7 +3,6 @@
 import errno
 import gzip
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from fedrax.errors import FedraxError
 from fedrax.experiments.methods import KNOWN_AS, algorithms
-from fedrax.files import replacing, write_text
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -332,31 +329,6 @@ def test_read_only_output(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: 
     outcome = fedrax("run", tiny, "--out", "locked/r")
     assert outcome.status == 2
     assert "ermission denied" in outcome.err
-
-
-def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
-    try:
-        os.mknod(tmp_path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    except PermissionError:
-        pytest.skip("only root makes devices, and only root could lose them")
-    with pytest.raises(FedraxError, match="is a device, whose place a file would take"):
-        write_text(tmp_path / "null", "a page")
-    assert (tmp_path / "null").is_char_device()
-
-
-def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "comparison.json"
-    path.write_text("old")
-    one, other = replacing(path), replacing(path)
-    one.__enter__().write(b"one")
-    file = other.__enter__()
-    file.write(b"oth")
-    with pytest.raises(FedraxError, match="another process writes it, too"):
-        one.__exit__(None, None, None)
-    assert path.read_text() == "old"
-    file.write(b"er")
-    other.__exit__(None, None, None)
-    assert path.read_text() == "other" and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("files", ["experiment.toml", "state.npz", "environment.json"])

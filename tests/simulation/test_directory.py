@@ -20,7 +20,7 @@ from fedrax import FedraxError, Script
 from fedrax.files import write_text
 from fedrax.models import Logistic, Model
 from fedrax.report.runs import read_run
-from fedrax.simulation import Interrupted
+from fedrax.simulation import FixedList, Interrupted
 from tests.simulation.problems import (
     CLASSES,
     FEATURES,
@@ -142,6 +142,13 @@ def test_a_run_of_other_numbers_does_not_resume(name: str, tmp_path: Path):
     with pytest.raises(FedraxError, match=f"belongs to another experiment: its .*{differs}.*differ"):
         run(**({"algorithm": SCAFFOLD, "rounds": 4, "directory": tmp_path, "resume": True} | other))
     assert bytes_of(tmp_path) == before
+
+
+def test_numbers_of_numpy_are_the_same_settings(tmp_path: Path):
+    counted = {"seed": np.int64(3), "stragglers": np.float64(0.5), "participation": FixedList([np.int64(4), 1, 0])}
+    run(SCAFFOLD, rounds=2, directory=tmp_path, **counted)
+    own = {"seed": 3, "stragglers": 0.5, "participation": FixedList((4, 1, 0))}
+    assert len(run(SCAFFOLD, rounds=3, directory=tmp_path, resume=True, **own).events) == 3
 
 
 def test_another_activation_does_not_resume(tmp_path: Path):

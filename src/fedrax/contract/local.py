@@ -210,6 +210,12 @@ class LocalSGD:
         """T_i: a Python int where every client takes the same number of steps."""
         if data.place.steps is not None:
             return data.place.steps
+        if data.work is not None and (self.steps or self.epochs or 1) == 1:
+            what = "epochs" if self.steps is None else "steps"
+            warnings.warn(
+                f"stragglers do whole {what}, one at least, and here everybody does one: stragglers count for nothing",
+                stacklevel=2,
+            )
         if self.steps is not None:
             return self.steps if data.work is None else jnp.ceil(data.work * self.steps).astype(jnp.int32)
         epochs: Array | int = self.epochs or 1

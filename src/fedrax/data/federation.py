@@ -1,5 +1,6 @@
 """The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -122,11 +123,11 @@ class Federation:
             raise FedraxError(f"a partition is an object such as Shards(clients=20), not {_thing(partition)}.")
         rows, offsets = _assigned(partition, dataset, seed)
         test_rows, test_offsets, names = None, None, ()
-        if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.client_names:
-            names = tuple(dataset.client_names[i] for i in dataset.train_clients[rows[offsets[:-1]]])
-        if isinstance(partition, Natural) and dataset.train_clients is not None and dataset.test_clients is not None:
+        if isinstance(partition, Natural) and dataset.train_clients is not None:
             clients = dataset.train_clients[rows[offsets[:-1]]]
-            test_rows, test_offsets = _group_test(clients, dataset.test_clients)
+            names = tuple(dataset.client_names[i] for i in clients) if dataset.client_names else ()
+            if dataset.test_clients is not None:
+                test_rows, test_offsets = _group_test(clients, dataset.test_clients)
         if shuffle:
             rows = rows[_shuffled_inside(offsets, seed)]
         return cls(
@@ -225,14 +226,15 @@ def aligned(array: np.ndarray) -> np.ndarray:
     placed = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
     if placed and array.flags.c_contiguous:
         return array
-    copy = _aligned_empty(array.shape, array.dtype)
+    copy = aligned_memory(array.shape, array.dtype)
     copy[...] = array
     return copy
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_memory(shape: tuple[int, ...], dtype: np.dtype, make: Callable = np.empty) -> np.ndarray:
+    """An array that starts at a multiple of 64 bytes, in memory that ``make`` gives."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
+    memory = make(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
@@ -245,7 +247,7 @@ def taken(samples: Samples, rows: np.ndarray) -> Samples:
     """Rows of samples, gathered straight into aligned memory."""
 
     def take(array: np.ndarray) -> np.ndarray:
-        out = _aligned_empty((len(rows), *array.shape[1:]), array.dtype)
+        out = aligned_memory((len(rows), *array.shape[1:]), array.dtype)
         # mode="raise" would gather into a second buffer; rows come from a partition and are in range.
         return np.take(array, rows, axis=0, out=out, mode="clip")
 

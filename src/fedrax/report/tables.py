@@ -142,52 +142,6 @@ def _cell(row: Row, column: str, metric: str) -> str:
     return amount(value, column, metric)
 
 
-def terminal(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = "") -> Table:
-    """The table for rich, the best of each column bold and starred."""
-    heads, columns = headings(target, metric), _shown(rows, target)
-    table = Table(
-        title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("method", no_wrap=True)
-    settings = any(row.settings for row in rows)
-    if settings:
-        table.add_column("settings", no_wrap=True)
-    for column in columns:
-        table.add_column(heads.get(column, plain(_heading(column))), justify="right", no_wrap=True)
-    table.add_column("seeds", justify="right")
-    table.add_column("state", no_wrap=True)
-    stars = {column: best(rows, column, metric) for column in columns}
-    for i, row in enumerate(rows):
-        cells = [_cell(row, c, metric) for c in columns]
-        marked = [
-            Text(f"{t} *", "bold green") if i in stars[c] else f"{t}  " for c, t in zip(columns, cells, strict=True)
-        ]
-        own = [plain(row.settings)] if settings else []
-        table.add_row(plain(row.label), *own, *marked, str(row.seeds), plain(row.state))
-    return table
-
-
-def show(
-    console: Console, rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = ""
-) -> None:
-    """Print the table; on a terminal that it does not fit, method by method."""
-    table = terminal(rows, target, metric, title)
-    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
-        console.print(table)
-        return
-    made = cells(rows, target, metric)
-    if title:
-        console.print(Text(plain(title), "bold"))
-    for row in made.rows:
-        block = Table(box=None, show_header=False, pad_edge=False)
-        block.add_column(no_wrap=True)
-        block.add_column(overflow="fold")
-        for heading, (text, top) in zip(made.headings[1:], row[1:], strict=True):
-            block.add_row(f"  {plain(heading)}", Text(f"{plain(text)} *", "bold green") if top else plain(text))
-        console.print(Text(plain(row[0][0]), "bold"))
-        console.print(block)
-
-
 @dataclass(frozen=True)
 class Cells:
     """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
@@ -210,6 +164,46 @@ def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accurac
         values = [(_cell(row, c, metric), i in stars[c]) for c in columns]
         made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
     return Cells([*titles, "seeds", "state"], 1 + settings, made)
+
+
+def terminal(made: Cells, title: str = "") -> Table:
+    """The table for rich, the best of each column bold and starred."""
+    table = Table(
+        title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    seeds = len(made.headings) - 2  # the state is the last column
+    for place, heading in enumerate(made.headings):
+        words = place < made.names or place > seeds
+        table.add_column(plain(heading), justify="left" if words else "right", no_wrap=place != seeds)
+    for row in made.rows:
+        blanks = ["  " * (made.names <= place < seeds) for place in range(len(row))]
+        marked = [
+            Text(f"{plain(t)} *", "bold green") if top else plain(t) + b
+            for (t, top), b in zip(row, blanks, strict=True)
+        ]
+        table.add_row(*marked)
+    return table
+
+
+def show(
+    console: Console, rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = ""
+) -> None:
+    """Print the table; on a terminal that it does not fit, method by method."""
+    made = cells(rows, target, metric)
+    table = terminal(made, title)
+    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
+        console.print(table)
+        return
+    if title:
+        console.print(Text(plain(title), "bold"))
+    for row in made.rows:
+        block = Table(box=None, show_header=False, pad_edge=False)
+        block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for heading, (text, top) in zip(made.headings[1:], row[1:], strict=True):
+            block.add_row(f"  {plain(heading)}", Text(f"{plain(text)} *", "bold green") if top else plain(text))
+        console.print(Text(plain(row[0][0]), "bold"))
+        console.print(block)
 
 
 def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:

@@ -50,7 +50,7 @@ def identify(
     return {
         **of_data(federation),
         "method": _digest([_without_places(repr(algorithm)), *jax.tree.leaves(algorithm)]),
-        **{_SETTING + f.name: _digest([repr(getattr(settings, f.name))]) for f in _deciding(settings)},
+        **{_SETTING + f.name: _digest([repr(_plain(getattr(settings, f.name)))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
@@ -66,6 +66,17 @@ def _of_programs(programs: Sequence[ClosedJaxpr]) -> str:
 def _deciding(settings: Settings) -> list[dataclasses.Field]:
     """Those that decide a run's numbers."""
     return [field for field in dataclasses.fields(settings) if field.name not in _FREE]
+
+
+def _plain(value: Any) -> Any:
+    """A setting of Python's own numbers and tuples, whatever somebody has counted with."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
 
 
 def of_data(federation: Federation) -> dict[str, str]:

@@ -98,7 +98,8 @@ class Settings:
     participation: Participation = Uniform()
     """Who takes part."""
     stragglers: Fraction = 0.0
-    """Share of each cohort that does only part of its local work: each a share drawn uniformly from (0, 1]."""
+    """Share of each cohort that does only part of its local work: each a share drawn uniformly from (0, 1], in whole
+    steps or epochs, rounded up."""
     eval_every: Count = 10
     """Rounds between evaluations; the last round is always evaluated."""
     eval_train: bool = False

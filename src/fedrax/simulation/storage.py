@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
 from fedrax.compiled.pieces import AXIS
-from fedrax.data.federation import ALIGNMENT
+from fedrax.data.federation import aligned_memory
 from fedrax.errors import FedraxError
 from fedrax.simulation.account import Account
 from fedrax.simulation.engine import Carry
@@ -146,7 +146,7 @@ class Streamer:
         dtype, parts = jax.dtypes.canonicalize_dtype(array.dtype), []
         for device, mine in zip(self.mesh.devices.flat, rows, strict=True):
             # new memory each time, which CPU devices take over; zeros in the unused room cost nothing there
-            part = _aligned_zeros((self.room, *array.shape[1:]), dtype)
+            part = aligned_memory((self.room, *array.shape[1:]), dtype, np.zeros)
             if dtype == array.dtype:
                 np.take(array, mine, axis=0, out=part[: len(mine)], mode="clip")
             else:
@@ -155,13 +155,6 @@ class Streamer:
         release(array)
         shape = (self.room * len(parts), *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(AXIS)), parts)
-
-
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 # -- client states on disk -----------------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""Files written whole or not at all: what may stand in their place, who else writes them, and where they lie."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fedrax import FedraxError
+from fedrax.files import replacing, write_text
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    try:
+        os.mknod(tmp_path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices, and only root could lose them")
+    with pytest.raises(FedraxError, match="is a device, whose place a file would take"):
+        write_text(tmp_path / "null", "a page")
+    assert (tmp_path / "null").is_char_device()
+
+
+def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "comparison.json"
+    path.write_text("old")
+    one, other = replacing(path), replacing(path)
+    one.__enter__().write(b"one")
+    file = other.__enter__()
+    file.write(b"oth")
+    with pytest.raises(FedraxError, match="another process writes it, too"):
+        one.__exit__(None, None, None)
+    assert path.read_text() == "old"
+    file.write(b"er")
+    other.__exit__(None, None, None)
+    assert path.read_text() == "other" and not list(tmp_path.glob(".*"))
+
+
+def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def of_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    write_text(tmp_path / "page", "new")
+    assert (tmp_path / "page").read_text() == "new"
