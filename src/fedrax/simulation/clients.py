@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from fedrax.contract.task import Batch, Task, Variables
+from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.evaluate import OUTPUTS, Evaluator
+from fedrax.simulation.evaluate import OUTPUTS, Evaluator, whole_set_values
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.result import Result
 
@@ -34,7 +34,7 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
     owned = federation.test_offsets is not None
     samples, offsets = (federation.test, federation.test_offsets) if owned else (federation.train, federation.offsets)
     assert offsets is not None
-    params: Any = Variables(result.params, result.statistics) if result.statistics else result.params
+    params: Any = result.variables
     if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
         raise FedraxError("the result is not of this task: its parameters have other names")
     params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough
@@ -45,9 +45,11 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
             continue
         sums = np.add.reduceat(np.append(each, 0.0), offsets)[:-1]
         columns[name] = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
-    for name, metric in task.whole_set.items():
-        rows = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=False)]
-        columns[name] = [metric(values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else None for r in rows]
+    if task.whole_set:
+        rows = [slice(start, start + size) for start, size in zip(offsets[:-1], sizes, strict=True)]
+        undefined = dict.fromkeys(task.whole_set)
+        at = [whole_set_values(task, values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else undefined for r in rows]
+        columns |= {name: [found[name] for found in at] for name in task.whole_set}
     for name, found in result.of_each.items():
         columns[name] = [None if np.isnan(value) else float(value) for value in found]
     names = [federation.client_name(i) for i in range(federation.num_clients)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from fedrax.contract.model import Params, Variables
 from fedrax.errors import FedraxError, unknown
 from fedrax.privacy.ledger import Spent
 from fedrax.simulation.events import Event
@@ -36,6 +37,11 @@ class Snapshot:
     def __repr__(self) -> str:
         """A line, and the round's metrics."""
         return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
+
+    @property
+    def variables(self) -> Params:
+        """As :attr:`Result.variables`: those of now."""
+        return _variables(self.params, self.statistics)
 
     def save(self, path: Path | str) -> None:
         """As :meth:`Result.save`: the model as it is now."""
@@ -89,6 +95,11 @@ class Result:
         lines += _metric_lines(last)
         lines += [] if self.spent is None else [f"  {self.spent}"]
         return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
+
+    @property
+    def variables(self) -> Params:
+        """What the task's functions take: the parameters, with the running statistics where the model has some."""
+        return _variables(self.params, self.statistics)
 
     def client_state(self, client: int) -> Tree:
         """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part).
@@ -169,6 +180,10 @@ class Result:
 NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "of_each": {}}
 """Fields of a result without what clients keep: of a run that diverged, whose clients have worked on in that round, or
 in later ones beside other runs; of a finished one that did not keep it."""
+
+
+def _variables(params: Tree, statistics: Tree) -> Params:
+    return Variables(params, statistics) if statistics else params
 
 
 def _metric_lines(values: Event) -> list[str]:
