@@ -12,7 +12,7 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.evaluate import OUTPUTS, Evaluator, whole_set_values
 from fedrax.simulation.plans import make_mesh
-from fedrax.simulation.result import Result
+from fedrax.simulation.result import OfEach, Result
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,8 +24,9 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
     Columns: client (its name, or its number), train_samples, samples (those evaluated on), the loss and every metric,
     means over them, and ``whole_set`` metrics of a client's samples together, null where they are not defined. Where
     clients have models of their own, or ``finetune`` was set, what these are worth follows, as ``personal_accuracy`` or
-    ``finetuned_loss``; not of a run that had been finished before and was only read. Evaluated on are the clients' test
-    samples, or their training samples where test data belong to nobody; a client without test samples has nulls.
+    ``finetuned_loss``; not of another federation than the run's, nor of a run that was only read. Evaluated on are the
+    clients' test samples, or their training samples where test data belong to nobody; a client without test samples has
+    nulls.
 
     Raises FedraxError for a result of another model.
     """
@@ -50,7 +51,8 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
         undefined = dict.fromkeys(task.whole_set)
         at = [whole_set_values(task, values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else undefined for r in rows]
         columns |= {name: [found[name] for found in at] for name in task.whole_set}
-    for name, found in result.of_each.items():
-        columns[name] = [None if np.isnan(value) else float(value) for value in found]
+    if result.of_each is not None and result.of_each.digest == OfEach.digest_of(samples.y, offsets):
+        for name, found in result.of_each.values.items():
+            columns[name] = [None if np.isnan(value) else float(value) for value in found]
     names = [federation.client_name(i) for i in range(federation.num_clients)]
     return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

@@ -42,7 +42,7 @@ from fedrax.simulation.identity import form_of, settings_in
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
-from fedrax.simulation.result import NO_CLIENTS, Result
+from fedrax.simulation.result import NO_CLIENTS, OfEach, Result
 from fedrax.simulation.round import Kept, Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings
@@ -212,7 +212,7 @@ class _Together:
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
-        self.of_each: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.of_each: dict[tuple[int, int], OfEach] = {}
         mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
         spare = -self.count % devices
@@ -320,7 +320,7 @@ class _Together:
         mine = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
         kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
-        kept |= {"of_each": self.of_each.get((z, g), {})}
+        kept |= {"of_each": self.of_each.get((z, g))}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,
