@@ -87,6 +87,8 @@ def test_a_table_has_what_each_own_model_is_worth(mode: Any):
         own = method.personal(result.params, result.client_state(client))
         hits = TASK.metrics["accuracy"](own, Batch(x[start:end], y[start:end]))
         assert table["personal_accuracy"][client] == pytest.approx(float(hits.mean()))
+    other = Federation.from_arrays(*FEDERATION.train, np.arange(360) % 4, num_classes=CLASSES)
+    assert "personal_accuracy" not in per_client(result, TASK, other).columns
 
 
 @pytest.mark.parametrize("inner_steps", [1, 4])

@@ -1,5 +1,7 @@
 """Batch norm and other running statistics of modules users bring: carried as the modules' own calls carry them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,6 +194,19 @@ def test_a_module_with_its_state_inside_and_the_pair_are_the_same():
 def losses_of(task: Task, variables: Variables, batch: Batch) -> dict[str, jax.Array]:
     trained, _ = task.loss_and_statistics(variables, batch, KEY)
     return {"train": trained, "evaluation": task.evaluation_loss(variables, batch)}
+
+
+def test_a_loss_that_is_replaced_is_the_one_that_is_trained(model: Model):
+    task, batch = classification(model), Batch(X, jnp.array([0, 1, 2, 0, 1, 2]))
+    with pytest.raises(FedraxError, match=r"loss_and_statistics, .* replace that one instead"):
+        dataclasses.replace(task, loss=lambda variables, batch, key: 2 * task.loss(variables, batch, key))
+
+    def doubled(variables, batch, key):
+        losses, statistics = task.loss_and_statistics(variables, batch, key)
+        return 2 * losses, statistics
+
+    twice, variables = dataclasses.replace(task, loss_and_statistics=doubled), moved(model)
+    np.testing.assert_allclose(twice.loss(variables, batch, KEY), 2 * task.loss(variables, batch, KEY), rtol=1e-6)
 
 
 def test_tasks_train_in_one_mode_and_judge_in_the_other(model: Model):

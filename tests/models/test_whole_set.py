@@ -1,5 +1,7 @@
 """Metrics of all samples together against scikit-learn's, and tasks of one's own."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,3 +98,12 @@ def test_the_class_that_f1_is_of() -> None:
     ):
         with pytest.raises(fedrax.FedraxError, match=says):
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), numbers)
+
+
+def test_a_metric_that_is_no_number_is_a_sentence() -> None:
+    federation = fedrax.Federation.from_arrays(LOGITS, LABELS, LABELS)
+    model = Linear().build((LOGITS.shape[1],), LOGITS.shape[1])
+    made = fedrax.classification(model)
+    task = dataclasses.replace(made, whole_set={"confusion": lambda outputs, y: np.eye(3)})
+    with pytest.raises(fedrax.FedraxError, match=r"'confusion' of a whole set returns an array of shape \(3, 3\)"):
+        fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=1, cohort_size=2, eval_train=True)

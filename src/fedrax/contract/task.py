@@ -42,6 +42,26 @@ class OfOutputs:
         return self.value(self.outputs(parameters, batch.x), batch.y)
 
 
+@dataclass(frozen=True)
+class OfModel:
+    """The `Task.loss_and_statistics` of a model: a loss of its outputs in training."""
+
+    function: Callable[[Variables, Batch, Array], tuple[Array, Any]]
+
+    def __call__(self, variables: Variables, batch: Batch, key: Array) -> tuple[Array, Any]:
+        return self.function(variables, batch, key)
+
+
+@dataclass(frozen=True)
+class LossesAlone:
+    """What a `Task.loss_and_statistics` gives, without the statistics."""
+
+    function: Callable[[Variables, Batch, Array], tuple[Array, Any]]
+
+    def __call__(self, variables: Variables, batch: Batch, key: Array) -> Array:
+        return self.function(variables, batch, key)[0]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """A learning problem as pure functions. Compared and hashed by identity: a static argument of `jit`.
@@ -88,6 +108,14 @@ class Task:
     """Sentences about what its numbers are, which commands print."""
 
     def __post_init__(self) -> None:
+        both = self.loss_and_statistics
+        if both is not None and isinstance(self.loss, LossesAlone):
+            object.__setattr__(self, "loss", LossesAlone(both))  # of a replaced one
+        elif isinstance(both, OfModel):
+            raise FedraxError(
+                "the loss of a model with running statistics, such as batch norm's, is trained as the task's"
+                " loss_and_statistics, (variables, batch, key) -> losses, statistics: replace that one instead"
+            )
         check_function("init", self.init, "key")
         check_function("loss", self.loss, "parameters, batch, key")
         for name, metric in self.metrics.items():
@@ -273,14 +301,14 @@ def supervised(
         outputs, statistics = model.train(variables, inputs(variables, batch.x), key)
         return loss_of_outputs(outputs, batch.y), statistics
 
-    measures = model.measures
+    measures, moving = model.measures, None if model.train is None else OfModel(loss_and_statistics)
     return Task(
         init=model.init,
-        loss=training_loss if model.train is None else lambda *arguments: loss_and_statistics(*arguments)[0],
+        loss=training_loss if moving is None else LossesAlone(moving),
         metrics={metric: OfOutputs(apply, value) for metric, value in (metrics or {}).items()},
         features=None if model.features is None else on_inputs(model.features),
         name=f"{name}/{model.name}",
-        loss_and_statistics=None if model.train is None else loss_and_statistics,
+        loss_and_statistics=moving,
         outputs=apply,
         blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
         loss_of_outputs=loss_of_outputs,

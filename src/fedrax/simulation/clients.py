@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.evaluate import OUTPUTS, Evaluator
+from fedrax.simulation.evaluate import OUTPUTS, Evaluator, whole_set_values
 from fedrax.simulation.plans import make_mesh
-from fedrax.simulation.result import Result
+from fedrax.simulation.result import OfEach, Result
 
 if TYPE_CHECKING:
     import polars as pl
@@ -25,8 +24,9 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
     Columns: client (its name, or its number), train_samples, samples (those evaluated on), the loss and every metric,
     means over them, and ``whole_set`` metrics of a client's samples together, null where they are not defined. Where
     clients have models of their own, or ``finetune`` was set, what these are worth follows, as ``personal_accuracy`` or
-    ``finetuned_loss``; not of a run that had been finished before and was only read. Evaluated on are the clients' test
-    samples, or their training samples where test data belong to nobody; a client without test samples has nulls.
+    ``finetuned_loss``; not of another federation than the run's, nor of a run that was only read. Evaluated on are the
+    clients' test samples, or their training samples where test data belong to nobody; a client without test samples has
+    nulls.
 
     Raises FedraxError for a result of another model.
     """
@@ -35,7 +35,7 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
     owned = federation.test_offsets is not None
     samples, offsets = (federation.test, federation.test_offsets) if owned else (federation.train, federation.offsets)
     assert offsets is not None
-    params = with_statistics(result.params, result.statistics)
+    params = result.variables
     if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
         raise FedraxError("the result is not of this task: its parameters have other names")
     params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough
@@ -46,10 +46,13 @@ def per_client(result: Result, task: Task, federation: Federation) -> pl.DataFra
             continue
         sums = np.add.reduceat(np.append(each, 0.0), offsets)[:-1]
         columns[name] = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
-    for name, metric in task.whole_set.items():
-        rows = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=False)]
-        columns[name] = [metric(values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else None for r in rows]
-    for name, found in result.of_each.items():
-        columns[name] = [None if np.isnan(value) else float(value) for value in found]
+    if task.whole_set:
+        rows = [slice(start, start + size) for start, size in zip(offsets[:-1], sizes, strict=True)]
+        undefined = dict.fromkeys(task.whole_set)
+        at = [whole_set_values(task, values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else undefined for r in rows]
+        columns |= {name: [found[name] for found in at] for name in task.whole_set}
+    if result.of_each is not None and result.of_each.digest == OfEach.digest_of(samples.y, offsets):
+        for name, found in result.of_each.values.items():
+            columns[name] = [None if np.isnan(value) else float(value) for value in found]
     names = [federation.client_name(i) for i in range(federation.num_clients)]
     return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

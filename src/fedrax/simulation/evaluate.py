@@ -18,6 +18,7 @@ from fedrax.compiled.layers import in_loops
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.pieces import AXIS
 from fedrax.contract.task import OfOutputs
+from fedrax.errors import FedraxError
 from fedrax.simulation.storage import release
 from fedrax.tree import Tree
 
@@ -157,8 +158,8 @@ class Evaluator:
         if not np.isfinite(outputs).all():
             return {f"{prefix}_{name}": np.nan for name in self.task.whole_set}
         y = np.asarray(self.samples[1])
-        values = {f"{prefix}_{name}": metric(outputs, y) for name, metric in self.task.whole_set.items()}
-        return {name: float(value) for name, value in values.items() if value is not None}
+        found = whole_set_values(self.task, outputs, y)
+        return {f"{prefix}_{name}": value for name, value in found.items() if value is not None}
 
     def summary(self, values: np.ndarray, key: str, name: str, per_client: bool) -> dict[str, float]:
         """What is reported of one metric's values, a sample each."""
@@ -169,6 +170,18 @@ class Evaluator:
             sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
             result |= over_clients(sums, sizes, key, is_lower_better(self.task, name))
         return result
+
+
+def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
+    """The metrics of all these samples together, None where one is not defined."""
+    values = {name: metric(outputs, y) for name, metric in task.whole_set.items()}
+    for name, value in values.items():
+        if value is not None and np.shape(value) != ():
+            raise FedraxError(
+                f"the metric {name!r} of a whole set returns an array of shape {np.shape(value)}: return one number, or"
+                " None; what is more than that can be made of task.outputs(result.variables, x)"
+            )
+    return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 def is_lower_better(task: Any, name: str) -> bool:

@@ -29,6 +29,7 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.engine import Engine
 from fedrax.simulation.evaluate import is_lower_better, over_clients, sample_values
+from fedrax.simulation.result import OfEach
 from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.states import rows_of
@@ -46,8 +47,7 @@ class Metrics(NamedTuple):
 
     of_all: dict[str, float]
     """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
-    of_each: dict[str, np.ndarray]
-    """``{kind}_{metric}`` over each client's samples, [N]; NaN for one that has none."""
+    of_each: OfEach | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +105,13 @@ class PersonalEvaluator:
             sums.append(jax.tree.map(np.asarray, found))
         together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
         sizes = np.where(np.diff(self._offsets) > 0, np.diff(self._offsets), np.nan)
-        of_each = {f"{kind}_{name}": of / sizes for kind, values in together.items() for name, of in values.items()}
-        return Metrics(self._metrics(together), of_each)
+        means = {f"{kind}_{name}": of / sizes for kind, values in together.items() for name, of in values.items()}
+        return Metrics(self._metrics(together), OfEach(means, self._digest))
+
+    @cached_property
+    def _digest(self) -> int:
+        labels = self.federation.train.y if self.federation.test_offsets is None else self.federation.test.y
+        return OfEach.digest_of(labels, self._offsets)
 
     def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
         sizes, result = np.diff(self._offsets), {}

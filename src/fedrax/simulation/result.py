@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fedrax.contract.model import Params, with_statistics
 from fedrax.errors import FedraxError, unknown
 from fedrax.privacy.ledger import Spent
 from fedrax.simulation.events import Event
@@ -37,9 +39,28 @@ class Snapshot:
         """A line, and the round's metrics."""
         return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
 
+    @property
+    def variables(self) -> Params:
+        """As :attr:`Result.variables`: those of now."""
+        return with_statistics(self.params, self.statistics)
+
     def save(self, path: Path | str) -> None:
         """As :meth:`Result.save`: the model as it is now."""
         save_model(path, self.params, self.statistics)
+
+
+class OfEach(NamedTuple):
+    """What clients' own models, personal and fine-tuned ones, are worth to each."""
+
+    values: dict[str, np.ndarray]
+    """Means over each client's samples, [N] by name (``personal_accuracy``); NaN for a client without samples."""
+    digest: int
+    """Of the labels that were evaluated on, and whose they are."""
+
+    @staticmethod
+    def digest_of(y: np.ndarray, offsets: np.ndarray) -> int:
+        """The digest of labels [n, ...], grouped by client."""
+        return zlib.crc32(np.ascontiguousarray(y).data, zlib.crc32(np.ascontiguousarray(offsets).data))
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,9 +96,9 @@ class Result:
     """The row of each client that took part."""
     initial_client: Any = None
     """What a client keeps before it takes part."""
-    of_each: dict[str, np.ndarray] = field(default_factory=dict)
-    """What clients' own models, personal and fine-tuned ones, were worth to each in the last evaluation: [N] by name
-    (``personal_accuracy``), NaN for a client without samples; empty of a run that was read from a directory."""
+    of_each: OfEach | None = None
+    """What clients' own models were worth to each in the last evaluation; None of a run without such models, or of
+    one that was read from a directory."""
 
     def __repr__(self) -> str:
         """A few lines: how far it came, and the last numbers of what was evaluated."""
@@ -89,6 +110,11 @@ class Result:
         lines += _metric_lines(last)
         lines += [] if self.spent is None else [f"  {self.spent}"]
         return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
+
+    @property
+    def variables(self) -> Params:
+        """What the task's functions take: the parameters, with the running statistics where the model has some."""
+        return with_statistics(self.params, self.statistics)
 
     def client_state(self, client: int) -> Tree:
         """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part).
@@ -166,7 +192,7 @@ class Result:
         save_model(path, self.params, self.statistics)
 
 
-NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "of_each": {}}
+NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "of_each": None}
 """Fields of a result without what clients keep: of a run that diverged, whose clients have worked on in that round, or
 in later ones beside other runs; of a finished one that did not keep it."""
 

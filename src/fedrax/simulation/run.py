@@ -40,7 +40,7 @@ from fedrax.simulation.process import (
 )
 from fedrax.simulation.progress import with_progress
 from fedrax.simulation.recording import Exchange, Record, exchanges
-from fedrax.simulation.result import NO_CLIENTS, Result, Snapshot
+from fedrax.simulation.result import NO_CLIENTS, OfEach, Result, Snapshot
 from fedrax.simulation.saving import Begun, begin, check_goes_on, check_kept, save
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
@@ -166,7 +166,7 @@ class Run:
     exchanges: list[Exchange] = field(default_factory=list)
     trajectory: list[Tree] = field(default_factory=list)
     log: EventFile | None = None
-    of_each: dict[str, np.ndarray] = field(default_factory=dict)
+    of_each: OfEach | None = None
     """Of the last evaluation, as of `Result`."""
 
     def finish(self, resume: bool) -> Result:

@@ -102,7 +102,7 @@ class Setup:
         """The metrics of a state, whose ``store`` may lie on disk: of parameters alone, on each data set, and of
         clients' own models. initial: what a client keeps before it takes part.
         """
-        params, own = algorithm.params(carry.server), Metrics({}, {})
+        params, own = algorithm.params(carry.server), Metrics({}, None)
         metrics = measured(self.task, params)
         for name, evaluator in evaluators.items():
             metrics |= evaluator(with_statistics(params, carry.statistics), name, self.settings.per_client)

@@ -41,7 +41,7 @@ from fedrax.simulation.identity import form_of, settings_in
 from fedrax.simulation.plans import make_mesh
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.progress import Line, ProgressSink, compose, somebody_looks_on
-from fedrax.simulation.result import NO_CLIENTS, Result
+from fedrax.simulation.result import NO_CLIENTS, OfEach, Result
 from fedrax.simulation.round import Kept, Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings
@@ -211,7 +211,7 @@ class _Together:
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
-        self.of_each: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.of_each: dict[tuple[int, int], OfEach | None] = {}
         mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
         spare = -self.count % devices
@@ -296,8 +296,7 @@ class _Together:
         enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
             mine, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
-            found = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
-            metrics, self.of_each[z, g] = found
+            metrics, self.of_each[z, g] = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
             diverged = not all(map(np.isfinite, metrics.values()))
             new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
         events.extend(new)
@@ -309,7 +308,7 @@ class _Together:
         mine = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
         kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
-        kept |= {"of_each": self.of_each.get((z, g), {})}
+        kept |= {"of_each": self.of_each.get((z, g))}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,
