@@ -18,7 +18,7 @@ def host_memory() -> int:
 def _limits() -> Iterator[int]:
     """Those of the process's control groups, of version 2 or 1, and of the groups that these are in."""
     try:
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # no Linux
         return
     for line in lines:

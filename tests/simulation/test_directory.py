@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +23,7 @@ from fedrax.files import write_text
 from fedrax.models import Logistic, Model
 from fedrax.report.runs import read_run
 from fedrax.simulation import FixedList, Interrupted
+from fedrax.simulation.directory import owned
 from tests.simulation.problems import (
     CLASSES,
     FEATURES,
@@ -66,6 +69,26 @@ def test_two_runs_in_one_directory_are_refused(resume: bool, tmp_path: Path):
         assert bytes_of(tmp_path) == before
 
     assert_identical(run(SCAFFOLD, directory=tmp_path, sinks=[At(2, second)]), run(SCAFFOLD))
+
+
+def test_where_folders_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """NFS refuses an exclusive lock of what is not open for writing, see flock(2)."""
+    lock = fcntl.flock
+
+    def on_nfs(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", on_nfs)
+    with (
+        owned(tmp_path / "run", resume=True),
+        pytest.raises(FedraxError, match="another run is writing"),
+        owned(tmp_path / "run", resume=True),
+    ):
+        pass
+    with owned(tmp_path / "run", resume=True):
+        pass
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path):

@@ -17,7 +17,8 @@ from fedrax.simulation import use_all_cores
 
 DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
 
-The numbers are those that the uninterrupted run would have had. --run.rounds 200 lets a finished run go on."""
+The numbers are those that the uninterrupted run would have had. --run.rounds 200 lets a finished run go on; the
+evaluation at its end then stays among the others."""
 
 
 @dataclass

@@ -120,8 +120,8 @@ class Phase(NamedTuple):
 class Algorithm(ABC):
     """Base of all algorithms: the defaults of the contract.
 
-    An algorithm of this package is a base with an abstract method, or final: no method is changed by overriding
-    another one's. What several share is a base (:class:`fedrax.Averaging`) or a function.
+    A class of this package is a base or an algorithm that is final: what users run is not changed by overriding. What
+    several share is a base (:class:`fedrax.Averaging`) or a function.
     """
 
     # -- what a round is ---------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from fedrax.errors import FedraxError
 from fedrax.simulation import checkpoint, events
 
-CHECKPOINT, FAILURE = "checkpoint", "failure"
+CHECKPOINT, FAILURE, LOCK = "checkpoint", "failure", ".lock"
 
 
 class RunDirectory:
@@ -42,18 +42,27 @@ def owned(path: Path, resume: bool) -> Iterator[RunDirectory]:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (OSError, ValueError) as error:
         raise FedraxError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FedraxError(f"another run is writing to {path}: wait for it, or choose another place") from error
-        except OSError:  # a file system without locks
-            pass
+    with ExitStack() as at_end:
+        at_end.callback(os.close, descriptor)
+        if not _locked(path, descriptor):  # NFS locks nothing that is not open for writing, as no folder is
+            with suppress(OSError):
+                file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                at_end.callback(os.close, file)
+                _locked(path, file)
         for name in (CHECKPOINT, FAILURE):
             if (path / name).is_symlink():
                 raise FedraxError(f"{path / name} is a link, which no run makes: remove it")
         if not resume and ((path / events.FILE).exists() or checkpoint.exists(path / CHECKPOINT)):
             raise FedraxError(f"{path} holds a run already: choose another directory, or go on with it (resume)")
         yield RunDirectory(path, descriptor)
-    finally:
-        os.close(descriptor)
+
+
+def _locked(path: Path, descriptor: int) -> bool:
+    """Whether what is open is locked now; FedraxError where another run has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise FedraxError(f"another run is writing to {path}: wait for it, or choose another place") from error
+    except OSError:
+        return False
+    return True
