@@ -30,7 +30,7 @@ from benchmarks.quiet import printed_result
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 
-CASES = (("W1", "Scaffold"), ("W5", "GradMA"), ("W6", "FedAvg"), ("W7", "FedAvg"), ("W11", "FedAvg"))
+CASES = ("W1-Scaffold", "W5-GradMA", "W6-FedAvg", "W7-FedAvg", "W11-FedAvg")
 """Workload and method: dense layers, convolutions, a deep network, gathers and a recurrence, many small clients."""
 FLAG = "--xla_gpu_deterministic_ops=true"
 ROUNDS = 6
@@ -39,7 +39,7 @@ ROUNDS = 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    parser.add_argument("--cases", nargs="+", choices=[name(*case) for case in CASES], help="default: all")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
     parser.add_argument("--cache", type=Path, default=cache_directory(), help="where arrays are kept")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where runs are kept and the page is written")
     parser.add_argument("--report", action="store_true", help="only write the last session's page again")
@@ -53,27 +53,24 @@ def main() -> None:
     print(write_page(arguments.out / "repeats.md", sections(session)).read_text())
 
 
-def name(workload: str, method: str) -> str:
-    return f"{workload}-{method}"
-
-
 def measure(raw: Path, arguments: argparse.Namespace) -> Session:
     """Two processes of every setting, side by side: what they compute is compared, not how long it takes."""
     on_gpu = arguments.device == "cuda"
     described = {"gpu": graphics_card() if on_gpu else "none", "cpu": processor(), "cores": cores()}
     session = Session.start(raw, described, jax=version("jax"))
-    for workload, method in [case for case in CASES if name(*case) in (arguments.cases or [name(*case)])]:
+    settings = ("", FLAG) if on_gpu else ("",)
+    for case in arguments.cases:
+        workload, method = case.split("-")
         arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
+        point = {"workload": workload, "method": method, "arrays": arrays}
         with tempfile.TemporaryDirectory() as place:
-            children = []
-            for flags in ("", FLAG) if on_gpu else ("",):
-                for process in (1, 2):
-                    point = {"workload": workload, "method": method, "arrays": arrays}
-                    point["out"] = f"{place}/{len(children)}"
-                    children.append((flags, process, point["out"], start(point, flags, arguments.device)))
-            ended = [(flags, out, outcome(child)) for flags, _, out, child in children]
-        for flags in dict.fromkeys(flags for flags, *_ in ended):
-            session.add({"workload": workload, "method": method, "flags": flags} | compared(ended, flags))
+            pairs = [
+                [start(point | {"out": f"{place}/{n}-{twice}"}, flags, arguments.device) for twice in range(2)]
+                for n, flags in enumerate(settings)
+            ]
+            printed = [[child.communicate()[0] for child in pair] for pair in pairs]
+        for flags, outputs in zip(settings, printed, strict=True):
+            session.add({"workload": workload, "method": method, "flags": flags} | compared(*map(outcome, outputs)))
             print(session.runs[-1], flush=True)
     return session
 
@@ -86,24 +83,15 @@ def start(point: dict[str, Any], flags: str, device: str) -> subprocess.Popen[st
     return subprocess.Popen(command, env=os.environ | ours, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def outcome(child: subprocess.Popen[str]) -> dict[str, Any]:
+def outcome(output: str) -> dict[str, Any]:
     """What a process printed; ends the command where it failed."""
-    output = child.communicate()[0]
-    result = printed_result(output)
-    if result is None:
-        sys.exit(f"error: a run failed:\n{output[-3000:]}")
-    return result
+    return printed_result(output) or sys.exit(f"error: a run failed:\n{output[-3000:]}")
 
 
-def compared(ended: list[tuple[str, str, dict[str, Any]]], flags: str) -> dict[str, Any]:
-    """How far runs of one setting are from its first one, as a share of how far that has come; 0 only of equal bits."""
-    first, second = (result for found, _, result in ended if found == flags)
-    return {
-        "again": first["apart"]["again"],
-        "resumed": first["apart"]["resumed"],
-        "digests": [first["digest"], second["digest"]],
-        "moved": first["moved"],
-    }
+def compared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """How far runs are from the first process's first one, as a share of how far that has come; 0 of equal bits alone.
+    Of the other process the digest says whether it is equal."""
+    return {**first["apart"], "digests": [first["digest"], second["digest"]], "moved": first["moved"]}
 
 
 def train(workload: str, method: str, arrays: str, out: str) -> dict[str, Any]:

@@ -179,11 +179,7 @@ class Federation:
         y [n, ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
         y, test, class_names = numbered(y, test, class_names)
-        train = as_samples(x, y, padding)
-        tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
-        check_alike(train, tested, f"federation {name!r}")
-        if not len(train.y):
-            raise FedraxError("a federation needs training samples.")
+        train, tested = _parts(x, y, test, padding, f"federation {name!r}")
         if train.y.dtype.kind == "i" and num_classes is None:
             num_classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
@@ -211,6 +207,16 @@ class Federation:
             padding=padding,
             client_names=names,
         )
+
+
+def _parts(x: Any, y: Any, test: tuple[Any, Any] | None, padding: int | None, where: str) -> tuple[Samples, Samples]:
+    """Training and test samples, of which the latter may be none."""
+    train = as_samples(x, y, padding)
+    tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
+    check_alike(train, tested, where)
+    if not len(train.y):
+        raise FedraxError("a federation needs training samples.")
+    return train, tested
 
 
 def _thing(value: object) -> str:
