@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -106,7 +107,9 @@ def start(raw: Path, arrays: dict[str, Path], device: str) -> Session:
 
 
 def graphics_card() -> str:
-    """Its name, memory and driver, as NVIDIA's tool gives them."""
+    """Its name, memory and driver, as NVIDIA's tool gives them; ends the command where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("error: there is no nvidia-smi, so no GPU of NVIDIA's: --device cpu tries the command without one")
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
 
