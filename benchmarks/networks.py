@@ -1,8 +1,8 @@
-"""``python -m benchmarks.networks``: networks as Flax's users write them, beside the same in a plain PyTorch loop.
+"""``python -m benchmarks.networks``: networks as Flax's users write them, beside the same in plain loops.
 
-Thirty-three networks that fedrax has no layers of its own for. Shapes, batches and work are equal; starting weights are
-each library's own, for only time is compared (equal weights and losses: `benchmarks.peers`). Appends the runs to
-``results/networks.jsonl`` and writes ``networks.md``.
+Thirty-three networks that fedrax has no layers of its own for, in a loop of PyTorch and in one of jitted steps of JAX.
+Shapes, batches and work are equal; starting weights are each library's own, for only time is compared (equal weights
+and losses: `benchmarks.peers`). Appends the runs to ``results/networks.jsonl`` and writes ``networks.md``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -29,6 +30,7 @@ from benchmarks.timing import RESULT_PREFIX
 RAW = RESULTS / "networks.jsonl"
 ROUNDS = 9
 COLD, WARM = OURS = "fedrax, nothing compiled before", "fedrax, compiled before"
+JAX = "jitted steps of JAX"
 
 
 def main() -> None:
@@ -53,14 +55,21 @@ def measure(arguments: argparse.Namespace) -> Session:
             with tempfile.TemporaryDirectory() as kept:
                 again = partial(measure_point, "benchmarks.networks", {"name": name}, arguments.max_wait)
                 runs = {setting: again(FEDRAX_CACHE=kept) for setting in OURS}
+            runs[JAX] = loop(sys.executable, "run_jax_network", name, wait=arguments.max_wait)
             for threads in sorted({1, min(cores(), 8)}):
-                command = [str(python), "-m", "benchmarks.runners.run_torch_network", name, str(threads)]
-                variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-                runs[f"{threads} threads"] = run_quietly(command, variables, arguments.max_wait, timeout=900)
+                runs[f"{threads} threads"] = loop(
+                    str(python), "run_torch_network", name, str(threads), wait=arguments.max_wait
+                )
             for setting, run in runs.items():
                 session.add({"network": name, "setting": setting, "repeat": repeat} | run)
             print(name, {setting: run.get("round", run.get("failed")) for setting, run in runs.items()}, flush=True)
     return session
+
+
+def loop(python: str, runner: str, *options: str, wait: float) -> dict[str, Any]:
+    """A run of one of the runners that are loops of their own."""
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    return run_quietly([python, "-m", f"benchmarks.runners.{runner}", *options], variables, wait, timeout=900)
 
 
 def measure_here(name: str) -> dict[str, Any]:
@@ -115,35 +124,44 @@ class First:
 
 def sections(session: Session) -> list[str]:
     """The page's."""
-    lines, ratios = [], []
+    lines, ratios, jax_ratios = [], [], []
     for name, case in CASES.items():
         runs = [run for run in session.runs if run["network"] == name and "failed" not in run]
-        of = {setting: [run for run in runs if run["setting"] == setting] for setting in OURS}
-        ours, loops = [*of[COLD], *of[WARM]], [run for run in runs if run["setting"] not in OURS]
+        of = {setting: [run for run in runs if run["setting"] == setting] for setting in (*OURS, JAX)}
+        ours, loops = [*of[COLD], *of[WARM]], [run for run in runs if run["setting"] not in of]
         if not of[COLD] or not of[WARM] or not loops:
             continue
         time, best = statistics.median(run["round"] for run in ours), min(loops, key=lambda run: run["round"])
         ratios.append(best["round"] / time)
         sizes = dict.fromkeys(f"{run['parameters']:,}" for run in (ours[0], best))
-        times = (number(1e3 * time), number(1e3 * best["round"]), f"{ratios[-1]:.2f}")
-        firsts = (number(statistics.median(run["first"] for run in of[setting])) for setting in OURS)
+        plain = min((run["round"] for run in of[JAX]), default=None)
+        jax_ratios += [plain / time] if plain else []
+        times = (
+            number(1e3 * time),
+            number(1e3 * best["round"]),
+            number(1e3 * plain) if plain else "–",
+            f"{ratios[-1]:.2f}",
+        )
+        firsts = (number(statistics.median(run["first"] for run in found)) for found in of.values() if found)
         peaks = (max(run["peak_pss_mb"] for run in part) for part in (of[COLD], of[WARM], [best]))
         memory = " / ".join(f"{peak:.0f}" for peak in peaks)
         lines.append((name, case.what, " / ".join(sizes), *times, " / ".join(firsts), memory))
     failed = [f"- **{run['network']}, {run['setting']} failed**" for run in session.runs if "failed" in run]
+    against_jax = f", plain JAX's {statistics.median(jax_ratios):.2f}" if jax_ratios else ""
     text = (
         f"Written by `python -m benchmarks.networks` on {session.header['date']} from session "
         f"`{session.header['id']}` of `networks.jsonl`. FedAvg with {CLIENTS} clients in a round, each with two or "
         "four steps: networks of Flax Linen under fedrax, and the same networks in a loop of PyTorch, one client after "
-        "another, on one thread and on all cores, of which the faster is shown. A run's milliseconds a round are the "
-        "median of its rounds; of several runs ours are the median, PyTorch's the least. PyTorch's are wall time. Ours "
-        "are fedrax's clock of rounds, which starts anew with each block of rounds and leaves out what the host does "
-        "between two: by `benchmarks.profiles` about one per cent of rounds as long as these, or less. Each network "
+        "another, on one thread and on all cores, of which the faster is shown, and of plain JAX, a call of a jitted "
+        "step for each batch. A run's milliseconds a round are the median of its rounds; of several runs ours are the "
+        "median, the loops' the least. The loops' are wall time. Ours are fedrax's clock of rounds, which starts anew "
+        "with each block of rounds and leaves out what the host does between two: by `benchmarks.profiles` about one "
+        "per cent of rounds as long as these, or less. Each network "
         "runs twice under fedrax, first with nothing compiled before and then with what the first run has kept. Of "
-        "both the table has the seconds from the process's start to the end of the first round and the peak of memory, "
-        "of PyTorch the peak alone. fedrax is as fast or faster on "
+        "both, and of plain JAX with nothing compiled before, the table has the seconds from the process's start to "
+        "the end of the first round; of both and of PyTorch it has the peak of memory. fedrax is as fast or faster on "
         f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}; the median ratio, PyTorch's time over ours, is "
-        f"{statistics.median(ratios):.2f}.\n\n{session.machine_text()} No accelerator is used."
+        f"{statistics.median(ratios):.2f}{against_jax}.\n\n{session.machine_text()} No accelerator is used."
     )
     head = (
         "network",
@@ -151,8 +169,9 @@ def sections(session: Session) -> list[str]:
         "parameters",
         "fedrax, ms",
         "PyTorch, ms",
+        "plain JAX, ms",
         "PyTorch / fedrax",
-        "first round, s: nothing compiled / compiled before",
+        "first round, s: nothing compiled / compiled before / plain JAX",
         "peak MB: nothing compiled / compiled before / PyTorch",
     )
     return ["# Networks of one's own", text, markdown_table(head, lines), *failed]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.network_cases import CASES
-from benchmarks.networks import COLD, WARM, measure_here, sections
+from benchmarks.networks import COLD, JAX, WARM, measure_here, sections
+from benchmarks.runners import run_jax_network
 from benchmarks.runners.linen_networks import network
 from benchmarks.sessions import Session
 from tests.benchmarks.test_storage_benchmark import MACHINE
@@ -31,12 +32,16 @@ def test_a_network_is_measured() -> None:
     measured = measure_here("mnist_cnn")
     assert measured["parameters"] == 824_458  # 320 + 18,496 + 803,072 + 2,570
     assert 0 < measured["round"] < measured["first"]
+    loop = run_jax_network.measure("mnist_cnn", rounds=2)
+    assert loop["parameters"] == 824_458
+    assert 0 < loop["round"] < loop["first"]
 
 
 def test_the_page_compares_with_the_faster_loop(tmp_path: Path) -> None:
     seconds = {
         COLD: (0.21, 3.0, 500.0),
         WARM: (0.19, 2.0, 400.0),
+        JAX: (0.1, 9.0, 700.0),
         "1 threads": (0.3, 0, 0),
         "2 threads": (0.25, 0, 300),
     }
@@ -46,9 +51,12 @@ def test_the_page_compares_with_the_faster_loop(tmp_path: Path) -> None:
     ]
     runs += [{"network": "unet", "setting": COLD, "failed": "no memory"}]
     text = "\n".join(sections(Session(tmp_path / "a.jsonl", {"id": "x", "date": "today", "machine": MACHINE}, runs)))
-    assert "as fast or faster on 1 of 1; the median ratio, PyTorch's time over ours, is 1.25" in text
+    assert "as fast or faster on 1 of 1; the median ratio, PyTorch's time over ours, is 1.25, plain JAX's 0.50" in text
     assert "leaves out what the host does between two" in text
-    assert "| vgg | six 3x3 convolutions, max pooling | 1,000 | 200 | 250 | 1.25 | 3 / 2 | 500 / 400 / 300 |" in text
+    assert (
+        "| vgg | six 3x3 convolutions, max pooling | 1,000 | 200 | 250 | 100 | 1.25 | 3 / 2 / 9 | 500 / 400 / 300 |"
+        in text
+    )
     assert f"- **unet, {COLD} failed**" in text
 
 
