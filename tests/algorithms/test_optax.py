@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Optax, Script, Task, simulate, sweep
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Optax, SampleDP, Script, Task, simulate, sweep
 from fedrax.contract.task import Batch
 from tests.simulation.problems import FEDERATION, TASK, assert_close, assert_identical, run
 from tests.thinning import thinned
@@ -25,18 +25,22 @@ def local(carry: bool, lr: float = 0.05) -> FedAvg:
     return FedAvg(local=LocalSGD(lr=lr, steps=STEPS, batch_size=ROWS, optimizer=rule, carry=carry))
 
 
-def by_hand(carry: bool) -> Any:
+ADAMW = optax.adamw(0.05, weight_decay=0.01)
+
+
+def by_hand(carry: bool, rule: Any = ADAMW) -> Any:
     """The parameters in the end, in float64."""
-    rule, kept = optax.adamw(0.05, weight_decay=0.01), {}
+    rule, kept = optax.with_extra_args_support(rule), {}
     params = jax.tree.map(lambda a: np.zeros(a.shape), TASK.init(jax.random.key(0)))
-    gradient = jax.jit(jax.grad(lambda p, x, y: TASK.loss(p, Batch(x, y), jax.random.key(0)).mean()))
+    gradient = jax.jit(jax.value_and_grad(lambda p, x, y: TASK.loss(p, Batch(x, y), jax.random.key(0)).mean()))
     for r, cohort in enumerate(COHORTS):
         ends = []
         for k, client in enumerate(cohort):
             x, state = params, kept.get(client) if carry and client in kept else rule.init(params)
             for rows in BATCHES[r, k]:
                 at = FEDERATION.offsets[client] + rows
-                updates, state = rule.update(gradient(x, *(np.asarray(a)[at] for a in FEDERATION.train)), state, x)
+                loss, direction = gradient(x, *(np.asarray(a)[at] for a in FEDERATION.train))
+                updates, state = rule.update(direction, state, x, value=loss)
                 x = optax.apply_updates(x, updates)
             kept[client] = state
             ends.append(x)
@@ -52,6 +56,31 @@ def test_local_adamw_is_the_plain_loop(plan: str, carry: bool):
     reference = run(local(carry), **OPTIONS, dtype="float64")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), reference.params, expected)
     assert_close(run(local(carry), **OPTIONS, dtype="float64", plan=plan), reference, 1e-12)
+
+
+BY_THE_LOSS = {
+    "polyak": lambda: optax.polyak_sgd(0.5),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_LOSS)
+@pytest.mark.parametrize("plan", ["vmap", "debug"])
+def test_optimizers_that_go_by_the_loss(plan: str, name: str):
+    """Carried, for a plateau takes more steps than one round has."""
+    with jax.enable_x64(True):
+        expected = by_hand(True, BY_THE_LOSS[name]())
+    work = LocalSGD(steps=STEPS, batch_size=ROWS, optimizer=Optax(BY_THE_LOSS[name]()), carry=True)
+    found = run(FedAvg(local=work), **OPTIONS, dtype="float64", plan=plan).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, expected)
+
+
+def test_optimizers_that_go_by_a_loss_that_is_not_told():
+    rule = Optax(optax.polyak_sgd())
+    private = SampleDP(FedAvg(local=LocalSGD(steps=2, batch_size=2, optimizer=rule)), clip=1.0, noise=1.0)
+    for method in (private, FedAvg(server_optimizer=rule)):
+        with pytest.raises(FedraxError, match=r"needs more than a direction .* where no wrapper takes"):
+            run(method)
 
 
 def test_what_is_carried_outlives_an_interruption(tmp_path):

@@ -184,7 +184,7 @@ def test_learning_rates_in_the_state_of_an_optimizer():
 
 def test_optimizers_that_need_more_than_gradients():
     with pytest.raises(FedraxError, match="needs more than a direction"):
-        run(FedAvg(LocalSGD(steps=1, optimizer=Optax(optax.polyak_sgd()))))
+        run(FedAvg(LocalSGD(steps=1, optimizer=Optax(optax.lbfgs()))))
 
 
 def test_a_number_of_numpy_as_a_field():

@@ -324,7 +324,7 @@ class LocalSGD:
             if self.optimizer is None:
                 x = self.move(x, d, lr, data.round)
             else:
-                x, rule = self._optimized(x, rule, d, lr, data.round)
+                x, rule = self._optimized(x, rule, d, lr, data.round, step_loss if data.tells_losses else None)
             return x, memory, velocity, total, loss + step_loss, statistics, rule
 
         zeros = tree.zeros_like(params)
@@ -362,9 +362,11 @@ class LocalSGD:
         begun = data.carried.optimizer if self.carry else self.optimizer.init(params)
         return with_new_keys(begun, data.stream("optimizer"))
 
-    def _optimized(self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array) -> tuple[Tree, Tree]:
+    def _optimized(
+        self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array, loss: Array | None
+    ) -> tuple[Tree, Tree]:
         """A step of the optimizer; the schedule acts through its learning rate, or on a finished one's updates."""
         assert self.optimizer is not None
         factor = 1.0 if self.optimizer.wants_lr else self.schedule(round)
-        x, state = self.optimizer.move(x, state, d, lr, factor)
+        x, state = self.optimizer.move(x, state, d, lr, factor, loss)
         return x if self.prox is None else self.prox(x, lr), state

@@ -44,7 +44,8 @@ class Optax:
     looks at with a Python ``if`` cannot be such an input: give the finished transformation then.
 
     Where a transformation draws random numbers (``optax.add_noise``), local steps give it keys of the client's own in
-    every round; on the server the key that it was made with is the one to begin with.
+    every round; on the server the key that it was made with is the one to begin with. Local steps hand their batch's
+    loss to transformations that go by it (``optax.polyak_sgd``); the server has none.
     """
 
     transform: Static[Any]
@@ -131,10 +132,17 @@ class Optax:
             )
         return state
 
-    def move(self, x: Tree, state: Tree, direction: Tree, lr: Any, factor: Any = 1.0) -> tuple[Tree, Tree]:
-        """(x + factor * update, state) for a direction to descend along."""
+    def move(
+        self, x: Tree, state: Tree, direction: Tree, lr: Any, factor: Any = 1.0, loss: Array | None = None
+    ) -> tuple[Tree, Tree]:
+        """(x + factor * update, state) for a direction to descend along.
+
+        loss: at ``x``, for transformations that go by it (``optax.polyak_sgd``, ``optax.contrib.reduce_on_plateau``).
+        """
         with self._told():
-            updates, state = self.made(lr).update(direction, _with_keys(state), x)
+            transform = self.made(lr)
+            more = {"value": loss} if loss is not None and _takes_more(transform) else {}
+            updates, state = transform.update(direction, _with_keys(state), x, **more)
         return tree.add_scaled(x, factor, updates), _without_keys(state)
 
     @contextmanager
@@ -147,8 +155,8 @@ class Optax:
         except Exception as error:
             if isinstance(error, TypeError) and _MISSING.search(str(error)):
                 raise FedraxError(
-                    f"{self._name} needs more than a direction ({error}): give an optimizer that moves by gradients"
-                    " alone"
+                    f"{self._name} needs more than a direction ({error}), which here is all there is, but for local"
+                    " steps, which have their batch's loss as the value where no wrapper takes their gradients"
                 ) from error
             raise FedraxError(
                 f"{self._name} cannot move the model's parameters by a gradient alone: {type(error).__name__}: {error}"
@@ -195,6 +203,12 @@ def with_new_keys(state: Tree, key: Array) -> Tree:
 
 def _is_finished(transform: Any) -> bool:
     return hasattr(transform, "init") and hasattr(transform, "update")
+
+
+def _takes_more(transform: Any) -> bool:
+    """Whether its update takes what it does not know, too: optax's transformations with extra arguments."""
+    parameters = inspect.signature(transform.update).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD or p.name == "value" for p in parameters)
 
 
 def _described(value: Any) -> str:

@@ -94,6 +94,11 @@ class Ruled:
         """Whether no rule changes the directions of local steps."""
         return not self._direction_rules
 
+    @property
+    def tells_losses(self) -> bool:
+        """Whether local steps may go by the losses of their batches: who takes the gradients may keep them back."""
+        return self._gradient_rule is None and not self._withheld
+
     def with_batches(self, rule: BatchRule) -> Self:
         """With other batches in the local steps: see :data:`BatchRule`."""
         self.refuse_uncounted("other batches")
