@@ -18,7 +18,7 @@ from fedrax.simulation.account import Account
 from fedrax.simulation.process import runtime_errors_explained
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import prepare
-from tests.simulation.problems import FEDERATION, LOCAL, TASK
+from tests.simulation.problems import FEDERATION, LOCAL, TASK, run
 
 
 def test_where_things_lie_by_default():
@@ -116,3 +116,8 @@ def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.M
         options = {"rounds": 1, "cohort_size": 2, "states": "resident", "samples": "resident"}
         ways[there] = sweep(grid, TASK, FEDERATION, [0, 1], **options, progress=False)[0][0].plan.startswith("together")
     assert ways == {1 << 30: True, 1 << 12: False}
+
+
+def test_a_chunk_where_clients_are_not_side_by_side_is_warned_of():
+    with pytest.warns(UserWarning, match="counts for nothing under plan scan"):
+        run(fedrax.FedAvg(LOCAL), rounds=1, plan="scan", chunk=2)

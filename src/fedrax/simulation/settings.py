@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,9 @@ class Settings:
     """Rounds between checkpoints; by default about every 30 seconds and at the end."""
 
     def check(self) -> None:
-        """Refuse a short format for products of long numbers."""
+        """Refuse a short format for products of long numbers; warn of a chunk where there are none."""
+        if self.chunk is not None and self.plan not in ("auto", "vmap"):
+            warnings.warn(f"chunk is plan vmap's, and counts for nothing under plan {self.plan}", stacklevel=2)
         if self.dtype == "float64" and self.precision != "highest":
             raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
 
