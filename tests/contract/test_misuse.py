@@ -17,7 +17,7 @@ import fedrax
 from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, cli, hyperparameters, tree
 from fedrax.contract.checks import checked_server
 from fedrax.data import load
-from fedrax.models import Logistic
+from fedrax.models import MLP, Logistic
 from tests.simulation.problems import TASK, make_federation, run
 from tests.thinning import thinned
 
@@ -144,6 +144,8 @@ CASES = {
     ),
     "Mine.lam has no annotation, and so is no field: write lam: float = 0.5": method(lam=0.5),
     "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
+    "nothing calls Mine.recieve: did you mean 'receive'": method(recieve=lambda self, upload: upload),
+    "nothing calls Mine.requirments: did you mean": method(requirments=property(lambda self: fedrax.Requirements())),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
     "local.schedule must be something that JAX knows: decorate Halved with @hyperparameters": FedAvg(
         local=LocalSGD(schedule=Halved())  # type: ignore[arg-type]
@@ -221,6 +223,29 @@ def test_what_follows_from_another_fault_is_not_told():
 
 def test_a_constant_in_the_place_of_a_property_is_no_field():
     run(method(longest_delay=2, requirements=fedrax.Requirements()), FEDERATION, rounds=1)
+
+
+def test_helpers_with_names_like_the_contracts_are_called():
+    received = {"received": lambda self, m: m, "client": lambda self, m, s, d: ClientOutput(upload=self.received(m))}
+    run(method(**received), FEDERATION, rounds=1)
+    inner = {"received": lambda self, m: m, "receive": lambda self, upload: upload}
+    run(method(**inner), FEDERATION, rounds=1)
+
+
+def test_a_method_of_some_layers_is_checked_on_a_task_that_has_them():
+    def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
+        result = self.local.run(data, message)
+        body = {name: tree.scale(name != "output", tree.sub(result.params[name], message[name])) for name in message}
+        return ClientOutput(upload=body, info=result.info)
+
+    mine = method(client=client)
+    check_algorithm(mine, fedrax.classification(MLP(hidden=(3,)).build((4,), 3)), FEDERATION)
+    with pytest.raises(FedraxError, match=r"does not move the parameters, output/bias, .* a task and a federation"):
+        check_algorithm(mine)
+    with pytest.raises(FedraxError, match="a task and the federation that it is of, or neither"):
+        check_algorithm(mine, TASK)
+    with pytest.raises(FedraxError, match=r"must be a fedrax.Federation, not tuple"):
+        check_algorithm(mine, TASK, ())  # type: ignore[arg-type]
 
 
 def test_a_value_kept_from_an_earlier_trace_is_a_sentence():

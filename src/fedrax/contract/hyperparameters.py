@@ -12,9 +12,12 @@ constructor, because a compiled program builds these objects from traced values 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
+from collections.abc import Iterator
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
@@ -31,6 +34,7 @@ Whole = Annotated[int, Bound(ge=0)]
 
 T = TypeVar("T")
 _MARK = "__hyperparameters__"
+_METHODS = (FunctionType, property, classmethod, staticmethod)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)
@@ -71,7 +75,7 @@ def _refuse_unknown_fields(cls: type) -> None:
 
 def refuse_unfinished(cls: type) -> None:
     """FedraxError where ``cls`` lacks a method of its base or the annotation of a field, or extends a hyper-parameter
-    class and is none itself: JAX would not know it."""
+    class and is none itself, which JAX would not know, or has a method that nobody calls under its misspelt name."""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")
     if hasattr(cls, _MARK) and _MARK not in vars(cls):
@@ -82,6 +86,8 @@ def refuse_unfinished(cls: type) -> None:
                 f"{cls.__name__}.{name} has no annotation, and so is no field: write {name}: {type(value).__name__} ="
                 f" {_shown(value, False)}"
             )
+        if near := _meant_method(cls, name):
+            raise FedraxError(f"nothing calls {cls.__name__}.{name}: did you mean {near!r}?")
 
 
 def _is_meant_as_field(cls: type, name: str) -> bool:
@@ -93,6 +99,28 @@ def _is_meant_as_field(cls: type, name: str) -> bool:
         return False
     bases = [base for base in cls.__mro__[1:] if name in vars(base)]
     return not bases or name in getattr(bases[0], "__dataclass_fields__", {})
+
+
+def _meant_method(cls: type, name: str) -> str | None:
+    """The method of a base that one of ``cls`` nearly has the name of, where no code of the class asks for it."""
+    if name.startswith("_") or not isinstance(vars(cls)[name], _METHODS):
+        return None
+    bases = [vars(base) for base in cls.__mro__[1:]]
+    inherited = {n for base in bases for n in base if n[0] != "_" and isinstance(base[n], _METHODS)}
+    near = difflib.get_close_matches(name, inherited - vars(cls).keys(), 1, cutoff=0.85)
+    known = name in inherited or not near or name in {asked for base in cls.__mro__ for asked in _asked_for(base)}
+    return None if known else near[0]
+
+
+def _asked_for(cls: type) -> Iterator[str]:
+    """Names that the code of a class's methods asks for."""
+    functions = (getattr(value, "fget", getattr(value, "__func__", value)) for value in vars(cls).values())
+    codes: list[Any] = [getattr(function, "__code__", None) for function in functions]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes.extend(code.co_consts)
 
 
 def _register(cls: type, leaves: list[str], static: list[str]) -> None:

@@ -176,7 +176,8 @@ class Federation:
         order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
         ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` of integer labels is that
         of ``class_names``, or else the largest plus one. ``pixels``: x are bytes of images; ``padding``: which label of
-        y [n, ...] does not count. Nothing is copied with ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
+        y [n, ...] does not count. ``shuffle`` and ``seed`` as in :meth:`from_dataset`. Nothing is copied with
+        ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
         y, test, class_names = numbered(y, test, class_names)
         train, tested = _parts(x, y, test, padding, f"federation {name!r}")
