@@ -12,3 +12,8 @@ def test_the_nearest_name_is_suggested():
 def test_all_names_are_listed_when_none_is_near():
     assert str(unknown("plan", "qqq", ["vmap", "scan"])) == "unknown plan 'qqq'; known are: scan, vmap."
     assert str(unknown("plan", "x", [])) == "unknown plan 'x'; known are: none."
+
+
+def test_a_table_of_many_columns_is_not_listed_whole_and_one_without_a_name_is_seen():
+    said = str(unknown("column of t.csv", "?", ["", *(f"{i:04}" for i in range(999))]))
+    assert "known are: '', 0000, 0001" in said and said.endswith("0058 and 940 others.")

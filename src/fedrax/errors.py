@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LISTED = 60
+"""Names that a sentence lists at most; a table may have thousands of columns."""
+
 
 class FedraxError(Exception):
     """What was wrong with the input, in one clear sentence.
@@ -26,7 +29,9 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:
     names = sorted(known)
     lower = {other.lower(): other for other in reversed(names)}
     near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
-    suggestion = f"did you mean {lower[near[0]]!r}?" if near else f"known are: {', '.join(names) or 'none'}."
+    listed = ", ".join(name or "''" for name in names[:LISTED]) or "none"
+    more = f" and {len(names) - LISTED:,} others" if len(names) > LISTED else ""
+    suggestion = f"did you mean {lower[near[0]]!r}?" if near else f"known are: {listed}{more}."
     return FedraxError(f"unknown {kind} {str(name)!r}; {suggestion}")
 
 

@@ -158,3 +158,9 @@ def test_a_directory_of_no_run(whole: Path, tmp_path: Path, fedrax: Any):
     shutil.copytree(whole, tmp_path / "r" / "b" / "seed-0")
     outcome = fedrax("doctor", "r", "--save")
     assert outcome.status == 2 and "r is the directory of no run; the first of 1 below it is r/b/seed-0" in outcome.err
+    shutil.copytree(whole, tmp_path / "s" / "c" / "search" / "fedavg" / "local.lr=0.1" / "seed-0")
+    for command in ("doctor", "resume"):
+        outcome = fedrax(command, "s")
+        deep = "the first of 1 below it is s/c/search/fedavg/local.lr=0.1/seed-0"
+        assert outcome.status == 2 and deep in outcome.err
+    assert "a comparison goes on by the command that began it" in outcome.err

@@ -89,7 +89,7 @@ REFUSED = [
     (X, ["cat", 1.5], "real numbers"),
     (X, [b"cat", b"dog"], "real numbers"),
     (X, np.array(["2026-01-01", "2026-01-02"], "M8[D]"), "real numbers"),
-    (X, [None, 1], "real numbers"),
+    (X, [None, 1], "labels are missing in 1 of 2 rows"),
     (X, 3, "not n samples with n labels"),
     (X, [0, 1, 2], "not n samples with n labels"),
     (X, np.zeros((2, 0), int), "hold nothing"),
@@ -241,6 +241,28 @@ def test_samples_that_are_no_plain_arrays_are_told_how():
     floats = Federation.from_arrays(x, y.astype(float), owner)
     with pytest.raises(FedraxError, match=r"where classes are meant, y.astype\(int\) numbers them"):
         simulate(FedAvg(), classification(Linear().build((2,), 2)), floats, rounds=1, cohort_size=2)
+
+
+def test_columns_of_tables_are_numbers_or_are_named():
+    pandas, y, owner = pytest.importorskip("pandas"), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
+    table = pandas.DataFrame({"age": [3, 5, 7, 9], "dose": [0.5, 1, 2, 4], "sex": ["f", "m", "f", "m"]})
+    dummies = pandas.get_dummies(table).assign(visits=pandas.array([1, 2, 3, 4], dtype="Int64"))
+    decimals = pl.DataFrame({"age": [3, 5, 7, 9], "price": [1.5, 2.5, 3.5, 4.5]}).cast({"price": pl.Decimal(5, 2)})
+    for numbers, columns in ((dummies, 5), (decimals, 2)):
+        made = Federation.from_arrays(numbers, y, owner, shuffle=False)
+        assert made.train.x.dtype == np.float64 and made.train.x.shape == (4, columns)
+        assert made.train.x.tolist() == np.asarray(numbers).astype(float).tolist()
+    days = pandas.to_datetime(["2024-05-01", "2024-05-02", "2024-05-03", "2024-05-04"])
+    dates = pl.DataFrame({"age": [3.0, 5, 7, 9], "day": pl.Series(days.to_numpy()).cast(pl.Date)})
+    for columns, labels, says in (
+        (table[["age"]].assign(day=days), y, "column 'day' holds datetime64.*: leave it out"),
+        (dates, y, "column 'day' holds Date: leave it out, or make numbers of it"),
+        (dates.lazy(), y, r"x.collect\(\) is the table"),
+        (table[["age"]], pandas.Series(["a", None, "b", None]), "labels are missing in 2 of 4 rows: leave those"),
+        (table[["age"]], pandas.cut(table["age"], 2), "labels are integers or strings for classes, floats for targets"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            Federation.from_arrays(columns, labels, owner)
 
 
 def test_names_of_classes_are_as_many():

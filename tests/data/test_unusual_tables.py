@@ -217,3 +217,49 @@ def test_classes_that_differ_in_capitals_are_told_of(tmp_path: Path):
         "warning: 'label' has classes that differ in capitals alone, such as 'Yes' and 'yes'"
         in load("csv", path=path).notes
     )
+
+
+def test_measured_whole_numbers_that_all_differ_number_no_rows(tmp_path: Path):
+    """Sixty incomes among thousands differ by chance; sixty numbers below a hundred, or sixty that rise, do not."""
+    rng = np.random.default_rng(0)
+    shuffled, incomes = rng.permutation(90)[:60], rng.choice(40_000, 60, replace=False)
+    visits = np.sort(rng.choice(40_000, 60, replace=False))
+    rows = "".join(f"{a},{b},{c},{i % 2}\n" for i, (a, b, c) in enumerate(zip(shuffled, incomes, visits, strict=True)))
+    notes = load("csv", path=write(tmp_path / "t.csv", "patient,income,visit,label\n" + rows)).notes
+    told = [note.split("'")[1] for note in notes if "is another whole number in every row" in note]
+    assert told == ["patient", "visit"]
+
+
+def test_what_other_programs_write_for_missing_values_is_told_of(tmp_path: Path):
+    rows = [("NA" if i % 9 == 0 else "xy"[i % 2], "N/A" if i % 8 == 0 else "AB"[i % 2], i) for i in range(40)]
+    text = "".join(f"{vote},{clinic},{'?' if i % 10 == 0 else 'fm'[i % 2]}\n" for vote, clinic, i in rows)
+    path = write(tmp_path / "t.csv", "vote,clinic,sex\n" + text)
+    notes = load("csv", path=path, label="vote", client="clinic").notes
+    assert (
+        "warning: 'NA', in 5 rows of 'vote', is a class as any other: remove those rows if it stands for none" in notes
+    )
+    assert any("'N/A', in 5 rows of 'clinic', is a client as any other" in note for note in notes)
+    assert "'?', in 4 rows of 'sex', is a category as any other (missing_as)" in notes
+
+
+def test_numbers_most_of_which_are_missing_are_no_categories(tmp_path: Path):
+    rows = "".join(f"{'NA' if i % 3 else 50 + i},{i % 5},{i % 2}\n" for i in range(60))
+    path = write(tmp_path / "t.csv", "age,x,label\n" + rows)
+    with pytest.raises(FedraxError, match="'age' holds numbers, and in 40 of 60 rows texts: 'NA'"):
+        load("csv", path=path)
+    assert load("csv", path=path, missing_as=("NA",), missing="mean").feature_names == ("age", "x")
+
+
+def test_sentences_of_tables_say_what_helps(tmp_path: Path):
+    blanks = write(tmp_path / "b.csv", '"a" "b" "label"\n"x" 2 0\n"y" 3 1\n')
+    with pytest.raises(FedraxError, match="if ' ' separates its columns, set separator to it"):
+        load("csv", path=blanks)
+    assert len(load("csv", path=blanks, separator=" ").feature_names) == 3
+    same = write(tmp_path / "s.csv", "c,a,label\n" + "".join(f"{i % 5},{i},2.5\n" for i in range(15)))
+    notes = load("csv", path=same, client="c").notes
+    assert any("'label' is 2.5 in every row: there is nothing to predict" in note for note in notes)
+    assert any("few rows of any client to keep 0.2 of them for the test, which is empty: raise" in n for n in notes)
+    with pytest.raises(
+        FedraxError, match=r"no feature left: label, client, columns and drop leave none of its columns"
+    ):
+        load("csv", path=same, client="c", drop=("a",))

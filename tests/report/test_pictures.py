@@ -1,9 +1,12 @@
 """Tables and pictures of many methods."""
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from fedrax.data import Federation
+from fedrax.data.picture import draw_labels
 from fedrax.report.curves import legend_columns
 from fedrax.report.grids import draw_grids
 from fedrax.report.runs import Statistic
@@ -21,6 +24,26 @@ def test_the_legend_of_many_methods_fits_the_picture(settings: int, label: str) 
     box, (legend,) = figure.bbox, figure.legends
     inside = legend.get_window_extent(renderer)
     assert box.x0 <= inside.x0 and inside.x1 <= box.x1 and box.y0 <= inside.y0
+
+
+def test_losses_far_apart_are_on_a_logarithmic_axis() -> None:
+    for lower, high, scale in ((True, 4e4, "log"), (True, 5.0, "linear"), (False, 4e4, "linear")):
+        metric, values = "loss" if lower else "accuracy", (0.5, 0.7, high)
+        trials = tuple(Trial({"local.lr": 10.0**k}, value, 3) for k, value in enumerate(values))
+        (axes,) = draw_grids({"fedavg": Choice(metric, lower, trials)}).axes
+        assert axes.get_yscale() == scale
+
+
+def test_few_clients_of_many_classes_have_their_names() -> None:
+    """Whose dots lie close together from class to class, and far apart from client to client."""
+    y, owner = np.arange(86), np.array([f"region {i % 6}" for i in range(86)])
+    many = tuple(f"département of a name that is long, {i}" for i in range(86))
+    few = draw_labels(Federation.from_arrays(np.zeros((86, 1)), y, owner, class_names=many)).axes[0]
+    assert [label.get_text() for label in few.get_xticklabels()] == [f"region {i}" for i in range(6)]
+    assert len(few.get_yticklabels()) < 86
+    named = draw_labels(Federation.from_arrays(np.zeros((86, 1)), y % 26, owner, class_names=many[:26])).axes[0]
+    names = [label.get_text() for label in named.get_yticklabels()]
+    assert len(names) == 26 and names[0] == "département of a name that is…"
 
 
 def test_few_entries_stand_side_by_side() -> None:

@@ -43,9 +43,9 @@ def main(args: list[str]) -> int:
     if not directory.is_dir():
         raise FedraxError(f"{directory} is no directory.")
     if not doctor.of_run(directory):
-        below = sorted(path.parent for depth in ("*", "*/*") for path in directory.glob(f"{depth}/experiment.toml"))
-        other = f"the first of {len(below)} below it is {below[0]}" if below else "one can be made in it"
-        raise FedraxError(f"{directory} is the directory of no run; {other}")
+        raise FedraxError(
+            f"{directory} is the directory of no run; {doctor.runs_below(directory) or 'one can be made in it'}"
+        )
     with owned(directory, resume=True):
         found = doctor.examine(directory)
         if not options.json:

@@ -13,6 +13,7 @@ from fedrax.cli.arguments import parse
 from fedrax.cli.run_command import Reporting, run
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, own_code
+from fedrax.report import doctor
 from fedrax.simulation import use_all_cores
 
 DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
@@ -39,7 +40,9 @@ def main(args: list[str]) -> int:
     parsed = parse(ResumeOptions, args, "fedrax resume", DESCRIPTION)
     file = parsed.directory / "experiment.toml"
     if not file.is_file():
-        raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml.")
+        below = doctor.runs_below(parsed.directory)
+        other = f"; {below}; a comparison goes on by the command that began it" if below else ""
+        raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml{other}.")
     trusted = parsed.trust or own_code.is_sealed(parsed.directory)
     spec = experiment.read(file, "typed" if trusted else "none")
     if parsed.rounds is not None:

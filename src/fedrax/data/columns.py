@@ -62,7 +62,7 @@ class Columns:
         besides = {self.label, self.client, *self.drop}
         chosen = [name for name in (self.columns or table.columns) if name not in besides]
         if not chosen:
-            raise FedraxError(f"{path} has no feature left: its columns are {', '.join(table.columns)}.")
+            raise FedraxError(f"{path} has no feature left: label, client, columns and drop leave none of its columns.")
         return chosen
 
 
@@ -165,9 +165,13 @@ def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
     column, most = table[chosen.label], chosen.max_categories
     if is_text(column):
         return _alike(column.cast(pl.String).unique().sort().to_list(), chosen.label)
-    if chosen.labels != "auto" or not column.dtype.is_numeric():
+    if not column.dtype.is_numeric():
         return []
     count = column.n_unique()
+    if count == 1:
+        return [f"warning: {chosen.label!r} is {column[0]} in every row: there is nothing to predict"]
+    if chosen.labels != "auto":
+        return []
     if column.dtype.is_integer() and count > most:
         said, other, made = "different whole numbers, which are taken for classes", "numbers", "a regression"
     elif column.dtype.is_float() and count <= min(most, len(column) // 5) and (column == column.floor()).all():
@@ -209,6 +213,31 @@ def is_text(column: pl.Series) -> bool:
     return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
+_MISSING = ("na", "n/a", "#n/a", "<na>", "nan", "null", "?")
+"""How programs write what is missing, in small letters."""
+
+
+def _written_missing(column: pl.Series) -> pl.Series:
+    """The texts of a column that other programs write where a value is missing."""
+    import polars as pl
+
+    texts = (column if is_text(column) else column.clear()).drop_nulls().cast(pl.String).str.strip_chars()
+    return texts.filter(texts.str.to_lowercase().is_in(_MISSING))
+
+
+def missing_notes(table: pl.DataFrame, chosen: Columns, features: Sequence[str]) -> list[str]:
+    """What is a class, a client or a category, and may stand for a missing value."""
+    said, roles = [], {chosen.label: "class", chosen.client: "client"}
+    for name in [chosen.label, *([chosen.client] if chosen.client else []), *features]:
+        found = _written_missing(table[name])
+        if not len(found):
+            continue
+        told = f"{found[0]!r}, in {len(found):,} rows of {name!r}, is a {roles.get(name, 'category')} as any other"
+        remove = "remove those rows if it stands for none"
+        said.append(f"warning: {told}: {remove}" if name in roles else f"{told} (missing_as)")
+    return said
+
+
 _AMOUNT = r"^[-+]?[$€£]?\s?(\d+([.,]\d+)?|\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
 """Numbers with commas or points between their thousands or before their fraction, percentages, prices; not 1,2,5."""
 
@@ -231,7 +260,8 @@ def refuse_numbers_among_texts(table: pl.DataFrame, chosen: Columns, names: Sequ
                 f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
                 f" plain numbers{commas}; {remedy} for categories."
             )
-        if 0 < 2 * len(odd) < len(written):
+        lost = len(_written_missing(odd))  # of numbers most of which are missing, too
+        if 2 * (len(odd) - lost) < len(written) - lost and len(odd):
             kinds = odd.unique(maintain_order=True).to_list()
             listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
             raise FedraxError(
@@ -308,8 +338,12 @@ def few_notes(clients: np.ndarray | None, test: np.ndarray, fraction: float) -> 
     """A sentence where a split leaves no row for the test, or none of some clients; ``test`` are the rows of all."""
     if not fraction:
         return ()
+    if not len(test):
+        whose = "" if clients is None else " of any client"
+        said = f"there are too few rows{whose} to keep {fraction:g} of them for the test, which is empty"
+        return (f"warning: {said}: raise test_fraction",)
     if clients is None:
-        return () if len(test) else (f"there are too few rows to keep {fraction:g} of them for the test: it is empty",)
+        return ()
     count = len(np.unique(clients))
     lacking = count - len(np.unique(clients[test]))
     said = f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test"

@@ -128,11 +128,14 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
         if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
             raise FedraxError(f"{what} has masked values: leave those rows out, or fill them with numbers.")
     try:
-        x, y = np.asarray(x), np.asarray(y)
+        x, y = _array(x), np.asarray(y)
     except (ValueError, TypeError) as error:
         raise FedraxError(
             f"samples must be arrays of numbers in which all rows have one shape{_apart(given, y)}."
         ) from error
+    lost = sum(map(is_missing, y.ravel())) if y.dtype.kind == "O" else 0
+    if lost:
+        raise FedraxError(f"labels are missing in {lost:,} of {y.size:,} rows: leave those rows out.")
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(
             f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}{_remedy(given, x, y)}."
@@ -148,6 +151,40 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
             raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
         return Samples(_held(x, "x"), y.astype(np.int32, copy=False))
     return Samples(_held(x, "x"), _held(y, "y"))
+
+
+def _array(given: Any) -> np.ndarray:
+    """Samples as an array: of a table the columns side by side, also those of which np.asarray makes objects, as truth
+    values beside numbers, decimals, and numbers that may be missing.
+    """
+    columns = _columns(given)
+    array = np.asarray(given)
+    odd = next((name for name, column in columns if not _holds_numbers(column)), None)
+    if odd is not None or not columns or array.dtype.kind != "O":
+        return array if odd is None else array.astype(object)
+    return np.stack([_floats(column) for _, column in columns], axis=1)
+
+
+def _columns(given: Any) -> list[tuple[Any, Any]]:
+    """The columns of a table of pandas or polars by name; of anything else none."""
+    if hasattr(given, "iter_columns"):
+        return [(column.name, column) for column in given.iter_columns()]
+    return list(given.items()) if hasattr(given, "iloc") and hasattr(given, "columns") else []
+
+
+def _holds_numbers(column: Any) -> bool:
+    """Whether a column's type is of numbers, or of truth values, or categories of them."""
+    kind = column.dtype
+    if hasattr(kind, "is_numeric"):  # of polars
+        return kind.is_numeric() or str(kind) == "Boolean"
+    return getattr(getattr(kind, "categories", kind), "dtype", kind).kind in "biuf"
+
+
+def _floats(column: Any) -> np.ndarray:
+    """A column as float64 [n], NaN where a number is missing."""
+    if hasattr(column, "iloc"):
+        return column.to_numpy(np.float64, na_value=np.nan)
+    return np.array([np.nan if is_missing(value) else float(value) for value in column.to_list()], np.float64)
 
 
 def numbered(
@@ -199,16 +236,30 @@ def _remedy(given: Any, x: np.ndarray, y: np.ndarray) -> str:
         return apart
     if hasattr(given, "toarray"):
         return "; x.toarray() is dense"
-    texts = [n for n in getattr(given, "columns", ()) if any(isinstance(v, str) for v in np.ravel(given[n]))]
-    if texts:
+    if hasattr(given, "collect"):
+        return "; x.collect() is the table"
+    odd = [(name, column) for name, column in _columns(given) if not _holds_numbers(column)]
+    texts = next((name for name, column in odd if any(isinstance(v, str) for v in np.asarray(column))), None)
+    if texts is not None:
         return (
-            f"; column {texts[0]!r} holds texts: leave it out, or make a column of 0 and 1 of each of its categories,"
+            f"; column {texts!r} holds texts: leave it out, or make a column of 0 and 1 of each of its categories,"
             " by get_dummies of pandas or to_dummies of polars"
         )
+    if odd:
+        return f"; column {odd[0][0]!r} holds {odd[0][1].dtype}: leave it out, or make numbers of it"
     if x.dtype.kind == "O":
         return "; x.astype(float) makes numbers of objects, where all of them are"
-    numbered = "; np.unique(labels, return_inverse=True) of training and test labels together numbers texts"
-    return numbered if y.dtype.kind in "OSUT" else ""
+    if y.dtype.kind in "SU" or any(isinstance(label, str) for label in y.ravel()):
+        return "; np.unique(labels, return_inverse=True) of training and test labels together numbers texts"
+    return "; labels are integers or strings for classes, floats for targets" if y.dtype.kind not in "buif" else ""
+
+
+def is_missing(value: object) -> bool:
+    """None, or what differs from itself: NaN, NaT, and the NA of pandas, which is no truth value."""
+    try:
+        return value is None or bool(value != value)
+    except (TypeError, ValueError):
+        return value.__class__.__name__ == "NAType"
 
 
 def decoded_texts(array: np.ndarray) -> np.ndarray:

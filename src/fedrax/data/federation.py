@@ -15,6 +15,7 @@ from fedrax.data.dataset import (
     check_samples,
     decoded_texts,
     generator,
+    is_missing,
     label_range,
     numbered,
     preprocess_of,
@@ -296,7 +297,7 @@ def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) ->
     """Integers or texts [rows], as ``like`` is, of arrays, of columns of pandas or polars, and of lists alike."""
     given = np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)  # NumPy would write None out
     listed = given.ravel().tolist() if given.dtype.kind in "Of" else []
-    lost = sum(map(_is_missing, listed))
+    lost = sum(map(is_missing, listed))
     if lost:
         raise FedraxError(f"{what} are missing in {lost:,} of {len(listed):,} rows: leave out rows that nobody owns.")
     if listed and all(map(_is_integer, listed)):
@@ -312,14 +313,6 @@ def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) ->
     if like is not None and (like.dtype.kind in "iu") == texts:
         raise FedraxError(f"{what} must be {'integers' if texts else 'strings'}, as client_ids are.")
     return given
-
-
-def _is_missing(value: object) -> bool:
-    """None, or what differs from itself: NaN, NaT, and the NA of pandas, which is no truth value."""
-    try:
-        return value is None or bool(value != value)
-    except (TypeError, ValueError):
-        return value.__class__.__name__ == "NAType"
 
 
 def _is_integer(value: object) -> bool:

@@ -1,5 +1,6 @@
 """A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from fedrax.files import write_picture
 from fedrax.text import for_picture
 
 COLOUR = "#1f5a94"
+LINE = 0.125
+"""Inches from one line of small text to the next."""
 
 
 def draw_labels(federation: Federation, clients: int = 50) -> Figure:
@@ -25,7 +28,8 @@ def draw_labels(federation: Federation, clients: int = 50) -> Figure:
     counts = label_counts(federation)[:clients]
     shown, classes = counts.shape
     cell = min(0.25, 14 / shown, 10 / classes)  # inches
-    figure = Figure(figsize=(max(shown * cell, 2.6) + 2.2, max(classes * cell, 1.6) + 1.3), layout="constrained")
+    width, height = max(shown * cell, 2.6), max(classes * cell, 1.6)
+    figure = Figure(figsize=(width + 2.2, height + 1.3), layout="constrained")
     axes = figure.add_subplot()
     client, label = np.nonzero(counts)
     number = counts[client, label]
@@ -36,11 +40,11 @@ def draw_labels(federation: Federation, clients: int = 50) -> Figure:
     axes.set(xlabel="client", ylabel="class", xlim=(-0.8, shown - 0.2), ylim=(-0.8, classes - 0.2))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(2, min(shown, 12)), min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(classes, 12), min_n_ticks=1))
-    if federation.client_names and cell * 72 >= 9:  # points of a line of text
-        names = [for_picture(name[:30]) for name in federation.client_names[:shown]]
-        axes.set_xticks(range(shown), names, rotation=90, fontsize=8)
-    if federation.class_names and classes <= 20:
-        axes.set_yticks(range(classes), [for_picture(name) for name in federation.class_names])
+    if federation.client_names and width / shown >= LINE:
+        axes.set_xticks(range(shown), _short(federation.client_names[:shown]), rotation=90, fontsize=8)
+    if federation.class_names and height / classes >= LINE:
+        size = None if height / classes >= 1.5 * LINE else 8
+        axes.set_yticks(range(classes), _short(federation.class_names), fontsize=size)
     axes.grid(axis="y", color="0.93", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -52,6 +56,10 @@ def draw_labels(federation: Federation, clients: int = 50) -> Figure:
         axes.scatter([], [], s=diameter**2 * value / largest, color=COLOUR, linewidths=0, label=f"{value:,}")
     figure.legend(loc="outside right upper", title="samples", frameon=False, alignment="left")
     return figure
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    return [for_picture(name if len(name) <= 30 else f"{name[:29]}…") for name in names]
 
 
 def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:

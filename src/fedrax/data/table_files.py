@@ -193,7 +193,7 @@ def _header(path: Path, form: CsvForm) -> list[str]:
         header = next(csv.reader([line], delimiter=form.separator), [])
     if len(header) > MAX_COLUMNS:
         raise FedraxError(f"{path} has {len(header):,} columns, where at most {MAX_COLUMNS:,} are read.")
-    other = next((mark for mark in ",;\t|" if mark != form.separator and mark in line), None)
+    other = next((mark for mark in ",;\t| " if mark != form.separator and mark in line.strip()), None)
     if len(header) == 1 and other is not None:
         raise FedraxError(
             f"{path} has one column {header[0]!r}: if {other!r} separates its columns, set separator to it."

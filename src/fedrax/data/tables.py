@@ -17,6 +17,7 @@ from fedrax.data.columns import (
     Owners,
     is_text,
     label_notes,
+    missing_notes,
     refuse_idle,
     refuse_numbers_among_texts,
 )
@@ -39,7 +40,10 @@ COPIES = 4
 """Of all samples, in a machine's memory at once at most: while they are read, split and dealt out."""
 
 MANY_ROWS = 50
-"""Rows from which on whole numbers that all differ, or texts of which most do, are taken for the rows' own."""
+"""Rows from which on whole numbers that all differ, or texts of which most do, may be taken for the rows' own."""
+
+EQUAL_PAIRS = 5
+"""Of drawn numbers, in the mean, from which on it is no chance that there are none."""
 
 
 _FILE = "\nfile"
@@ -117,10 +121,11 @@ def load_csv(
 
 def dataset_of(table: pl.DataFrame, chosen: Columns, owners: Owners, name: str, path: str) -> Dataset:
     """The data set of a table's rows, its features turned into numbers and standardised."""
-    refuse_numbers_among_texts(table, chosen, chosen.features(table, path), path)
+    names = chosen.features(table, path)
+    refuse_numbers_among_texts(table, chosen, names, path)
     features = _encode(table, chosen, owners.train, path)
     x, said = _standardised(features, owners.train, owners.clients, chosen.standardise, path)
-    made = owners.dataset(name, x, (*features.notes, *said))
+    made = owners.dataset(name, x, (*features.notes, *said, *missing_notes(table, chosen, names)))
     return replace(made, feature_names=features.names)
 
 
@@ -205,12 +210,23 @@ def _encode(table: pl.DataFrame, chosen: Columns, train: np.ndarray, path: str) 
             part, said = _categories(column, name, train, chosen.max_categories, path)
         else:
             part = name, _numbers(column, name, train, path)
-            numbers_rows = column.dtype.is_integer() and len(column) >= MANY_ROWS and column.is_unique().all()
             said = [f"warning: {name!r} is another whole number in every row: drop it if it only counts them"]
-            said = said if numbers_rows else []
+            said = said if _numbers_rows(column) else []
         parts.append(part)
         notes += said
     return _side_by_side(parts, len(table), tuple(notes), path)
+
+
+def _numbers_rows(column: pl.Series) -> bool:
+    """Whether whole numbers that all differ are the rows' own, and not measured: they rise or fall from row to row, or
+    lie so close together that drawn numbers would repeat. Of n numbers drawn among m, n^2 / 2m pairs are equal.
+    """
+    n = len(column)
+    if not column.dtype.is_integer() or n < MANY_ROWS or not column.is_unique().all():
+        return False
+    low, high = int(column.min()), int(column.max())  # type: ignore[arg-type]
+    in_order = column.is_sorted() or column.is_sorted(descending=True)
+    return in_order or n**2 > 2 * EQUAL_PAIRS * (high - low + 1)
 
 
 def _side_by_side(

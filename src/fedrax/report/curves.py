@@ -55,7 +55,7 @@ def draw_curves(
             if key == metric and target is not None:
                 axes.axhline(target, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
         axes_row[0].set_ylabel((METRICS | OWN)[key])
-        _scale(axes_row[0], tables, key)
+        set_scale(axes_row[0], pl.concat(tables)["mean"].to_list(), key)
         if key == metric and target is not None:
             axes_row[0].annotate(
                 f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), xytext=(4, 3),
@@ -86,13 +86,12 @@ def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> No
     axes.fill_between(table[x], table["low"], table["high"], color=colour, alpha=0.15, linewidth=0)
 
 
-def _scale(axes: Axes, tables: Sequence[pl.DataFrame], key: str) -> None:
+def set_scale(axes: Axes, values: Sequence[float], metric: str) -> None:
     """Losses over more than a factor of 20 on a logarithmic axis; accuracies never beyond 0 and 1."""
-    values = pl.concat(tables)["mean"]
-    if len(values) == 0:
+    if not values:
         return
-    low, high = float(values.min()), float(values.max())  # type: ignore[arg-type]
-    if "accuracy" in key:
+    low, high = min(values), max(values)
+    if "accuracy" in metric:
         axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
     elif low > 0 and high > 20 * low:
         axes.set_yscale("log", nonpositive="clip")  # a band may reach below zero

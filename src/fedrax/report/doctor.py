@@ -17,6 +17,9 @@ from fedrax.simulation.clients_file import read_clients
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
 from fedrax.simulation.saving import round_of
 
+_DEEPEST = 5
+"""Folders between a run and the folder that is looked through for it: a comparison's, search, method, setting, seed."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -52,6 +55,13 @@ class Examination:
     def sound(self) -> bool:
         """Whether nothing is damaged or left over."""
         return not self.remedies and all(finding.sound for finding in self.findings)
+
+
+def runs_below(directory: Path) -> str:
+    """Where runs lie in a directory of several, such as a comparison's, in words."""
+    depths = ("/".join("*" * depth) for depth in range(1, _DEEPEST + 1))
+    below = sorted(path.parent for depth in depths for path in directory.glob(f"{depth}/experiment.toml"))
+    return f"the first of {len(below)} below it is {below[0]}" if below else ""
 
 
 def of_run(directory: Path) -> bool:

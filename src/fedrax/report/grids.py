@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.report.curves import DASHES, PALETTE, legend_columns
+from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
 from fedrax.simulation.tuning import Choice, Trial
 from fedrax.text import for_picture, settings_in_words, short_path, value_in_words
 
@@ -21,7 +21,7 @@ def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
 
     Where a method's grid has other settings too, each point is the best over them. A ring marks the chosen value, a
     cross at the lower edge (of a metric of which smaller values are better: the upper) a value at which every run
-    diverged. Axes of positive numbers over more than a factor of five are logarithmic.
+    diverged. Axes of positive settings over more than a factor of five are logarithmic, of losses as in `draw_curves`.
     """
     paths = list(dict.fromkeys(path for choice in choices.values() for path in choice.trials[0].point))
     columns = min(len(paths), 3)
@@ -45,7 +45,7 @@ def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
 def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
     shown = {label: choice for label, choice in choices.items() if path in choice.trials[0].point}
     places = _places([trial.point[path] for choice in shown.values() for trial in choice.trials])
-    metric = next(iter(shown.values()))
+    metric, drawn = next(iter(shown.values())), []
     for i, (label, choice) in enumerate(choices.items()):
         if label not in shown:
             continue
@@ -61,6 +61,8 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
         lost = [x for x, (_, trial) in zip(xs, best, strict=True) if trial.value is None]
         edge = 0.97 if metric.lower_is_better else 0.03
         axes.plot(lost, [edge] * len(lost), "x", color=colour, transform=axes.get_xaxis_transform())
+        drawn += [y for y in ys if math.isfinite(y)]
+    set_scale(axes, drawn, metric.metric)
     _axes(axes, path, metric, [trial.point[path] for choice in shown.values() for trial in choice.trials])
 
 
