@@ -26,7 +26,7 @@ __all__ = ["main", "spread", "stored"]
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 HETEROGENEITY = (0, 25, 50, 75, 100)
-STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3)
+STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 2.56e-2, 5.12e-2, 0.1024)
 TUNED_AT = 100
 
 
