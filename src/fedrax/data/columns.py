@@ -39,6 +39,8 @@ class Columns:
         twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"columns names {twice!r} twice.")
+        if self.client in self.columns:
+            raise FedraxError(f"columns names {self.client!r}, the column of clients, which is no feature.")
 
     @property
     def named(self) -> list[str]:
