@@ -98,6 +98,8 @@ class Owners:
             train, test = np.arange(first), np.arange(first, len(table))
         by = None if chosen.partition_by is None else _kinds(table, chosen, chosen.partition_by, path)[train]
         notes = () if first is not None else few_notes(clients, test, test_fraction)
+        notes += _of_the_test_alone(y, names, train, test, "class", "classes") if y.dtype.kind == "i" else ()
+        notes += () if clients is None else _of_the_test_alone(clients, client_names, train, test, "client", "clients")
         return cls(y, names, clients, client_names, by, train, test, notes)
 
     def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
@@ -105,6 +107,17 @@ class Owners:
         samples, names = as_samples(x, self.y), self.client_names
         made = from_rows(name, samples, self.clients, self.train, self.test, self.class_names, client_names=names)
         return replace(made, partition_by=self.partition_by, notes=(*notes, *self.notes))
+
+
+def _of_the_test_alone(
+    codes: np.ndarray, names: Sequence[str], train: np.ndarray, test: np.ndarray, one: str, more: str
+) -> tuple[str, ...]:
+    """A sentence where test rows are of classes or clients that no training row is of."""
+    alone = np.setdiff1d(codes[test], codes[train])
+    if not len(alone):
+        return ()
+    what = f"the {one} {names[alone[0]]!r}" if len(alone) == 1 else f"{len(alone):,} {more} such as {names[alone[0]]!r}"
+    return (f"{np.isin(codes[test], alone).sum():,} test rows are of {what}, of which there are no training rows",)
 
 
 def _kinds(table: pl.DataFrame, chosen: Columns, name: str, path: str) -> np.ndarray:
