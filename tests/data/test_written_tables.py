@@ -79,6 +79,8 @@ def test_texts_that_name_the_row_are_told_of(path: Path) -> None:
     notes = load("csv", path=path).notes
     assert any("'day' has another text in most rows: drop it" in note for note in notes)
     assert not any("'ward' has another text" in note for note in notes)
+    path.write_text("car,x,label\n" + "".join(f"model {i},{i},{i % 2}\n" for i in range(20)))
+    assert any("'car' has another text in every row: drop it" in note for note in load("csv", path=path).notes)
 
 
 def test_a_form_is_that_of_every_column(path: Path) -> None:

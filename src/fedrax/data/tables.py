@@ -42,6 +42,9 @@ COPIES = 4
 MANY_ROWS = 50
 """Rows from which on whole numbers that all differ, or texts of which most do, may be taken for the rows' own."""
 
+ALL_DIFFER = 10
+"""Texts from which on they are taken for the rows' own where no two are equal."""
+
 EQUAL_PAIRS = 5
 """Of drawn numbers, in the mean, from which on it is no chance that there are none."""
 
@@ -300,8 +303,10 @@ def _categories(column: pl.Series, name: str, train: np.ndarray, most: int, path
     new = (codes < 0) & ~lost
     if new.any():
         said.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
-    if len(column) >= MANY_ROWS and 2 * len(categories) > (~lost[train]).sum():
-        said.append(f"warning: {name!r} has another text in most rows: drop it if it names or dates them")
+    written = int((~lost[train]).sum())
+    if len(categories) == written >= ALL_DIFFER or (len(column) >= MANY_ROWS and 2 * len(categories) > written):
+        rows = "every row" if len(categories) == written else "most rows"
+        said.append(f"warning: {name!r} has another text in {rows}: drop it if it names or dates them")
     if lost.any():
         codes[lost] = len(titles)
         titles.append(f"{name} missing")
