@@ -179,7 +179,9 @@ def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
 
     column, most = table[chosen.label], chosen.max_categories
     if is_text(column):
-        return _alike(column.cast(pl.String).unique().sort().to_list(), chosen.label)
+        names, rows = column.cast(pl.String).unique().sort().to_list(), len(column)
+        told = f"warning: {chosen.label!r} has {len(names):,} classes in {rows:,} rows: it may name or date them"
+        return _alike(names, chosen.label) + ([told] if 2 * len(names) > rows >= 10 else [])
     if not column.dtype.is_numeric():
         return []
     count = column.n_unique()
