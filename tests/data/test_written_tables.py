@@ -188,6 +188,9 @@ def test_a_title_above_the_header_and_a_tab_as_it_is_typed(path: Path) -> None:
     path.write_text("# ages of 2024\na,b,label\n1,2,0\n2,3,1\n")
     with pytest.raises(FedraxError, match="begins with '# ages of 2024' and not with the names of its columns: remove"):
         load("csv", path=path)
+    path.write_text("Series: ages of 2024\nSeasonally adjusted\na,label\n1,0\n")
+    with pytest.raises(FedraxError, match="a row has more cells than the header has names"):
+        load("csv", path=path)
     path.write_text("a\tlabel\n1\t0\n2\t1\n")
     with pytest.raises(FedraxError, match=r"if '\\t' separates its columns, set separator to it"):
         load("csv", path=path)

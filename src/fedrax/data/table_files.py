@@ -213,9 +213,11 @@ def _header(path: Path, form: CsvForm) -> list[str]:
         header = next(csv.reader([line], delimiter=form.separator), [])
     if len(header) > MAX_COLUMNS:
         raise FedraxError(f"{path} has {len(header):,} columns, where at most {MAX_COLUMNS:,} are read.")
-    found = [mark for mark in ",;\t| " if mark != form.separator and mark in line.strip()]
-    if len(header) == 1 and found in ([], [" "]) and form.separator in second:
+    found = [mark for mark in ",;\t|" if mark != form.separator and mark in line.strip()]
+    if len(header) == 1 and not found and form.separator in second:
         raise FedraxError(f"{path} begins with {header[0]!r} and not with the names of its columns: remove that line.")
+    names, cells = (len(text.strip().split(" ")) for text in (line, second))
+    found += [" "] if 1 < names <= cells <= names + 1 else []  # one more where rows have names
     if len(header) == 1 and found:
         raise FedraxError(
             f"{path} has one column {header[0]!r}: if {found[0]!r} separates its columns, set separator to it."
