@@ -238,7 +238,8 @@ def _written_missing(column: pl.Series) -> pl.Series:
     """The texts of a column that other programs write where a value is missing."""
     import polars as pl
 
-    texts = (column if is_text(column) else column.clear()).drop_nulls().cast(pl.String).str.strip_chars()
+    written = str(column.dtype).startswith(("String", "Categorical", "Enum"))  # not bytes, days and lists of Parquet
+    texts = (column if written else column.clear()).drop_nulls().cast(pl.String, strict=False).str.strip_chars()
     return texts.filter(texts.str.to_lowercase().is_in(_MISSING))
 
 
