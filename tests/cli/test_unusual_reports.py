@@ -52,6 +52,14 @@ def test_runs_without_a_bound_of_privacy_are_read_like_others(tmp_path: Path, fe
     assert "whole: 2 rounds" in fedrax("doctor", "r").out
 
 
+def test_the_head_names_the_models_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, model in (("a", "logistic"), ("b", "2nn")):
+        make(Path(folder), {"test_accuracy": 0.5})
+        Path(folder, "experiment.toml").write_text(RUN.replace("logistic", model))
+    assert "model logistic, 2nn · seed 0" in page(gather([Path("a"), Path("b")]))
+
+
 def test_directories_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for folder, accuracy in (("a", 0.3), ("b", 0.9)):

@@ -116,6 +116,14 @@ def test_many_whole_numbers_as_labels_are_told_of(tmp_path: Path) -> None:
         assert not any("regression" in note for note in load("csv", path=path, **options).notes)
 
 
+def test_labels_that_name_the_rows_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("x,label\n" + "".join(f"{i % 7},film {i}\n" for i in range(20)))
+    assert any("'label' has 20 classes in 20 rows: it may name or date them" in n for n in load("csv", path=path).notes)
+    path.write_text("x,label\n" + "".join(f"{i % 7},film {i % 9}\n" for i in range(20)))
+    assert not any("it may name" in note for note in load("csv", path=path).notes)
+
+
 def test_clients_keep_their_names(table: dict) -> None:
     federation = Federation.from_dataset(load("csv", **table), Natural(), seed=0)
     assert federation.client_names == ("A", "B", "C") and federation.client_name(1) == "B"

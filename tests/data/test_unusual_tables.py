@@ -51,6 +51,33 @@ def test_a_column_without_values_in_one_file(tmp_path: Path):
     assert found.train.x.shape == (3, 2)
 
 
+def test_texts_that_are_all_digits_in_one_file(tmp_path: Path):
+    """As in one file of all rows: codes of which a site has digits alone, and numbers one of which is missing."""
+    for site, codes in (("a", "fr4f"), ("b", "4444"), ("c", "r4rf")):
+        rows = "".join(f"{code},{i},{i % 2}\n" for i, code in enumerate(codes))
+        write(tmp_path / f"sites/{site}.csv", "drive,x,label\n" + rows)
+    made = load("csv", path=tmp_path / "sites", columns=("drive",), test_fraction=0.0)
+    assert made.feature_names == ("drive=4", "drive=f", "drive=r") and made.client_names == ("a", "b", "c")
+    assert made.train.x[made.train_clients == 1].tolist() == [[1, 0, 0]] * 4
+    train = write(tmp_path / "train.csv", "x,label\n" + "".join(f"{i},{i % 2}\n" for i in range(9)))
+    test = write(tmp_path / "test.csv", "x,label\n1,0\nNA,1\n")
+    with pytest.raises(FedraxError, match=r"train.csv and .*test.csv: column 'x' holds .* in 1 of 11 rows texts: 'NA'"):
+        load("csv", path=train, test_path=test)
+    nothing = write(tmp_path / "nothing.csv", "x,label\n")
+    for files, name in (({"path": train, "test_path": nothing}, "nothing"), ({"path": tmp_path / "sites"}, "sites/d")):
+        write(tmp_path / "sites/d.csv", "drive,x,label\n")
+        with pytest.raises(FedraxError, match=f"{name}.csv holds no rows"):
+            load("csv", **files)
+
+
+def test_classes_and_clients_of_test_rows_alone_are_told_of(tmp_path: Path):
+    train = write(tmp_path / "train.csv", "who,x,label\n" + "".join(f"A,{i},{'pq'[i % 2]}\n" for i in range(9)))
+    test = write(tmp_path / "test.csv", "who,x,label\nA,1,p\nB,2,r\nC,3,r\n")
+    notes = load("csv", path=train, test_path=test, client="who").notes
+    assert "2 test rows are of the class 'r', of which there are no training rows" in notes
+    assert "2 test rows are of 2 clients such as 'B', of which there are no training rows" in notes
+
+
 def test_one_long_text(tmp_path: Path):
     """As arrays of texts of one length, these would take terabytes."""
     rows = "ok,1,a\n" * 3000 + "z" * 2_000_000 + ",2,b\n"
@@ -170,7 +197,7 @@ def test_categories_that_this_process_may_not_hold(tmp_path: Path, monkeypatch: 
 def test_far_test_rows_are_told_of(tmp_path: Path):
     train = write(tmp_path / "a.csv", "x,label\n1e-30,a\n2e-30,b\n")
     test = write(tmp_path / "b.csv", "x,label\n1e30,a\n")
-    with pytest.raises(FedraxError, match=r"a\.csv: column 'x' .* once it is standardised: .* standardise = \"none\""):
+    with pytest.raises(FedraxError, match=r"b\.csv: column 'x' .* once it is standardised: .* standardise = \"none\""):
         load("csv", path=train, test_path=test)
     assert load("csv", path=train, test_path=test, standardise="none").test.x.max() > 9e29
 

@@ -79,6 +79,8 @@ def test_texts_that_name_the_row_are_told_of(path: Path) -> None:
     notes = load("csv", path=path).notes
     assert any("'day' has another text in most rows: drop it" in note for note in notes)
     assert not any("'ward' has another text" in note for note in notes)
+    path.write_text("car,x,label\n" + "".join(f"model {i},{i},{i % 2}\n" for i in range(20)))
+    assert any("'car' has another text in every row: drop it" in note for note in load("csv", path=path).notes)
 
 
 def test_a_form_is_that_of_every_column(path: Path) -> None:
@@ -180,3 +182,23 @@ def test_lines_that_end_in_carriage_returns(tmp_path: Path):
     path.write_bytes(b"a,label\r1,x\r2,y\r")
     with pytest.raises(FedraxError, match="its lines end in carriage returns alone: save it with line feeds"):
         load("csv", path=path)
+
+
+def test_a_title_above_the_header_and_a_tab_as_it_is_typed(path: Path) -> None:
+    path.write_text("# ages of 2024\na,b,label\n1,2,0\n2,3,1\n")
+    with pytest.raises(FedraxError, match="begins with '# ages of 2024' and not with the names of its columns: remove"):
+        load("csv", path=path)
+    path.write_text("Series: ages of 2024\nSeasonally adjusted\na,label\n1,0\n")
+    with pytest.raises(FedraxError, match="a row has more cells than the header has names"):
+        load("csv", path=path)
+    path.write_text("a\tlabel\n1\t0\n2\t1\n")
+    with pytest.raises(FedraxError, match=r"if '\\t' separates its columns, set separator to it"):
+        load("csv", path=path)
+    assert load("csv", path=path, separator=r"\t").feature_names == ("a",)
+
+
+@pytest.mark.parametrize("missing_as", ["-99", "-99.0", " -99 "])
+def test_numbers_that_stand_for_missing_values_however_they_are_written(path: Path, missing_as: str) -> None:
+    path.write_text("a,b,c,label\n1.5,7,-99,0\n-99.0,-99,x,1\n2.5,9,y,1\n3.5,8,x,0\n")
+    read = load("csv", path=path, missing_as=(missing_as,), missing="mean", standardise="none", test_fraction=0.0)
+    assert read.train.x[1, :2].tolist() == [2.5, 8]

@@ -39,6 +39,8 @@ class Columns:
         twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"columns names {twice!r} twice.")
+        if self.client in self.columns:
+            raise FedraxError(f"columns names {self.client!r}, the column of clients, which is no feature.")
 
     @property
     def named(self) -> list[str]:
@@ -96,6 +98,8 @@ class Owners:
             train, test = np.arange(first), np.arange(first, len(table))
         by = None if chosen.partition_by is None else _kinds(table, chosen, chosen.partition_by, path)[train]
         notes = () if first is not None else few_notes(clients, test, test_fraction)
+        notes += _of_the_test_alone(y, names, train, test, "class", "classes") if y.dtype.kind == "i" else ()
+        notes += () if clients is None else _of_the_test_alone(clients, client_names, train, test, "client", "clients")
         return cls(y, names, clients, client_names, by, train, test, notes)
 
     def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
@@ -103,6 +107,17 @@ class Owners:
         samples, names = as_samples(x, self.y), self.client_names
         made = from_rows(name, samples, self.clients, self.train, self.test, self.class_names, client_names=names)
         return replace(made, partition_by=self.partition_by, notes=(*notes, *self.notes))
+
+
+def _of_the_test_alone(
+    codes: np.ndarray, names: Sequence[str], train: np.ndarray, test: np.ndarray, one: str, more: str
+) -> tuple[str, ...]:
+    """A sentence where test rows are of classes or clients that no training row is of."""
+    alone = np.setdiff1d(codes[test], codes[train])
+    if not len(alone):
+        return ()
+    what = f"the {one} {names[alone[0]]!r}" if len(alone) == 1 else f"{len(alone):,} {more} such as {names[alone[0]]!r}"
+    return (f"{np.isin(codes[test], alone).sum():,} test rows are of {what}, of which there are no training rows",)
 
 
 def _kinds(table: pl.DataFrame, chosen: Columns, name: str, path: str) -> np.ndarray:
@@ -164,7 +179,9 @@ def label_notes(table: pl.DataFrame, chosen: Columns) -> list[str]:
 
     column, most = table[chosen.label], chosen.max_categories
     if is_text(column):
-        return _alike(column.cast(pl.String).unique().sort().to_list(), chosen.label)
+        names, rows = column.cast(pl.String).unique().sort().to_list(), len(column)
+        told = f"warning: {chosen.label!r} has {len(names):,} classes in {rows:,} rows: it may name or date them"
+        return _alike(names, chosen.label) + ([told] if 2 * len(names) > rows >= 10 else [])
     if not column.dtype.is_numeric():
         return []
     count = column.n_unique()
@@ -221,7 +238,8 @@ def _written_missing(column: pl.Series) -> pl.Series:
     """The texts of a column that other programs write where a value is missing."""
     import polars as pl
 
-    texts = (column if is_text(column) else column.clear()).drop_nulls().cast(pl.String).str.strip_chars()
+    written = str(column.dtype).startswith(("String", "Categorical", "Enum"))  # not bytes, days and lists of Parquet
+    texts = (column if written else column.clear()).drop_nulls().cast(pl.String, strict=False).str.strip_chars()
     return texts.filter(texts.str.to_lowercase().is_in(_MISSING))
 
 

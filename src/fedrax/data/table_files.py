@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,12 +54,23 @@ class CsvForm:
     missing_as: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.separator == r"\t":  # as it is typed in a shell, and as sentences show it
+            object.__setattr__(self, "separator", "\t")
         if len(self.separator) != 1 or not self.separator.isascii() or self.separator in '\r\n"':
             raise FedraxError(f"a separator is one character of ASCII, such as ';', not {self.separator!r}.")
         if self.decimal not in (".", ","):
             raise FedraxError(f"decimal must be '.' or ',', not {self.decimal!r}.")
         if self.decimal == self.separator:
             raise FedraxError("a decimal comma needs another separator than a comma: set separator, to ';' perhaps.")
+
+    @property
+    def missing_numbers(self) -> list[float]:
+        """Those of ``missing_as`` that are numbers: -99 stands for -99.0, too."""
+        found = []
+        for text in self.missing_as:
+            with suppress(ValueError):
+                found.append(float(text.strip().replace(self.decimal, ".")))
+        return found
 
 
 def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -> pl.DataFrame:
@@ -84,6 +95,7 @@ def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -
     long = next((column.name for column in table.iter_columns() if column.name not in texts and _is_long(column)), None)
     if long is not None:
         raise FedraxError(f"{path}: column {long!r} holds {_TOO_LONG}.")
+    table = table.with_columns(without_numbers(column, form.missing_numbers) for column in table.iter_columns())
     return table.filter(~pl.all_horizontal(pl.all().is_null())) if table.width > 1 else table
 
 
@@ -115,6 +127,13 @@ def as_numbers(column: pl.Series, decimal: str = ".") -> pl.Series:
         if made.null_count() == column.null_count() < len(column):
             return column if kind == pl.Float64 and _is_long(column) else made
     return column
+
+
+def without_numbers(column: pl.Series, numbers: Sequence[float]) -> pl.Series:
+    """A column of numbers without these, any other as it is."""
+    if column.dtype.is_integer():
+        numbers = [int(number) for number in numbers if number.is_integer()]
+    return column.set(column.is_in(numbers), None) if numbers and column.dtype.is_numeric() else column
 
 
 def with_point(column: pl.Series, decimal: str) -> pl.Series:
@@ -190,13 +209,18 @@ def _header(path: Path, form: CsvForm) -> list[str]:
             raise FedraxError(f"{path} is {other}.")
         file.seek(0)
         line = file.readline(MAX_HEADER).decode("utf-8-sig")
+        second = file.readline(MAX_HEADER).decode(errors="replace")
         header = next(csv.reader([line], delimiter=form.separator), [])
     if len(header) > MAX_COLUMNS:
         raise FedraxError(f"{path} has {len(header):,} columns, where at most {MAX_COLUMNS:,} are read.")
-    other = next((mark for mark in ",;\t| " if mark != form.separator and mark in line.strip()), None)
-    if len(header) == 1 and other is not None:
+    found = [mark for mark in ",;\t|" if mark != form.separator and mark in line.strip()]
+    if len(header) == 1 and not found and form.separator in second:
+        raise FedraxError(f"{path} begins with {header[0]!r} and not with the names of its columns: remove that line.")
+    names, cells = (len(text.strip().split(" ")) for text in (line, second))
+    found += [" "] if 1 < names <= cells <= names + 1 else []  # one more where rows have names
+    if len(header) == 1 and found:
         raise FedraxError(
-            f"{path} has one column {header[0]!r}: if {other!r} separates its columns, set separator to it."
+            f"{path} has one column {header[0]!r}: if {found[0]!r} separates its columns, set separator to it."
         )
     twice = next((name for name, count in Counter(map(str.strip, header)).items() if count > 1), None)
     if twice is not None:

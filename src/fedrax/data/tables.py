@@ -42,6 +42,9 @@ COPIES = 4
 MANY_ROWS = 50
 """Rows from which on whole numbers that all differ, or texts of which most do, may be taken for the rows' own."""
 
+ALL_DIFFER = 10
+"""Texts from which on they are taken for the rows' own where no two are equal."""
+
 EQUAL_PAIRS = 5
 """Of drawn numbers, in the mean, from which on it is no chance that there are none."""
 
@@ -113,8 +116,9 @@ def load_csv(
         refuse_idle(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
     parts = [_Part.of(Path(p)) for p in (path, test_path) if p is not None]
     table, chosen, first = _read(parts, CsvForm(separator, decimal, tuple(missing_as)), chosen)
-    owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, str(path))
-    made = dataset_of(table, chosen, owners, Path(path).stem, str(path))
+    where = str(path) if test_path is None else f"{path} and {test_path}"
+    owners = Owners.of(table, chosen, None if test_path is None else first, test_fraction, seed, where)
+    made = dataset_of(table, chosen, owners, Path(path).stem, where)
     said = [f"each of the {len(parts[0].files)} files of {path} is a client"] if chosen.client != client else []
     return replace(made, notes=(*said, *made.notes, *label_notes(table, chosen)))
 
@@ -154,8 +158,14 @@ def _read(parts: Sequence[_Part], form: CsvForm, chosen: Columns) -> tuple[pl.Da
     paths = [file for part in parts for file in part.files]
     padded = {name for file in paths for name in zero_padded(file, chosen.of_names, form)}
     tables = [read_csv(file, form, sorted(padded)) for file in paths]
-    if not len(tables[0]):
-        raise FedraxError(f"{paths[0]} holds no rows.")
+    if mixed := _texts_in_some(tables):
+        tables = [read_csv(file, form, sorted(padded | mixed)) for file in paths]
+    first = len(parts[0].files)
+    empty = next((path for path, one in zip(paths[:first], tables, strict=False) if not len(one)), None)
+    if empty is None and not sum(map(len, tables[first:] or tables)):
+        empty = parts[-1].path
+    if empty is not None:
+        raise FedraxError(f"{empty} holds no rows.")
     known = dict.fromkeys(name for table in tables for name in table.columns)
     if strange := [name for name in chosen.named if name not in known]:
         raise unknown(f"column of {parts[0].path}", strange[0], known)
@@ -167,7 +177,17 @@ def _read(parts: Sequence[_Part], form: CsvForm, chosen: Columns) -> tuple[pl.Da
         chosen = replace(chosen, client=_FILE)
         names = np.repeat([file.stem for file in paths], lengths)
         table = table.with_columns(pl.Series(_FILE, names))
-    return table, chosen, sum(lengths[: len(parts[0].files)])
+    return table, chosen, sum(lengths[:first])
+
+
+def _texts_in_some(tables: Sequence[pl.DataFrame]) -> set[str]:
+    """The columns that hold texts in some files and numbers in others, and are of texts as in one file of all rows."""
+    kinds: dict[str, set[bool]] = {}
+    for table in tables:
+        for column in table.iter_columns():
+            if column.null_count() < len(column):
+                kinds.setdefault(column.name, set()).add(is_text(column))
+    return {name for name, found in kinds.items() if len(found) > 1}
 
 
 def _together(tables: Sequence[pl.DataFrame], paths: Sequence[Path]) -> pl.DataFrame:
@@ -181,12 +201,6 @@ def _together(tables: Sequence[pl.DataFrame], paths: Sequence[Path]) -> pl.DataF
             where = path if alone[0] in table.columns else paths[0]
             told = f"{alone[0]!r} is in {where} alone, and drop leaves it out"
             raise FedraxError(f"{paths[0]} and {path} differ in their columns: {told}.")
-    for name in columns:
-        known = [i for i, table in enumerate(tables) if table[name].null_count() < len(table)]
-        other = next((i for i in known if is_text(tables[i][name]) != is_text(tables[known[0]][name])), None)
-        if other is not None:
-            where = f"{paths[known[0]]} and {paths[other]} differ in column {name!r}"
-            raise FedraxError(f"{where}: text in one, numbers in the other.")
     # a column without any value is of texts, and would make those of another file's numbers
     kinds = {n: t[n].dtype for t in reversed(tables) for n in columns if t[n].null_count() < len(t)}
     empty = [[n for n in columns if t[n].null_count() == len(t) and n in kinds] for t in tables]
@@ -289,8 +303,10 @@ def _categories(column: pl.Series, name: str, train: np.ndarray, most: int, path
     new = (codes < 0) & ~lost
     if new.any():
         said.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
-    if len(column) >= MANY_ROWS and 2 * len(categories) > (~lost[train]).sum():
-        said.append(f"warning: {name!r} has another text in most rows: drop it if it names or dates them")
+    written = int((~lost[train]).sum())
+    if len(categories) == written >= ALL_DIFFER or (len(column) >= MANY_ROWS and 2 * len(categories) > written):
+        rows = "every row" if len(categories) == written else "most rows"
+        said.append(f"warning: {name!r} has another text in {rows}: drop it if it names or dates them")
     if lost.any():
         codes[lost] = len(titles)
         titles.append(f"{name} missing")

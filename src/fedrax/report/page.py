@@ -99,9 +99,12 @@ def _places(material: Material) -> str:
 
 def _lead(material: Material) -> str:
     """What it is about in a line, and four numbers."""
-    runs, first = material.runs, material.runs[0].table
+    runs = material.runs
     words = [_count(len(material.methods), "method")]
-    words += [f"{part} {first[part].get('name')}" for part in ("data", "model") if isinstance(first.get(part), dict)]
+    for part in ("data", "model"):
+        tables_of = [run.table[part] for run in runs if isinstance(run.table.get(part), dict)]
+        names = dict.fromkeys(str(table.get("name")) for table in tables_of)
+        words += [f"{part} {', '.join(names)}"] if names else []
     seeds = sorted({run.seed for run in runs})
     words.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds[:10]))}{', …' if len(seeds) > 10 else ''}")
     done = sum(run.finished and run.failure is None for run in runs)
