@@ -127,6 +127,18 @@ def test_a_server_optimizer_that_is_none():
         run(FedAvg(LOCAL, hyperparameters(Half)()))
 
 
+def test_what_a_client_writes_into_its_message_nobody_else_is_sent():
+    @hyperparameters
+    class Moved(FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            message["output"] = tree.scale(1.5, message["output"])
+            return super().client(message, state, data)
+
+    one, *others = [run(Moved(LOCAL), plan=plan).params["output"] for plan in PLANS]
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_number_of_a_step_is_an_array(plan: str):
     """Whatever the plan, and another random number in each step."""
