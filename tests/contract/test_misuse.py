@@ -63,6 +63,11 @@ def counted(number: Any) -> FedAvg:
     return method(server=lambda self, server, cohort: (server, number))
 
 
+def check(self: Any) -> None:
+    """As somebody writes it who does not know of FedraxError."""
+    raise ValueError("too small")
+
+
 @dataclasses.dataclass(frozen=True)
 class Halved:
     """A schedule that lacks the decorator."""
@@ -144,6 +149,19 @@ CASES = {
     ),
     "Mine.lam has no annotation, and so is no field: write lam: float = 0.5": method(lam=0.5),
     "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
+    "local.run is given a dict as data: write local.run": client(lambda m, s, d: LocalSGD().run(m, d)),  # type: ignore[arg-type]
+    r"fails with TypeError: tuple indices .* is an empty tuple": method(server=lambda self, s, c: c.total["n"]),
+    "unknown field of Requirements: 'feature'; did you mean 'features'": method(
+        requirements=property(lambda self: fedrax.Requirements(feature=True))  # type: ignore[call-arg]
+    ),
+    r"Mine \(.* fails with AttributeError: 'Mine' object has no attribute 'lam'": method(
+        longest_delay=property(lambda self: self.lam)
+    ),
+    "Mine.longest_delay is a float: a whole number": method(longest_delay=property(lambda self: 0.5)),
+    "Mine.corrections is a str: a tuple of names is needed": method(corrections=property(lambda self: "control")),
+    r"Mine \(test_misuse.py, line \d+, in check\) fails with ValueError: too small": method(check=check),
+    "what Mine.with_params returns: params/output/bias is not": method(with_params=lambda self, server, params: None),
+    "in Mine's server state: output/bias is not": method(init=lambda self, p, n: Counting((p.pop("output"), p)[1], 0)),
     "nothing calls Mine.recieve: did you mean 'receive'": method(recieve=lambda self, upload: upload),
     "nothing calls Mine.requirments: did you mean": method(requirments=property(lambda self: fedrax.Requirements())),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]

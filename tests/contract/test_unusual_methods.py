@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from fedrax.contract.algorithm import ClientOutput, Cohort
 from fedrax.contract.fields import Leaf
 from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.server_optimizers import SGD
+from fedrax.experiments import config
 from fedrax.models import Model
 from fedrax.simulation.own_methods import check_algorithm
 from tests.simulation.problems import LOCAL, run, travels
@@ -125,6 +128,46 @@ class Half:
 def test_a_server_optimizer_that_is_none():
     with pytest.raises(FedraxError, match="server_optimizer must be of class"):
         run(FedAvg(LOCAL, hyperparameters(Half)()))
+
+
+def test_what_a_client_writes_into_its_message_nobody_else_is_sent():
+    @hyperparameters
+    class Moved(FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            message["output"] = tree.scale(1.5, message["output"])
+            return super().client(message, state, data)
+
+    one, *others = [run(Moved(LOCAL), plan=plan).params["output"] for plan in PLANS]
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
+
+
+class Side(Enum):
+    """An option."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+@hyperparameters
+class Sided(FedAvg):
+    """Another way on the right."""
+
+    side: Side = Side.LEFT
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        output = super().client(message, state, data)
+        return output._replace(upload=tree.scale(1 if self.side is Side.LEFT else -1, output.upload))
+
+
+def test_enumerations_as_fields(tmp_path: Path):
+    with pytest.raises(FedraxError, match=r"Sided.side must be a Side: LEFT, RIGHT, got 'left'"):
+        run(Sided(LOCAL, side="left"))  # type: ignore[arg-type]
+    reader = config.Reader("a file", tmp_path)
+    assert config.table_of(Sided(side=Side.RIGHT))["side"] == "RIGHT"
+    assert reader.fields(Sided, {"side": "RIGHT"}, "").side is Side.RIGHT
+    with pytest.raises(FedraxError, match=r"side: must be a Side: LEFT, RIGHT, not 'right'"):
+        reader.fields(Sided, {"side": "right"}, "")
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -34,14 +34,23 @@ def check_method(algorithm: Any) -> None:
     from fedrax.contract.local import LocalSGD
     from fedrax.contract.requirements import Requirements
 
+    wanted: dict[str, tuple[Any, str]] = {
+        "requirements": (Requirements, "write Requirements(...)"),
+        "local_steps": (LocalSGD | None, "a LocalSGD or None is needed"),
+        "longest_delay": (int | np.integer, "a whole number is needed"),
+        "corrections": (tuple | list, "a tuple of names is needed"),
+        "stacked": (bool, "True or False is needed"),
+        "statistics_at_home": (bool, "True or False is needed"),
+        "remembers": (bool, "True or False is needed"),
+    }
     with explained(algorithm):
         name, phases = type(algorithm).__name__, algorithm.phases
+        found = {what: getattr(algorithm, what) for what in wanted}
     if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
-    if not isinstance(algorithm.requirements, Requirements):
-        raise FedraxError(f"{name}.requirements is {kind(algorithm.requirements)}: write Requirements(...)")
-    if not isinstance(algorithm.local_steps, LocalSGD | None):
-        raise FedraxError(f"{name}.local_steps is {kind(algorithm.local_steps)}: a LocalSGD or None is needed")
+    for what, (types, write) in wanted.items():
+        if not isinstance(found[what], types):
+            raise FedraxError(f"{name}.{what} is {kind(found[what])}: {write}")
     called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
     called += [(phase, what) for phase in phases for what in ("broadcast", "client", "receive", "server")]
     sentences = (_arguments(name, what, getattr(where, what)) for where, what in called)
@@ -101,13 +110,14 @@ def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
     server = _kept(f"{name}.init", server)
     try:
         found = algorithm.params(server)
-        algorithm.with_params(server, found)
+        replaced = algorithm.with_params(server, found)
     except AttributeError as error:
         raise FedraxError(
             f"{name}.init returns {kind(server)} without params: return a NamedTuple with a field params, or define"
             " params(server) and with_params(server, params)"
         ) from error
     _same(f"the parameters in {name}'s server state", found, params, "the model has it")
+    _same(f"what {name}.with_params returns", replaced, server, "init makes it")
     return server
 
 

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Annotated, Any, Literal, SupportsFloat, TypeVar
 
@@ -100,8 +100,15 @@ class Kind:
         return isinstance(self.type, type) and dataclasses.is_dataclass(self.type)
 
     @property
+    def members(self) -> Mapping[str, Any]:
+        """Those of an enumeration, by name."""
+        return self.type.__members__ if isinstance(self.type, EnumType) else {}
+
+    @property
     def words(self) -> str:
         """Such a value in words; none where a file cannot hold it."""
+        if self.members:
+            return f"a {self.type.__name__}: {', '.join(self.members)}"
         if self.items:
             kinds = [kind for item in self.items for kind in item.kinds]
             if self.repeated and len(kinds) == 1 and kinds[0].choices:
@@ -127,7 +134,7 @@ class Kind:
         if self.type in _PLAIN:
             fits = isinstance(value, _PLAIN[self.type][1]) and getattr(value, "ndim", 0) == 0
             return fits and (self.type is bool or not isinstance(value, bool))
-        return isinstance(value, self.type) if self.nested or self.type is type(None) else True
+        return isinstance(value, self.type) if self.nested or self.members or self.type is type(None) else True
 
     def violation(self, value: Any) -> str | None:
         """Which bound ``value``, of this type, breaks, as 'must be ...'."""

@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import jax
 
 from fedrax.contract.fields import Bound, Field, fields_of
+from fedrax.contract.mistakes import explained
 from fedrax.errors import FedraxError, unknown
 
 Positive = Annotated[float, Bound(gt=0)]
@@ -162,7 +163,8 @@ def check(config: Any, path: str = "") -> None:
             _check_role(field, value, where)
     own = getattr(config, "check", None)
     if own is not None:
-        own()
+        with explained(config):
+            own()
 
 
 def _shown(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> str:

@@ -305,6 +305,8 @@ class LocalSGD:
         the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
         term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
+        if not isinstance(data, ClientData):
+            raise FedraxError(f"local.run is given a {type(data).__name__} as data: write local.run(data, params)")
         data = data._begun()
         data.check_counted(self)
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried

@@ -26,7 +26,7 @@ _SENTENCES = {
     jax.errors.NonConcreteBooleanIndexError: "takes entries by a traced condition, and their number is known only when"
     " the program runs: use jnp.where",
     jax.errors.ConcretizationTypeError: "needs a value that is known only when the program runs: annotate the field"
-    " as int, or compute with jax.numpy",
+    " as int, compute with jax.numpy, and show numbers as info",
     jax.errors.UnexpectedTracerError: "keeps a traced value outside of the function that made it: return it as state;"
     " and take local steps, local.run(...), outside of jax.lax.cond, scan and vmap",
 }
@@ -40,6 +40,7 @@ _HINTS = {
     r"carry input and carry output|carry component": "return from the loop's body what it begins with, of the same"
     " keys, shapes and types, such as jnp.float32(0) for 0",
     r"incompatible shapes|contracting dimensions|broadcast": "give both the same shapes",
+    r"^TypeError: tuple indices must be": "what no client sends, or the server does not send, is an empty tuple",
     r"immutable": "write x.at[i].set(y)",
     r"cannot assign to field|can't set attribute": "return what changes as a new state, state._replace(...)",
     r"ClientOutput\.__new__": "write ClientOutput(upload=..., state=..., info=..., each=..., total=...)",

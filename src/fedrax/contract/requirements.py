@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedrax import tree
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, known_fields_only
 
 
+@known_fields_only
 @dataclass(frozen=True)
 class Requirements:
     """The defaults need nothing. ``a | b`` needs what either does."""

@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,8 @@ class Reader:
         for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
             if kind.type is Path and isinstance(value, str):
                 return below(self.folder, value)
+            if isinstance(value, str) and value in kind.members:
+                return kind.members[value]
             if kind.words and kind.holds(value):
                 if kind.items:
                     items = [self._plain(f, item) for f, item in kind.each(value)]
@@ -301,6 +304,8 @@ def plain(value: Any) -> Any:
     """A scalar, path or list as a file holds it."""
     if isinstance(value, Path):
         return str(value.resolve())
+    if isinstance(value, Enum):
+        return value.name
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, bool | int | float | str):

@@ -104,7 +104,7 @@ def trace_round(
     def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
-        server = checked_init(algorithm, params, algorithm.init(params, program.num_clients))
+        server = checked_init(algorithm, params, algorithm.init(tree.rebuilt(params), program.num_clients))
         after = run_round(executor, server, statistics)[0]
         with noted(algorithm, broken):
             checked_round(algorithm, server, after)

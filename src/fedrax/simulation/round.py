@@ -82,7 +82,7 @@ class Kept(NamedTuple):
     def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> Kept:
         """Of a client that has not taken part."""
         at_home = statistics if algorithm.statistics_at_home else ()
-        state = checked_client(algorithm, algorithm.init_client(params))
+        state = checked_client(algorithm, algorithm.init_client(tree.rebuilt(params)))
         return cls(state, algorithm.init_local(params), at_home)
 
 
@@ -151,7 +151,7 @@ class Executor(ABC):
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """What phase ``p`` sends to its clients."""
-        return self.algorithm.phases[p].broadcast(server)
+        return self.algorithm.phases[p].broadcast(tree.rebuilt(server))
 
     @abstractmethod
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
@@ -268,7 +268,7 @@ def take_part(p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistic
     """As :func:`run_client`, of a client whose data are at hand."""
     at_home = algorithm.statistics_at_home
     carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
-    phase = algorithm.phases[p]
+    phase, message = algorithm.phases[p], tree.rebuilt(message)  # which others are sent after this one
     output = checked_output(algorithm, phase.client(message, kept.state, data.with_carried(carried)))
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics

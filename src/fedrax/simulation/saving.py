@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedrax import tree
 from fedrax.compiled.tracing import computed
 from fedrax.contract.checks import require_finite_start
 from fedrax.errors import FedraxError
@@ -158,7 +159,7 @@ def round_of(meta: dict[str, Any], where: Path) -> int:
 
 
 def _like(setup: Setup, rows: int, ledger: Ledger | None) -> Saved:
-    server = setup.algorithm.init(setup.params, setup.info.num_clients)
+    server = setup.algorithm.init(tree.rebuilt(setup.params), setup.info.num_clients)
     repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
     counts = () if ledger is None else jnp.asarray(ledger.counts)
     return Saved(server, setup.statistics, jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32), counts)
