@@ -21,7 +21,7 @@ from fedrax.contract.server_optimizers import SGD
 from fedrax.experiments import config
 from fedrax.models import Model
 from fedrax.simulation.own_methods import check_algorithm
-from tests.simulation.problems import LOCAL, run, travels
+from tests.simulation.problems import FEDERATION, LOCAL, run, travels
 
 PLANS = ["scan", "vmap", "loop", "debug"]
 
@@ -280,3 +280,30 @@ def test_rows_that_are_left_out_are_never_looked_at(local: LocalSGD):
     moved = run(WithoutTheLast(local), federation, task=task, rounds=1, cohort_size=2).params != 0
     stored = federation.train.x.argmax(1)
     assert moved[stored].reshape(2, 4).tolist() == 2 * [[True, True, True, False]]
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
+def test_all_of_a_clients_samples(plan: str):
+    """Clients of unlike sizes: sums of their own rows alone."""
+
+    class Sums(NamedTuple):
+        params: Any
+        sums: Any
+
+    @hyperparameters
+    class Counting(FedAvg):
+        def init(self, params: Any, n: int) -> Any:
+            return Sums(params, jnp.zeros(()))
+
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            batch, real = data.all_samples()
+            rows = batch.x.reshape(len(real), -1).sum(1)
+            return ClientOutput(upload=tree.zeros_like(message), total={"x": jnp.sum(jnp.where(real, rows, 0))})
+
+        def server(self, server: Any, cohort: Cohort) -> Any:
+            return server._replace(sums=cohort.total["x"]), {}
+
+    cohort = [4, 1, 3]
+    found = run(Counting(LOCAL), rounds=1, plan=plan, devices=1, script=fedrax.Script(cohorts=[cohort]))
+    rows = [row for c in cohort for row in range(FEDERATION.offsets[c], FEDERATION.offsets[c + 1])]
+    np.testing.assert_allclose(found.server.sums, np.asarray(FEDERATION.train[0])[rows].sum(), rtol=1e-5)

@@ -383,3 +383,11 @@ class ClientData(Ruled):
     def gather(self, positions: Array) -> Tree:
         """The client's samples at ``positions``, counted from its first."""
         return jax.tree.map(lambda a: a.at[self.place.offset + positions].get(mode="clip"), self.samples)
+
+    def all_samples(self) -> tuple[Tree, Array]:
+        """(the client's samples [n, ...], which of these rows count: bool [n]); n is the largest client's.
+
+        Rows that do not count repeat the client's last.
+        """
+        rows = jnp.arange(self.layout.largest)
+        return self.gather(jnp.minimum(rows, self.size - 1)), rows < self.size
