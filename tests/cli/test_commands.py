@@ -74,6 +74,15 @@ def test_run_as_json(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path)
     assert outcome.err == ""
 
 
+def test_warnings_of_the_data_are_said_beside_json(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i % 7},{('yes', 'NA')[i % 2]}\n" for i in range(60)))
+    flags = ("--data", "csv", "--data.path", "d.csv", "--partition", "iid", "--partition.clients", 3)
+    for command in (("run", "--run.cohort-size", "2", "--run.rounds", "1", "--model", "logistic"), ("partition",)):
+        outcome = fedrax(*command, *flags, "--json")
+        assert outcome.err.startswith("warning: 'NA', in 30 rows of 'label', is a class as any other")
+        json.loads(outcome.out.splitlines()[-1])
+
+
 def test_default_directories_do_not_collide(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert fedrax("run", tiny, "--run.rounds", "1").status == 0

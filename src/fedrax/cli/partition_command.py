@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,9 @@ def main(args: list[str]) -> int:
 
     pictures, failed = save(drawn, None if counts is None else options.picture)
     if options.json:
+        for note in federation.notes:
+            if note.startswith("warning: "):
+                print(plain(note), file=sys.stderr)
         table: dict[str, Any] = {
             "sizes": federation.sizes.tolist(),
             "counts": None if counts is None else counts.tolist(),

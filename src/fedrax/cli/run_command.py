@@ -95,10 +95,11 @@ def not_of_one_run(keys: Sequence[str], spec: Experiment) -> list[str]:
 
 
 def say_notes(notes: Sequence[str], options: Reporting) -> None:
-    """What the reader of the data wants known, on standard error."""
-    if not options.quiet and not options.json:
+    """What the reader of the data wants known, on standard error; where programs listen, warnings alone."""
+    if not options.quiet:
         for note in notes:
-            print(plain(note), file=sys.stderr)
+            if not options.json or note.startswith("warning: "):
+                print(plain(note), file=sys.stderr)
 
 
 class Lines(sinks.JsonSink):
