@@ -10,7 +10,7 @@ Names are loaded when first used, so that ``import fedrax`` itself is instant.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, FedraxWarning
 from fedrax.version import VERSION
 
 __version__ = VERSION
@@ -137,7 +137,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022 - by topic
-    "FedraxError", "tree",
+    "FedraxError", "FedraxWarning", "tree",
     "Algorithm", "Averaging", "ClientData", "ClientOutput", "Cohort", "Info", "LocalSGD", "Optax", "Phase",
     "Requirements", "Step", "Table", "Vectors", "Wrapped", "Wrapper", "check_algorithm",
     "Count", "Decay", "Fraction", "Leaf", "NonNegative", "Positive", "Static", "Whole", "hyperparameters",

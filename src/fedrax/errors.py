@@ -1,8 +1,10 @@
-"""The one exception a user of fedrax is meant to read."""
+"""The one exception that a user of fedrax is meant to read, and the one warning."""
 
 import dataclasses
 import difflib
 import functools
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -18,6 +20,20 @@ class FedraxError(Exception):
     The command line prints the sentence and exits with status 2; library users may catch it.
     Anything else that escapes is a bug of fedrax.
     """
+
+
+class FedraxWarning(UserWarning):
+    """What is likely not meant, in one clear sentence."""
+
+
+def warn(sentence: str) -> None:
+    """Warn by a :class:`FedraxWarning` at the line outside the package that led here."""
+    level, outside, frame = 1, 1, sys._getframe()
+    while (frame := frame.f_back) is not None:
+        level += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+            outside = level + 1
+    warnings.warn(sentence, FedraxWarning, stacklevel=outside)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:

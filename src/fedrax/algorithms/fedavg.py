@@ -6,7 +6,6 @@ efficient local gradient clipping, Liu et al. 2022) is FedAvg with ``local.clip`
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from fedrax import tree
@@ -17,6 +16,7 @@ from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD, pull
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.errors import warn
 from fedrax.tree import Tree
 
 
@@ -59,9 +59,8 @@ class FedSGD(Algorithm):
         hints = {"momentum": "set server_optimizer.momentum"}
         self.local.takes_one_gradient("FedSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
         if self.local.lr not in (LocalSGD.lr, getattr(self.server_optimizer, "lr", None)):
-            warnings.warn(
+            warn(
                 "the step size of FedSGD is the server's, and local.lr counts for nothing: set server_optimizer.lr",
-                stacklevel=2,
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import Count, Positive, hyperparameters
 from fedrax.contract.local import LocalSGD, Step
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
 
 
@@ -55,10 +54,9 @@ class PFedMe(Algorithm):
         if self.local.momentum is not None:
             raise FedraxError("pFedMe's local steps follow w - theta and no gradient: leave local.momentum out")
         if self.local.lr * self.lam >= 1:
-            warnings.warn(
+            warn(
                 "pFedMe with local.lr * lam of 1 replaces w by the client's own model in every step, and with more"
                 " leaps beyond it: local.lr is usually far below 1 / lam",
-                stacklevel=2,
             )
 
     def init(self, params: Tree, num_clients: int) -> Server:

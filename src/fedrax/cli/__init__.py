@@ -15,10 +15,9 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, FedraxWarning
 from fedrax.text import plain_lines
 
 COMMANDS = {
@@ -76,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _warnings_as_sentences() -> Iterator[None]:
-    """The library's warnings without the place in its source, which is no user's; all others as they are."""
-    others, package = warnings.formatwarning, str(Path(__file__).parent.parent)
+    """The library's warnings without the line that led to them, which is this command's; all others as they are."""
+    others = warnings.formatwarning
 
     def sentence(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None):
-        if category is UserWarning and filename.startswith(package):
+        if issubclass(category, FedraxWarning):
             return f"fedrax: {plain_lines(str(message))}\n"
         return others(message, category, filename, lineno, line)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from functools import cache
 from pathlib import Path
 
 import jax
 import jax.monitoring
 from jax._src import distributed
+
+from fedrax.errors import warn
 
 _FOR_EVER = "2000000000"
 """Seconds; 63 years."""
@@ -92,10 +93,9 @@ def abandon_processes() -> None:
 def _warn_of_one_core() -> None:
     """Say once that the other cores are idle."""
     if cores() > 1 and len(jax.devices()) == 1 and jax.default_backend() == "cpu":
-        warnings.warn(
+        warn(
             f"JAX was in use before fedrax, so simulations run on one of {cores()} cores: call fedrax.use_all_cores()"
             " before the program's first use of JAX",
-            stacklevel=3,
         )
 
 

@@ -6,7 +6,6 @@ the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +21,7 @@ from fedrax.contract.optax_rule import Optax, with_new_keys
 from fedrax.contract.proximal import Prox
 from fedrax.contract.rules import like
 from fedrax.contract.schedules import Constant, Schedule
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
 
 
@@ -175,9 +174,8 @@ class LocalSGD:
         if self.blocks is not None and self.steps is None:
             raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
         if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
-            warnings.warn(
+            warn(
                 f"a step sees one of local.blocks = {self.blocks}, and local.batch_size counts for nothing",
-                stacklevel=2,
             )
         if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
             raise FedraxError(
@@ -212,9 +210,8 @@ class LocalSGD:
             return data.place.steps
         if data.work is not None and (self.steps or self.epochs or 1) == 1:
             what = "epochs" if self.steps is None else "steps"
-            warnings.warn(
+            warn(
                 f"stragglers do whole {what}, one at least, and here everybody does one: stragglers count for nothing",
-                stacklevel=2,
             )
         if self.steps is not None:
             return self.steps if data.work is None else jnp.ceil(data.work * self.steps).astype(jnp.int32)
@@ -264,7 +261,7 @@ class LocalSGD:
         for option in ("steps", "epochs"):
             if getattr(self, option) not in (None, 1):
                 idle = f"local.{option} = {getattr(self, option)}"
-                warnings.warn(f"{name} takes one step a round, and {idle} counts for nothing", stacklevel=3)
+                warn(f"{name} takes one step a round, and {idle} counts for nothing")
 
     @property
     def steps_are_gradients(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from fedrax.compiled.products import Format
 from fedrax.contract.hyperparameters import Bound, Count, Fraction, Positive
-from fedrax.errors import FedraxError, known_fields_only
+from fedrax.errors import FedraxError, known_fields_only, warn
 from fedrax.privacy.accounting import Amplification
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
@@ -144,7 +143,7 @@ class Settings:
     def check(self) -> None:
         """Refuse a short format for products of long numbers; warn of a chunk where there are none."""
         if self.chunk is not None and self.plan not in ("auto", "vmap"):
-            warnings.warn(f"chunk is plan vmap's, and counts for nothing under plan {self.plan}", stacklevel=2)
+            warn(f"chunk is plan vmap's, and counts for nothing under plan {self.plan}")
         if self.dtype == "float64" and self.precision != "highest":
             raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
 

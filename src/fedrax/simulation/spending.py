@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.releases import Release
@@ -94,10 +93,9 @@ def ledger_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Led
     _check_room(accountant, settings.epsilon_budget)
     units = sampler.num_clients if accountant.unit == "client" else int(sampler.sizes.sum())
     if settings.delta >= 1 / units:
-        warnings.warn(
+        warn(
             f"delta = {settings.delta:g} is not below 1/{units}: a method may publish the data of one"
             f" {accountant.unit} of {units} and keep this promise; take a smaller delta",
-            stacklevel=2,
         )
     return Ledger(accountant, sampler.sizes)
 
