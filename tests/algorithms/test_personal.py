@@ -13,6 +13,7 @@ from fedrax import (
     Batch,
     FedAvg,
     Federation,
+    FedraxWarning,
     LocalSGD,
     PFedMe,
     Result,
@@ -102,7 +103,7 @@ def test_steps_that_leave_nothing_of_w_are_warned_about(lam: float, warned: bool
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check(PFedMe(LOCAL, lam=lam))
-    assert [w.category for w in caught] == [UserWarning] * warned
+    assert [w.category for w in caught] == [FedraxWarning] * warned
     assert all("local.lr * lam of 1 replaces w" in str(w.message) for w in caught)
 
 
