@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.pictures import save
+from fedrax.cli.run_command import say_notes
 from fedrax.data import Federation, has_one_label, heterogeneity, label_counts
 from fedrax.diagnosis import gradient_dissimilarity
 from fedrax.errors import FedraxError
@@ -72,9 +72,7 @@ def main(args: list[str]) -> int:
 
     pictures, failed = save(drawn, None if counts is None else options.picture)
     if options.json:
-        for note in federation.notes:
-            if note.startswith("warning: "):
-                print(plain(note), file=sys.stderr)
+        say_notes(federation.notes, warnings_only=True)
         table: dict[str, Any] = {
             "sizes": federation.sizes.tolist(),
             "counts": None if counts is None else counts.tolist(),

@@ -67,7 +67,8 @@ def main(args: list[str]) -> int:
     directory = new_directory(spec, options.out)
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
-    say_notes([*not_of_one_run(parsed.left_out, spec), *problem[2].notes, *problem[1].notes], options)
+    if not options.quiet:
+        say_notes([*not_of_one_run(parsed.left_out, spec), *problem[2].notes, *problem[1].notes], options.json)
     return run(spec, problem, directory, options, resume=False)
 
 
@@ -94,12 +95,11 @@ def not_of_one_run(keys: Sequence[str], spec: Experiment) -> list[str]:
     return [f"{said}; this is one run, with seed {spec.run.seed}"]
 
 
-def say_notes(notes: Sequence[str], options: Reporting) -> None:
+def say_notes(notes: Sequence[str], warnings_only: bool) -> None:
     """What the reader of the data wants known, on standard error; where programs listen, warnings alone."""
-    if not options.quiet:
-        for note in notes:
-            if not options.json or note.startswith("warning: "):
-                print(plain(note), file=sys.stderr)
+    for note in notes:
+        if note.startswith("warning: ") or not warnings_only:
+            print(plain(note), file=sys.stderr)
 
 
 class Lines(sinks.JsonSink):

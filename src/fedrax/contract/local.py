@@ -107,6 +107,13 @@ class LocalResult(NamedTuple):
     """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient."""
 
 
+def _client_data(given: Any) -> ClientData:
+    """``given``, if it is a client's data: the arguments of ``local.run`` are easily taken for each other."""
+    if not isinstance(given, ClientData):
+        raise FedraxError(f"local.run is given a {type(given).__name__} as data: write local.run(data, params)")
+    return given
+
+
 def _checked(made: Any, x: Tree, memory: Any) -> tuple[Tree, Any]:
     """What a direction returned, if it is a pair in the form of the parameters and of the memory before."""
     if not isinstance(made, tuple) or hasattr(made, "_fields") or len(made) != 2:
@@ -302,9 +309,7 @@ class LocalSGD:
         the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
         term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
         """
-        if not isinstance(data, ClientData):
-            raise FedraxError(f"local.run is given a {type(data).__name__} as data: write local.run(data, params)")
-        data = data._begun()
+        data = _client_data(data)._begun()
         data.check_counted(self)
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 

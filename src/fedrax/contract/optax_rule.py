@@ -140,8 +140,11 @@ class Optax:
         loss: at ``x``, for transformations that go by it (``optax.polyak_sgd``, ``optax.contrib.reduce_on_plateau``).
         """
         with self._told():
-            transform = self.made(lr)
-            more = {"value": loss} if loss is not None and _takes_more(transform) else {}
+            transform, more = self.made(lr), {}
+            if loss is not None:
+                import optax
+
+                transform, more = optax.with_extra_args_support(transform), {"value": loss}
             updates, state = transform.update(direction, _with_keys(state), x, **more)
         return tree.add_scaled(x, factor, updates), _without_keys(state)
 
@@ -203,12 +206,6 @@ def with_new_keys(state: Tree, key: Array) -> Tree:
 
 def _is_finished(transform: Any) -> bool:
     return hasattr(transform, "init") and hasattr(transform, "update")
-
-
-def _takes_more(transform: Any) -> bool:
-    """Whether its update takes what it does not know, too: optax's transformations with extra arguments."""
-    parameters = inspect.signature(transform.update).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD or p.name == "value" for p in parameters)
 
 
 def _described(value: Any) -> str:
