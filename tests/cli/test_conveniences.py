@@ -56,6 +56,14 @@ def test_a_finished_run_goes_on(fedrax: Callable[..., Outcome], tiny: Path, tmp_
     assert outcome.status == 2 and "give more of them" in outcome.err
 
 
+def test_the_target_that_ends_all_runs_is_the_tables(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    flags = ("--algorithms", "scaffold", "--run.target", 0.15, "--seeds", 0, "--out", "c")
+    outcome = fedrax("compare", tiny, *flags)
+    assert outcome.status == 0 and "target 0.15: as given" in outcome.out, outcome
+    assert json.loads(fedrax("show", "c", "--json").out)["target"] == 0.15
+    assert "target 0.2: as given" in fedrax("show", "c", "--target", 0.2).out
+
+
 def test_a_run_says_what_of_its_file_it_leaves_out(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     tiny.write_text("seeds = [3, 4]\ntarget = 0.5\n" + TINY)
     outcome = fedrax("run", tiny, "--out", "r")

@@ -13,7 +13,7 @@ import pytest
 from fedrax.attacks import Attack
 from fedrax.attacks.optimizers import Descent
 from fedrax.attacks.view import View
-from fedrax.report.runs import Method, Run, curve, default_target, group, summarise
+from fedrax.report.runs import Method, Run, curve, group, summarise, target_of
 from fedrax.report.tables import cells, legend
 from tests.cli.conftest import TINY, Outcome
 
@@ -47,9 +47,9 @@ def test_a_run_made_twice_is_one_seed(fedrax: Callable[..., Outcome], tmp_path: 
 
 def test_the_default_target_is_of_methods_that_did_not_diverge():
     good, lost = Method("a", [run(40, test_accuracy=0.8)]), Method("b", [run(9, failure="x", test_accuracy=0.9)])
-    assert default_target([good, lost]) == 0.76
-    assert default_target([lost]) == 0.85
-    assert default_target([Method("c", [run(40, test_accuracy=0.01)])]) is None
+    assert target_of([good, lost]) == (0.76, False)
+    assert target_of([lost]) == (0.85, False)
+    assert target_of([Method("c", [run(40, test_accuracy=0.01)])]) == (None, False)
 
 
 def test_a_target_of_a_loss_is_called_so():

@@ -158,6 +158,7 @@ CASES = {
         longest_delay=property(lambda self: self.lam)
     ),
     "Mine.longest_delay is a float: a whole number": method(longest_delay=property(lambda self: 0.5)),
+    "Mine.releases gives nothing: a tuple of Release is needed": method(releases=lambda self: None),
     "Mine.corrections is a str: a tuple of names is needed": method(corrections=property(lambda self: "control")),
     r"Mine \(test_misuse.py, line \d+, in check\) fails with ValueError: too small": method(check=check),
     "what Mine.with_params returns: params/output/bias is not": method(with_params=lambda self, server, params: None),

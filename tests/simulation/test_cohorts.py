@@ -270,6 +270,12 @@ def test_stragglers_that_count_for_nothing_are_warned_of(local: fedrax.LocalSGD)
     assert slow.events[-1]["gradients"] == run(fedrax.FedAvg(local=local), rounds=1).events[-1]["gradients"]
 
 
+@pytest.mark.parametrize("algorithm", [fedrax.FedSGD(), fedrax.SignSGD()], ids=["FedSGD", "SignSGD"])
+def test_methods_without_stragglers_are_warned_of(algorithm: fedrax.Algorithm):
+    with pytest.warns(fedrax.FedraxWarning, match="less work for being slow: stragglers count for nothing"):
+        run(algorithm, stragglers=1.0, rounds=1)
+
+
 def test_stragglers_are_the_same_for_every_algorithm():
     """Shares come from (seed, round) alone."""
     sampler = Sampler(Settings(stragglers=0.5, cohort_size=4), np.array(SIZES))

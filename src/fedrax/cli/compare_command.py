@@ -49,7 +49,7 @@ class CompareOptions(Reporting):
     seeds: tuple[int, ...] = ()
     """Seeds; by default the file's, or 0 1 2."""
     target: float | None = None
-    """Accuracy to reach; by default the file's, or 95 % of the best method's final accuracy."""
+    """Accuracy to reach; by default the file's, that at which all runs end, or 95 % of the best final accuracy."""
     grid: tuple[str, ...] = ()
     """Settings to choose for each method, in place of the file's grids: PATH=VALUE,VALUE,..., one or several."""
     validation: float | None = None

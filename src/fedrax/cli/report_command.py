@@ -30,7 +30,7 @@ class ReportOptions:
     title: str | None = None
     """Its title; by default what the comparisons or runs are called."""
     target: float | None = None
-    """Accuracy to reach; by default the comparison's, or 95 % of the best final accuracy."""
+    """Accuracy to reach; by default the comparison's, that at which all runs end, or 95 % of the best final."""
 
 
 def main(args: list[str]) -> int:

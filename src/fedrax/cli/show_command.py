@@ -12,7 +12,7 @@ import tyro
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
 from fedrax.report import tables
-from fedrax.report.runs import default_target, find_runs, group, main_metric, summarise
+from fedrax.report.runs import find_runs, group, main_metric, summarise, target_of
 
 DESCRIPTION = """Show runs: `fedrax show DIR...`.
 
@@ -27,7 +27,7 @@ class ShowOptions:
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
     """Run directories, or directories that hold some."""
     target: float | None = None
-    """Accuracy to reach; by default 95 % of the best final accuracy."""
+    """Accuracy to reach; by default that at which all runs end, or 95 % of the best final accuracy."""
     curves: Path | None = None
     """Also draw curves, to this file name with .png and .svg."""
     markdown: bool = False
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
     found = {run.directory.resolve(): run for path in options.directories for run in find_runs(path)}
     methods = group(list(found.values()))
     metric = main_metric(methods)
-    target = options.target if options.target is not None else default_target(methods)
+    target, given = target_of(methods, options.target)
     rows = [summarise(method, target, metric) for method in methods]
     if options.json:
         print(json.dumps({"metric": metric, "target": target, "methods": tables.values(rows)}))
@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     else:
         console = tables.wide_console()
         tables.show(console, rows, target, metric)
-        console.print(tables.legend(target, options.target is not None, rows))
+        console.print(tables.legend(target, given, rows))
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves
 

@@ -14,9 +14,11 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
+from fedrax import tree
 from fedrax.compiled.edits import Code
 from fedrax.compiled.lengths import of_differences
 from fedrax.compiled.rewriting import CALLS
+from fedrax.tree import Tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -152,6 +154,23 @@ def sources(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
             found = zip(equation.outvars, sources(inside), strict=True)
             of.update((v, given[inner]) for v, inner in found if inner in given)
     return list(map(source, jaxpr.outvars))
+
+
+def dependent(function: Callable[..., Tree], secret: Tree, *others: Tree) -> list[str]:
+    """The names of the leaves of ``function(secret, *others)`` that are computed from ``secret``.
+
+    ``function`` is traced and not run. Whatever an operation reads is taken to matter for all that it gives, loops and
+    calls as a whole: a leaf that is not named does not depend on ``secret``; one that is named may.
+    """
+    with jax.disable_jit(False):
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(secret, *others)
+    jaxpr = closed.jaxpr
+    touched = set(jaxpr.invars[: len(jax.tree.leaves(secret))])
+    for equation in jaxpr.eqns:
+        if any(not isinstance(v, core.Literal) and v in touched for v in equation.invars):
+            touched.update(equation.outvars)
+    outputs = zip(tree.leaf_names(shape), jaxpr.outvars, strict=True)
+    return [name for name, v in outputs if not isinstance(v, core.Literal) and v in touched]
 
 
 def parts_of_scan(equation: core.JaxprEqn) -> tuple[int, int]:

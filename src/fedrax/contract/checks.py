@@ -33,6 +33,7 @@ def check_method(algorithm: Any) -> None:
     from fedrax.contract.algorithm import Phase
     from fedrax.contract.local import LocalSGD
     from fedrax.contract.requirements import Requirements
+    from fedrax.privacy.releases import Release
 
     wanted: dict[str, tuple[Any, str]] = {
         "requirements": (Requirements, "write Requirements(...)"),
@@ -46,11 +47,14 @@ def check_method(algorithm: Any) -> None:
     with explained(algorithm):
         name, phases = type(algorithm).__name__, algorithm.phases
         found = {what: getattr(algorithm, what) for what in wanted}
+        releases = algorithm.releases()
     if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
     for what, (types, write) in wanted.items():
         if not isinstance(found[what], types):
             raise FedraxError(f"{name}.{what} is {kind(found[what])}: {write}")
+    if not isinstance(releases, tuple | list) or not all(isinstance(release, Release) for release in releases):
+        raise FedraxError(f"{name}.releases gives {kind(releases)}: a tuple of Release is needed, () for none")
     called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
     called += [(phase, what) for phase in phases for what in ("broadcast", "client", "receive", "server")]
     sentences = (_arguments(name, what, getattr(where, what)) for where, what in called)

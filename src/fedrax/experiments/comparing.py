@@ -20,7 +20,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.ownership import check_ours
 from fedrax.experiments.running import Executors, Problem, ProgressWatcher, Watcher, Workers
 from fedrax.report import curves, grids, tables
-from fedrax.report.runs import COMPARISON, Method, Row, Run, default_target, main_metric, read_comparison, summarise
+from fedrax.report.runs import COMPARISON, Method, Row, Run, main_metric, read_comparison, summarise, target_of
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.progress import somebody_looks_on
 from fedrax.simulation.tuning import Choice
@@ -49,8 +49,13 @@ class Outcome:
 
     @property
     def target(self) -> float | None:
-        """The accuracy whose cost is in the table: the comparison's, or 95 % of the best method's final one."""
-        return self.comparison.target if self.comparison.target is not None else default_target(self.methods)
+        """The accuracy whose cost is in the table: the comparison's, that at which its runs end, or 95 % of the best
+        method's final one."""
+        return self._target[0]
+
+    @property
+    def _target(self) -> tuple[float | None, bool]:
+        return target_of(self.methods, self.comparison.target)
 
     @property
     def rows(self) -> list[Row]:
@@ -67,7 +72,7 @@ class Outcome:
         spec = self.comparison
         how = (spec.search.validation, spec.search_seeds, spec.search.trials)
         said = grids.lines(self.choices, *how) if self.choices else []
-        legend = tables.legend(self.target, spec.target is not None, self.rows)
+        legend = tables.legend(*self._target, self.rows)
         return said + [legend] * bool(legend)
 
     def summary(self) -> dict[str, Any]:
@@ -78,7 +83,7 @@ class Outcome:
             "seeds": list(spec.seeds),
             "metric": self.metric,
             "target": self.target,
-            "target_is_default": spec.target is None,
+            "target_is_default": not self._target[1],
             "methods": tables.values(self.rows),
             "places": sorted({run.directory.parent.relative_to(self.directory).as_posix() for run in self._runs}),
         }

@@ -15,7 +15,7 @@ from typing import Any
 from fedrax.errors import FedraxError
 from fedrax.files import reading
 from fedrax.report import grids
-from fedrax.report.runs import COMPARISON, Method, Run, default_target, find_runs, group, main_metric, read_comparison
+from fedrax.report.runs import COMPARISON, Method, Run, find_runs, group, main_metric, read_comparison, target_of
 from fedrax.simulation.clients_file import Clients, read_clients
 from fedrax.simulation.tuning import Choice, Range, Trial
 
@@ -101,9 +101,7 @@ def gather(directories: Sequence[Path], target: float | None = None) -> Material
     plain = [method for source in sources if not kept[source.directory] for method in source.methods]
     methods = _told_apart(methods + group([run for method in plain for run in method.runs]), homes)
     theirs = next((source.target for source in sources if source.target is not None), None)
-    given = target is not None or theirs is not None
-    found = target if target is not None else theirs if theirs is not None else default_target(methods)
-    return Material(sources, methods, found, given)
+    return Material(sources, methods, *target_of(methods, target if target is not None else theirs))
 
 
 def _told_apart(methods: Sequence[Method], homes: Mapping[Path, Path]) -> list[Method]:

@@ -350,12 +350,21 @@ def _behind_the_worst(last: dict[str, float]) -> list[int]:
     return [int(samples) for name, samples in last.items() if name.endswith(f"_{kind}_worst_client_samples")]
 
 
-def default_target(methods: Sequence[Method]) -> float | None:
-    """95 % of the best method's mean final accuracy, to the percent; None where there is no accuracy."""
+def target_of(methods: Sequence[Method], given: float | None = None) -> tuple[float | None, bool]:
+    """(the accuracy whose cost is shown, whether somebody chose it).
+
+    ``given``, or the one at which all runs end; else 95 % of the best method's mean final accuracy, to the percent, and
+    None where there is no accuracy.
+    """
+    ends = {run.table["run"].get("target", "none") for method in methods for run in method.runs}
+    if given is None and len(ends) == 1 and "none" not in ends:
+        (given,) = ends
+    if given is not None:
+        return given, True
     sound = [method for method in methods if method.failure is None] or methods
     finals = [row.accuracy.mean for m in sound if (row := summarise(m, None)).accuracy is not None]
     known = [final for final in finals if math.isfinite(final)]
-    return (math.floor(95 * max(known)) / 100 or None) if known else None
+    return (math.floor(95 * max(known)) / 100 or None) if known else None, False
 
 
 def finite(value: Any) -> Any:

@@ -11,12 +11,12 @@ from jax.extend.core import ClosedJaxpr
 from fedrax import tree
 from fedrax.compiled.alive import most_alive
 from fedrax.compiled.scopes import phase_scope, read_scope
-from fedrax.compiled.tracing import sources
+from fedrax.compiled.tracing import dependent, sources
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import Place
 from fedrax.contract.mistakes import explained, noted, refuse
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, Sums, run_round
 from fedrax.tree import Tree
 
@@ -101,7 +101,9 @@ def trace_round(
     place: of any client, its fields of shape [1, ...]. broken: what is known to be wrong already.
     """
 
-    def one_round(params: Tree, statistics: Tree, kept: Kept, samples: Tree) -> tuple[Tree, Tree, Tree]:
+    def one_round(
+        params: Tree, statistics: Tree, kept: Kept, samples: Tree, place: Place = place
+    ) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
         server = checked_init(algorithm, params, algorithm.init(tree.rebuilt(params), program.num_clients))
@@ -118,6 +120,9 @@ def trace_round(
         refuse([*broken, error])
         raise
     refuse(broken)
+    outcome = lambda work, p, v, k, x: one_round(p, v, k, x, place._replace(work=work))[1:]  # noqa: E731
+    if place.work is not None and not dependent(outcome, place.work, *shapes):
+        warn(f"no client of {type(algorithm).__name__} does less work for being slow: stragglers count for nothing")
     return TracedRound(_bytes_once(received, sources(made)), tree.num_bytes(sent), made)
 
 
