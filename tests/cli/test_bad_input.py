@@ -192,6 +192,9 @@ CASES = {
         "run x.toml", "'name' is missing", toml("steps = 2 }", "steps = 2, prox = { weight = 1.0 } }")
     ),
     "compare file": Case("run x.toml", "fedrax compare", toml(new='[[compare]]\nname = "fedavg"\n')),
+    "data for an experiment": Case("run d.csv", "no experiment: give it by --data csv --data.path d.csv"),
+    "file for a data set": Case("run --data d.tsv", "the data set is 'csv', and its path 'd.tsv'"),
+    "file for a class": Case("run --algorithm own.py", "write own.py:NAME, of the algorithm in it"),
     "own file missing": Case("run --algorithm own.py:Thing", "there is no file"),
     "own name missing": Case("run --algorithm own.py:Thong", "did you mean", file("own.py", OWN)),
     "not an algorithm": Case("run --algorithm own.py:Thing", "not a subclass", file("own.py", OWN)),

@@ -64,6 +64,14 @@ def test_the_target_that_ends_all_runs_is_the_tables(fedrax: Callable[..., Outco
     assert "target 0.2: as given" in fedrax("show", "c", "--target", 0.2).out
 
 
+def test_clients_that_the_default_partition_deals_out_anew_are_told(fedrax: Callable[..., Outcome]) -> None:
+    flags = ("run", "--data", "synthetic", "--data.devices", 12, "--run.rounds", 1, "--model", "linear", "--json")
+    said = "warning: the data come with 12 clients, and the partition shards deals their rows out to others"
+    assert said in fedrax(*flags).err
+    assert "12 clients" not in fedrax(*flags, "--partition", "natural").err
+    assert "12 clients" not in fedrax(*flags, "--partition", "iid").err
+
+
 def test_a_run_says_what_of_its_file_it_leaves_out(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     tiny.write_text("seeds = [3, 4]\ntarget = 0.5\n" + TINY)
     outcome = fedrax("run", tiny, "--out", "r")

@@ -44,6 +44,8 @@ class Choice:
     """Whether another name, given on the command line, keeps those of the file's keys that it knows too."""
     known_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What to write for names that others use."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The name that reads files of a suffix."""
 
     def find(self, name: str, folder: Path, trust: Trust = "beside") -> type:
         """The class called ``name``; case, "-" and "_" do not matter. The user's own lie relative to ``folder``."""
@@ -61,8 +63,17 @@ class Choice:
         if _squeezed(name) in self.known_as:
             raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[_squeezed(name)]}")
         if _squeezed(name) not in plain:
-            raise unknown(self.kind, name, classes)
+            raise self._unknown(name, classes)
         return classes[plain[_squeezed(name)]]
+
+    def _unknown(self, name: str, classes: Mapping[str, type]) -> FedraxError:
+        """The error for a name that is none of the classes', which may be a file's."""
+        suffix = Path(name).suffix.lower()
+        if suffix in self.files:
+            return FedraxError(f"{name!r} is a file: the {self.kind} is {self.files[suffix]!r}, and its path {name!r}")
+        if self.adapt is not None and suffix == ".py":
+            return FedraxError(f"{name!r} is a file: write {name}:NAME, of the {self.kind} in it")
+        return unknown(self.kind, name, classes)
 
     def knows(self, name: Any) -> bool:
         """Whether it is the name of one of the classes."""

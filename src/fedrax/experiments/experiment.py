@@ -36,6 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tomlkit
 
 from fedrax.algorithms.fedavg import FedAvg
@@ -45,6 +46,7 @@ from fedrax.contract.task import Task
 from fedrax.contract.task_checks import check_words
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
 from fedrax.data.files import given_directory
+from fedrax.data.partition import Shards
 from fedrax.errors import FedraxError
 from fedrax.experiments import config
 from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
@@ -101,7 +103,9 @@ def _own_model(found: Any) -> type:
 
 OF_COMPARISONS = ("compare", "seeds", "target", "grid", "search")
 """Keys of a file that say how methods are compared, and nothing of a run."""
-DATA = Choice("data set", _data_classes, _own_data)
+FILES = {".csv": "csv", ".tsv": "csv", ".npz": "npz"}
+"""The data set that reads files of a suffix."""
+DATA = Choice("data set", _data_classes, _own_data, files=FILES)
 PARTITION = Choice("partition", _partition_classes, _own_partition, keep=True)
 MODEL = Choice("model", lambda: MODELS, _own_model)
 
@@ -178,6 +182,9 @@ def read(path: str | Path, trust: Trust | None = None) -> Experiment:
 
 def read_file(path: Path) -> Table:
     """The table of an experiment's TOML file; FedraxError for one that says nothing: its defaults are nobody's wish."""
+    reader = FILES.get(path.suffix.lower())
+    if reader is not None:
+        raise FedraxError(f"{path} is data, and no experiment: give it by --data {reader} --data.path {path}")
     table = read_table(path)
     if not set(table) - {"name", "normalise", "seeds", "target"}:
         raise FedraxError(f"{path} says nothing of an experiment: no [data], [model], [algorithm], [run], ...")
@@ -212,7 +219,13 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
         dataset = experiment.data.read(data_dir=given_directory(data_dir))
         if not isinstance(dataset, Dataset):
             raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
-    return held_out(experiment, Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed))
+    federation = Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed)
+    owners = dataset.train_clients
+    if owners is not None and isinstance(experiment.partition, Shards):  # that of those who have chosen none
+        came = f"warning: the data come with {len(np.unique(owners)):,} clients, and the partition shards"
+        note = f"{came} deals their rows out to others: --partition natural keeps them"
+        federation = dataclasses.replace(federation, notes=(*federation.notes, note))
+    return held_out(experiment, federation)
 
 
 def held_out(experiment: Experiment, federation: Federation) -> Federation:
