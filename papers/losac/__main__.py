@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tomlkit
 
@@ -28,6 +29,8 @@ RESULTS = HERE / "results"
 HETEROGENEITY = (0, 25, 50, 75, 100)
 STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 2.56e-2, 5.12e-2, 0.1024)
 TUNED_AT = 100
+CONSTANTS = {"FedADMM": ("rho", (0.5, 1.5, 5.0, 15.0, 50.0, 150.0))}
+"""Constants that are tuned with the step size, which means little without them."""
 
 
 @in_a_sentence("papers.losac")
@@ -129,27 +132,60 @@ def figure2(arguments: argparse.Namespace) -> int:
 
 def tuned(arguments: argparse.Namespace) -> int:
     """Every method of Figure 2 at its own best step size of a grid, at c = 100 %."""
-    by_label: dict[str, list[tuple[float, Method]]] = {}
+    tried: dict[str, list[Tried]] = {}
     for lr in STEP_SIZES:
         out = arguments.out / "tuned" / f"lr={lr:g}"
         table = files.read_table(HERE / "figure2.toml")
         table["algorithm"]["local"]["lr"] = lr
+        table["compare"], constants = with_constants(table["compare"])
         files.write_text(out / "comparison.toml", tomlkit.dumps(table))
         flags = ["--partition.percent", str(TUNED_AT)]
         for method in run(out / "comparison.toml", out, arguments, *flags):
-            by_label.setdefault(method.label, []).append((lr, method))
-    best = {label: max(found, key=lambda pair: score(pair[1])) for label, found in by_label.items()}
-    rows = []
-    for label, (lr, method) in best.items():
-        edge = "" if min(STEP_SIZES) < lr < max(STEP_SIZES) else " (end of the grid)"
-        rows.append([label, f"{lr:g}{edge}", *summary(method)])
+            name, constant = constants[method.label]
+            tried.setdefault(name, []).append(Tried(lr, constant, method))
+    best = {name: max(found, key=lambda one: score(one.method)) for name, found in tried.items()}
+    rows = [[name, settings(name, one), *summary(one.method)] for name, one in best.items()]
     columns = ["method", "best eta", "rounds to 85 %", "loss", "accuracy %", "diverged"]
     grid = ", ".join(f"{lr:g}" for lr in STEP_SIZES)
     note = f"c = {TUNED_AT} %; for each method the eta in {{{grid}}} with the highest mean final accuracy of all seeds."
+    for name, (key, values) in CONSTANTS.items():
+        note += f" {name}'s {key} is tuned with it, in {{{', '.join(f'{value:g}' for value in values)}}}."
     write_table(arguments, "tuned", "LoSAC's Figure 2 with every method at its own step size", note, columns, rows)
-    shown = [Method(f"{label}, η = {lr:g}", method.runs) for label, (lr, method) in best.items()]
+    shown = [Method(f"{name}, η = {one.lr:g}", one.method.runs) for name, one in best.items()]
     curves.save_curves(curves.draw_curves(shown, TARGET, title="Tuned, c = 100 %"), arguments.results / "tuned")
     return 0
+
+
+class Tried(NamedTuple):
+    """A method with its settings."""
+
+    lr: float
+    constant: float | None
+    """Of CONSTANTS, None of a method that has none."""
+    method: Method
+
+
+def with_constants(entries: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """([[compare]] with every value of CONSTANTS, label -> (method, value)); the file's value keeps its label."""
+    wider, made = [], {}
+    for entry in entries:
+        name = entry["label"]
+        key, values = CONSTANTS.get(name, ("", (None,)))
+        for value in values:
+            label = name if value in (None, entry.get(key)) else f"{name}, {key} = {value:g}"
+            made[label] = (name, value)
+            wider.append(entry | {"label": label} | ({} if value is None else {key: value}))
+    return wider, made
+
+
+def settings(name: str, best: Tried) -> str:
+    """The best settings in words, and which of them are at the end of their grid."""
+    edge = lambda value, grid: "" if min(grid) < value < max(grid) else " (end of the grid)"  # noqa: E731
+    said = f"{best.lr:g}{edge(best.lr, STEP_SIZES)}"
+    if best.constant is None:
+        return said
+    key, values = CONSTANTS[name]
+    return f"{said}, {key} = {best.constant:g}{edge(best.constant, values)}"
 
 
 def score(method: Method) -> float:

@@ -15,6 +15,7 @@ from fedrax import (
     FedraxError,
     LocalSGD,
     Positive,
+    Scaffold,
     hyperparameters,
     tree,
 )
@@ -69,6 +70,22 @@ class Many(Scaled):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         return ClientOutput(upload=tree.row(message, 0))
+
+
+@pytest.mark.parametrize(
+    "strict", [{"jax_numpy_rank_promotion": "raise"}, {"jax_numpy_dtype_promotion": "strict"}], ids=str
+)
+def test_promotion_that_a_program_forbids_itself_is_not_forbidden_here(strict: dict[str, str]) -> None:
+    usual = {name: jax.config.values[name] for name in strict}
+    wanted = run(Scaffold(), rounds=2).events[-1]
+    try:
+        for name, value in strict.items():
+            jax.config.update(name, value)
+        found = run(Scaffold(), rounds=2).events[-1]
+    finally:
+        for name, value in usual.items():
+            jax.config.update(name, value)
+    assert found["train_loss"] == wanted["train_loss"]
 
 
 def test_ditto_is_not_drawn_to_several_models_at_once() -> None:

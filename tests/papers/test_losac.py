@@ -69,6 +69,15 @@ def test_tuned_finds_the_best_step_size(data_dir: Path, tmp_path: Path, monkeypa
     assert max(accuracy, key=lambda lr: accuracy[lr]) == 2e-4
 
 
+def test_constants_are_tuned_with_the_step_size():
+    wider, made = losac.with_constants([{"label": "FedAvg"}, {"label": "FedADMM", "rho": 5.0}])
+    assert {entry["label"]: entry.get("rho") for entry in wider} == {label: value for label, (_, value) in made.items()}
+    assert made["FedADMM"] == ("FedADMM", 5.0) and made["FedADMM, rho = 150"] == ("FedADMM", 150.0)
+    best = losac.Tried(0.0064, 150.0, losac.Method("FedADMM, rho = 150", []))
+    assert losac.settings("FedADMM", best) == "0.0064, rho = 150 (end of the grid)"
+    assert losac.settings("FedAvg", best._replace(lr=2e-4, constant=None)) == "0.0002 (end of the grid)"
+
+
 @pytest.mark.parametrize(("file", "methods"), [("table2.toml", 18), ("figure2.toml", 8)])
 def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
     spec = comparison.read([HERE / file])

@@ -212,6 +212,13 @@ def test_too_few_given_cohorts_and_too_many_clients():
         run(cohort_size=9)
 
 
+def test_nobody_need_say_that_there_are_few_clients():
+    assert Sampler(Settings(), np.array(SIZES)).largest == len(SIZES) < 10
+    assert Sampler(Settings(), np.ones(30, int)).largest == 10
+    chosen = run(rounds=2, cohort_size=len(SIZES), participation=Poisson()).events[-1]
+    assert run(rounds=2, cohort_size=10, participation=Poisson()).events[-1]["gradients"] == chosen["gradients"]
+
+
 def test_given_cohorts_are_those_drawn():
     drawn = cohorts(4, cohort_size=3)
     assert_identical(run(script=Script(cohorts=np.array(drawn))), run())

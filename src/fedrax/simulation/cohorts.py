@@ -6,6 +6,7 @@ a resumed run, another algorithm or another number of devices sees the same coho
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -36,6 +37,8 @@ class Sampler:
     """Draws cohorts and stragglers."""
 
     def __init__(self, settings: Settings, sizes: np.ndarray, script: Script | None = None):
+        if settings.cohort_size == Settings.cohort_size:
+            settings = replace(settings, cohort_size=min(Settings.cohort_size, len(sizes)))
         self.settings, self.sizes, self.num_clients = settings, sizes, len(sizes)
         self.given = None if script is None or script.cohorts is None else [np.asarray(c) for c in script.cohorts]
         self.trace: list[np.ndarray] | None = None

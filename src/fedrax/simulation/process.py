@@ -119,8 +119,17 @@ def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: 
 
 @contextmanager
 def arithmetic(dtype: str) -> Iterator[None]:
-    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone."""
-    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"), _one_lapack_thread():
+    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone.
+
+    With JAX's usual promotion: what else a program forbids itself is about its own code.
+    """
+    with (
+        jax.enable_x64(dtype == "float64"),
+        jax.default_matmul_precision("highest"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        _one_lapack_thread(),
+    ):
         yield
 
 

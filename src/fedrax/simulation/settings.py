@@ -90,7 +90,8 @@ class Settings:
     rounds: Count = 100
     """R, communication rounds."""
     cohort_size: Count = 10
-    """S, clients a round (at most, under an availability trace; in the mean, where each joins by chance)."""
+    """S, clients a round (at most, under an availability trace; in the mean, where each joins by chance); 10, or all
+    clients where there are fewer."""
     seed: Seed = 0
     """Decides starting parameters, cohorts, stragglers and batches; the same for every algorithm."""
     weights: Literal["uniform", "samples"] = "uniform"
