@@ -29,7 +29,7 @@ RESULTS = HERE / "results"
 HETEROGENEITY = (0, 25, 50, 75, 100)
 STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 2.56e-2, 5.12e-2, 0.1024)
 TUNED_AT = 100
-CONSTANTS = {"FedADMM": ("rho", (0.5, 1.5, 5.0, 15.0, 50.0, 150.0))}
+CONSTANTS = {"FedADMM": ("rho", (5.0, 50.0, 150.0, 500.0, 1500.0))}
 """Constants that are tuned with the step size, which means little without them."""
 
 

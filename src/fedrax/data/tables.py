@@ -323,7 +323,7 @@ def _standardised(
     if how == "client" and clients is None:
         raise FedraxError('standardise = "client" needs a column of clients: name it in client.')
     overall = _moments(numbers[train])
-    said = _lost(features, overall[0], how)
+    said = _lost(features, *overall, how)
     if how == "none":
         x[:, numeric] = np.where(np.isnan(numbers), overall[0], numbers)
         return x, said + spread_notes(x[train], features.names)
@@ -370,16 +370,17 @@ def _moments(x: np.ndarray, otherwise: tuple[np.ndarray, np.ndarray] | None = No
     return np.where(known.any(0), mean, otherwise[0]), np.where(std > 0, std, otherwise[1])
 
 
-def _lost(features: Features, means: np.ndarray, how: str) -> list[str]:
-    """What became of missing numbers, column by column."""
+def _lost(features: Features, means: np.ndarray, deviations: np.ndarray, how: str) -> list[str]:
+    """What became of missing numbers, column by column, and which columns say nothing."""
     lost = np.isnan(features.numbers).sum(0)
     names = [name for name, numeric in zip(features.names, features.numeric, strict=True) if numeric]
     whose = "of the client's training rows" if how == "client" else "of the training rows"
+    same = [name for name, deviation in zip(names, deviations, strict=True) if deviation == 0]
     return [
         f"{count:,} missing values of {name!r} are the mean {whose}{'' if how == 'client' else f', {mean:.4g}'}"
         for name, count, mean in zip(names, lost, means, strict=True)
         if count
-    ]
+    ] + [f"columns of one number in all training rows: {len(same):,}, such as {name!r}" for name in same[:1]]
 
 
 def spread_notes(x: np.ndarray, names: Sequence[str] = ()) -> list[str]:
