@@ -21,8 +21,10 @@ class Constant:
 
 @hyperparameters
 class StepDecay:
-    """Multiply by ``factor`` after each of the ``milestones``, numbers of rounds that are then over: with 100, from round 101 of
-    the events on."""
+    """Multiply by ``factor`` when so many rounds are over as each of the ``milestones`` says.
+
+    With 100, from round 101 of the events on.
+    """
 
     factor: Fraction = 0.1
     milestones: tuple[Whole, ...] = ()
