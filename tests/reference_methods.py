@@ -197,7 +197,7 @@ class Episode(Method):
     def first_batch(self, p: Part) -> Vector:
         """The gradient at x on the fresh batch: in stored order the first one."""
         client = self.clients[p.client]
-        return client.gradient(self.x, client.batches()[0])
+        return client.gradient(self.x, client.batches()[0]) + client.local.weight_decay * self.x
 
     def shorten(self, d: Vector, eta: float) -> Vector:
         """d, or (gamma / eta) d / |d| in a clipped round; the schedule multiplies gamma and eta alike."""

@@ -196,6 +196,7 @@ OPTIONS = [
         {"gamma": 0.05},
     ),
     _case("Episode", "full", FULL, {"gamma": 0.05}),
+    _case("Episode", "decay", EPOCHS | {"weight_decay": 2.0}, {"gamma": 0.1}),
     _case("NaiveParallelClip", "unclipped", STEPS),
     _case(
         "NaiveParallelClip",

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import Episode, FedAvg, FedCM, FedraxError, LocalSGD, Mime, MimeLite, Optax, QFedAvg
+from fedrax import Episode, FedAvg, FedCM, FedraxError, LocalSGD, Mime, MimeLite, NaiveParallelClip, Optax, QFedAvg
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.proximal import L1
 from tests.simulation.problems import run
@@ -46,6 +46,18 @@ def test_an_optimizer_made_of_lr_is_the_plain_step(make: Any):
     for name in one:
         for part in one[name]:
             np.testing.assert_allclose(one[name][part], other[name][part], rtol=1e-5, atol=1e-6)
+
+
+def test_weight_decay_counts_in_how_long_episodes_gradient_is():
+    """With one full step a round EPISODE is NaiveParallelClip: the same step, clipped in the same rounds."""
+    local = {"lr": 0.2, "steps": 1, "batch_size": "full", "weight_decay": 3.0}
+    one = Episode(local=LocalSGD(**local), gamma=0.1)
+    other = NaiveParallelClip(local=LocalSGD(**local, clip=0.1))
+    params = {"output": {"weight": np.full((3, 4), 0.3), "bias": np.full(3, -0.2)}}
+    options = {"rounds": 6, "cohort_size": 4, "dtype": "float64", "params": params, "trajectory": True}
+    for mine, theirs in zip(run(one, **options).trajectory, run(other, **options).trajectory, strict=True):
+        for part in ("weight", "bias"):
+            np.testing.assert_allclose(mine["output"][part], theirs["output"][part], rtol=1e-12)
 
 
 def test_weight_decay_has_one_minimum_whatever_momentum_does():

@@ -1,5 +1,6 @@
-"""What methods are told of a round, in the precision of the run."""
+"""What methods are told of a round, and what they tell of it, in the precision of the run."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from fedrax import (
     ClientOutput,
     Cohort,
     Ditto,
+    FedAvg,
     FedraxError,
     LocalSGD,
     Positive,
@@ -45,6 +47,14 @@ class Scaled(Algorithm):
         assert cohort.expected is not None
         share = self.lr * cohort.size / cohort.expected
         return Server(tree.add_scaled(server.params, share, cohort.mean)), {}
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
+def test_losses_are_as_precise_as_the_run(plan: str) -> None:
+    """At zero parameters the cross entropy of three classes is ln 3."""
+    zeros = {"output": {"weight": np.zeros((3, 4)), "bias": np.zeros(3)}}
+    event = run(FedAvg(LocalSGD(steps=1)), rounds=1, plan=plan, dtype="float64", params=zeros).events[0]
+    np.testing.assert_allclose(event["train_loss"], math.log(3), rtol=1e-14)
 
 
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])

@@ -102,6 +102,13 @@ def test_a_scripted_run_is_the_plain_loop(name: str, plan: str):
         np.testing.assert_array_equal(counted, samples.sum((1, 2)))
 
 
+def test_the_fresh_batch_alone_may_be_given_where_work_is_in_epochs():
+    method = Episode(local=LocalSGD(lr=LR, epochs=1, batch_size=ROWS), gamma=0.02)
+    options = {"rounds": 2, "trajectory": True}
+    one, other = (run(method, script=Script(COHORTS, fresh=fresh), **options).trajectory for fresh in (FRESH, None))
+    assert not np.allclose(flat(one[0]), flat(other[0]))
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", [fedrax.upcycle, fedrax.TopK], ids=["Upcycled", "TopK"])
 def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):

@@ -53,9 +53,10 @@ class Episode(Algorithm):
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
     def resample(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 1: G_i, kept for phase 2 as the client's state within the round."""
+        """Phase 1: G_i, kept for phase 2 as the client's state within the round, with weight decay."""
         fresh = data.fresh()
         loss, gradient = Step(self.local, fresh, 0).gradient(message)
+        gradient = self.local.decayed(gradient, message)
         info = {"loss": loss, "gradients": self.local.samples(fresh, 1)}
         return ClientOutput(upload=gradient, state=gradient, info=info)
 

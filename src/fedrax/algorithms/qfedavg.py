@@ -41,7 +41,7 @@ class QFedAvg(Algorithm):
 
     With F_i = f_i(x) over all of a client's data and L = 1 / eta for the unknown Lipschitz constant, client i sends
     F_i^q L Delta_i and h_i = q F_i^(q-1) |L Delta_i|^2 + L F_i^q, and x <- x + sum_i p_i F_i^q L Delta_i / sum_i p_i
-    h_i. The losses must not be negative. q = 0 is FedAvg.
+    h_i. The losses must not be negative; as in the authors' code 1e-10 is added to them. q = 0 is FedAvg.
     """
 
     local: LocalSGD = LocalSGD()

@@ -1,4 +1,7 @@
-"""Factors that multiply step sizes (and clipping thresholds, which move with them) as rounds go by."""
+"""Factors that multiply step sizes (and clipping thresholds, which move with them) as rounds go by.
+
+Rounds are counted from 0: the first one has the step size itself. (Events count from 1.)
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ class Constant:
 
 @hyperparameters
 class StepDecay:
-    """Multiply by ``factor`` when each of the ``milestones`` (round numbers) is reached."""
+    """Multiply by ``factor`` when so many rounds are over as each of the ``milestones`` says.
+
+    With 100, from round 101 of the events on.
+    """
 
     factor: Fraction = 0.1
     milestones: tuple[Whole, ...] = ()
@@ -40,7 +46,7 @@ class ExponentialDecay:
 
 @hyperparameters
 class InverseDecay:
-    """1 / (1 + rate * round)."""
+    """1 / (1 + rate * round), where the first round is 0."""
 
     rate: NonNegative = 0.01
 

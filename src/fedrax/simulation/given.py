@@ -37,14 +37,10 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
             raise FedraxError(
                 f"the given {name} must be one whole number, {least} or more, for each client of each round"
             )
-    steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
-    if steps is None and arrays.keys() == {"delay"}:
-        return {"delay": arrays["delay"].astype(np.int32)}
-    if steps is None:
-        raise FedraxError("what local steps work on is given, but not how many there are: give Script(steps=...)")
     if "blocks" in arrays:
-        _check_blocks(arrays["blocks"], (rounds, clients, steps), local.blocks or 0)
+        _check_blocks(arrays["blocks"], (rounds, clients, _most_steps(arrays, local)), local.blocks or 0)
     if "batches" in arrays:
+        steps = _most_steps(arrays, local)
         _check_rows(arrays["batches"], 4, "batches", sampler, local)
         if arrays["batches"].shape[2] < steps:
             raise FedraxError(f"batches are given for {arrays['batches'].shape[2]} local steps of {steps}")
@@ -54,6 +50,13 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
         elif arrays["fresh"].ndim != 2 or arrays["fresh"].min() < 0 or arrays["fresh"].max() >= local.blocks:
             raise FedraxError(f"the given fresh blocks must be one of 0 to {local.blocks - 1} a client of each round")
     return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+def _most_steps(arrays: dict[str, np.ndarray], local: LocalSGD) -> int:
+    steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
+    if steps is None:
+        raise FedraxError("what local steps work on is given, but not how many there are: give Script(steps=...)")
+    return steps
 
 
 def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], most: int) -> None:

@@ -312,10 +312,15 @@ def no_sums(program: Program, algorithm: Algorithm, p: int, kept: Kept, shape: F
     return Sums(
         jax.tree.map(zeros(summed_dtype), shape.received),
         jax.tree.map(zeros(_total_dtype), shape.output.total),
-        {name: jnp.zeros((), jnp.float32) for name in shape.output.info},
+        {name: jnp.zeros((), _info_dtype(value)) for name, value in shape.output.info.items()},
         jax.tree.map(zeros(summed_dtype), shape.statistics) if last else (),
         jnp.int32(program.num_clients),
     )
+
+
+def _info_dtype(value: Any) -> Any:
+    real = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return summed_dtype(jnp.result_type(value)) if real else jnp.float32
 
 
 def _total_dtype(dtype: Any) -> Any:
@@ -344,7 +349,7 @@ def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real
 
     def info(name: str, value: Array) -> Array:
         share = real if name == "gradients" else weight
-        return sums.info[name] + jnp.sum(share * value).astype(jnp.float32)
+        return sums.info[name] + jnp.sum(share * value).astype(sums.info[name].dtype)
 
     output, bad = done.output, sums.bad
     if "loss" in output.info:

@@ -59,7 +59,8 @@ class ALittle:
 
     z is the greatest at which more of the honest clients than the attackers need for a majority lie further out:
     Phi(z) = (n - m - r) / (n - m) with m attackers of n and r = floor(n / 2 + 1) - m (Baruch, Baruch and Goldberg 2019,
-    Algorithm 3). A single attacker sends its honest upload.
+    Algorithm 3). Phi(z) is kept within 0.5 and 0.999, its value where attackers are the majority. A single attacker
+    sends its honest upload.
     """
 
     z: Positive | None = None
