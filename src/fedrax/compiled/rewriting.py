@@ -164,10 +164,11 @@ def _as_array(x: Any, atom: Any) -> Any:
 
 def _inside(value: Any, rules: Rules) -> Any:
     """A parameter of an equation, rewritten where it is or holds a function."""
-    if type(value) is tuple:  # branches; named tuples hold no functions
-        return tuple(_inside(v, rules) for v in value)
     if not _concerns(value, rules) or _holds_references(value):
         return value
+    if isinstance(value, tuple):  # branches; those of a linear solve have names
+        make: Any = getattr(value, "_make", tuple)
+        return make(_inside(v, rules) for v in value)
     if isinstance(value, core.ClosedJaxpr):
         return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
     return value
@@ -189,7 +190,7 @@ def _holds_references(value: Any) -> bool:
 
 def _concerns(value: Any, rules: Rules) -> bool:
     """Whether a function, or one that its equations hold, has a primitive with a rule."""
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return any(_concerns(v, rules) for v in value)
     if isinstance(value, core.ClosedJaxpr):
         value = value.jaxpr
