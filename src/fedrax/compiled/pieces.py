@@ -128,7 +128,10 @@ def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | 
 @lru_cache(KEPT)
 def _looked_at(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> tuple[LookedAt | None, Drawn | None]:
     params, batch, key = jax.tree.unflatten(structure, shapes)
-    seen = each_by_itself(losses, params, batch, key)
+    try:
+        seen = each_by_itself(losses, params, batch, key)
+    except Exception:  # of the user's own: some models take some numbers of samples only
+        return None, None
     drawn = drawn_before(losses, params, batch, key) if seen is None else None
     if drawn is None:
         return seen, None
