@@ -15,6 +15,7 @@ from fedrax.compiled.alike import is_of_jax
 from fedrax.compiled.layers import in_loops
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.once import computed_once
+from fedrax.compiled.pieces import as_traced
 from fedrax.compiled.products import with_operands
 from fedrax.compiled.samples import each_by_itself
 from fedrax.compiled.tracing import computed, equations_in
@@ -240,6 +241,27 @@ def test_arrays_that_stand_in_a_program():
         finally:
             jax.config.update(name, before)
     np.testing.assert_array_equal(found, tables)
+
+
+@jax.custom_vjp
+def at_first(x: Any, factors: Any) -> Any:
+    """Its derivative indexes an array by a number that is only traced, as an integrator's does its times."""
+    return x * factors[0]
+
+
+at_first.defvjp(lambda x, factors: (at_first(x, factors), factors), lambda f, g: (g * f[jnp.argmin(g)], 0 * f))
+
+
+@pytest.mark.parametrize("around", [fast_on_cpu, in_loops, as_traced], ids=["fast", "in loops", "as traced"])
+@pytest.mark.parametrize("sine", [False, True], ids=["alone", "beside what is rewritten"])
+def test_arrays_of_a_program_that_derivatives_index(around: Any, sine: bool):
+    def function(x: Any) -> Any:
+        y = at_first(x, jnp.array([2.0, 3.0]))
+        return jnp.broadcast_to((jnp.sin(y) if sine else y).sum(), (1,))
+
+    x = jnp.linspace(1, 2, 5000)
+    gradient = lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))(x)  # noqa: E731
+    np.testing.assert_allclose(gradient(around(function)), gradient(function), **CLOSE)
 
 
 def test_types_that_products_ask_for():

@@ -149,3 +149,18 @@ def test_parameters_may_be_numbers_of_python(given: bool):
     expected = simulate(FedAvg(), arrays, FEDERATION, **settings | {"params": None})
     for result in (one, other):
         jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
+def test_losses_that_take_samples_in_groups(plan: Any):
+    """As norms over groups of a batch and losses of pairs do."""
+
+    def grouped(params: Any, batch: Any, key: Any = None) -> jax.Array:
+        groups = batch.x.reshape(-1, 4, 4)
+        return errors(params, batch._replace(x=(groups - groups.mean(1, keepdims=True)).reshape(batch.x.shape)))
+
+    task = Task(zeros, grouped, {"error": grouped})
+    federation = Federation.from_arrays(X[:48], Y[:48], np.arange(48) % 6, test=(X[48:], Y[48:]))
+    method = FedAvg(local=LocalSGD(lr=0.1, epochs=1, batch_size=4))
+    result = simulate(method, task, federation, rounds=1, cohort_size=2, progress=False, plan=plan)
+    assert np.isfinite(result.metric("test_error")).all()

@@ -299,3 +299,26 @@ def test_bytes_are_told_of_preprocess_and_not_of_the_layout():
         model.apply(model.init(KEY), jnp.zeros((5, 8, 8, 1), jnp.uint8))
     (note,) = [note for note in raised.value.__notes__ if note.startswith("fedrax: ")]
     assert "preprocess=fedrax.scale()" in note and "moveaxis" not in note
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "function"])
+def test_arrays_of_nnx_modules_that_are_no_variables(where):
+    """Tables of positions, masks, knots of splines."""
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            table = jnp.arange(4.0) / 4
+            self.table = nnx.List([table]) if where == "list" else table if where == "attribute" else 0
+            self.add = (lambda x: x + table) if where == "function" else None
+            self.out = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            if self.add is not None:
+                return self.out(self.add(x))
+            return self.out(x + (self.table[0] if where == "list" else self.table))
+
+    model = from_nnx(Network)
+    params = model.init(jax.random.key(0))
+    assert set(params) == {"out"}
+    expected = (X + jnp.arange(4.0) / 4) @ params["out"]["kernel"] + params["out"]["bias"]
+    np.testing.assert_allclose(jax.jit(model.apply)(params, X), expected, rtol=1e-5)

@@ -14,11 +14,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fedrax.compiled.edits import enclosed
-from fedrax.compiled.rewriting import outputs_of
+from fedrax.compiled.rewriting import OWN_DERIVATIVE, outputs_of
 from fedrax.compiled.tracing import constants_in, equations_in, functions_in
 
-OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
-"""Primitives that stand for a function and for a derivative which someone wrote."""
 _OF_JAX = f"{Path(jax.__file__).parent}{os.sep}"
 
 

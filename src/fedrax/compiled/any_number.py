@@ -14,7 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from fedrax.compiled.alike import OWN_DERIVATIVE, derivative_of, is_of_jax
+from fedrax.compiled.alike import derivative_of, is_of_jax
+from fedrax.compiled.rewriting import OWN_DERIVATIVE
 
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 

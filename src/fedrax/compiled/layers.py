@@ -16,11 +16,11 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.compiled.alike import OWN_DERIVATIVE, kind_of
+from fedrax.compiled.alike import kind_of
 from fedrax.compiled.arithmetic import NUMBER_BY_NUMBER
 from fedrax.compiled.blocks import in_blocks, is_large
 from fedrax.compiled.once import computed_once, computes_twice
-from fedrax.compiled.rewriting import CALLS, Rules, called_in_place, needed, outputs_of
+from fedrax.compiled.rewriting import CALLS, OWN_DERIVATIVE, Rules, as_function, called_in_place, needed, outputs_of
 from fedrax.compiled.sums_of_rows import has_rows_last, rows_first
 from fedrax.compiled.tracing import equations_in, functions_in, in_fast_forms, num_bytes
 
@@ -62,7 +62,7 @@ def in_loops(function: Callable) -> Callable:
         twice = computes_twice(closed)
         # effects such as printing have an order
         if closed.jaxpr.effects or not (rules or large or twice or len(equations) >= _WORTH):
-            out = core.jaxpr_as_fun(closed)(*leaves)
+            out = as_function(closed)(*leaves)
         else:
             flat = called_in_place(closed)
             flat = in_blocks(flat) if large else flat  # first: blocks are not found where another reads their parts

@@ -13,6 +13,7 @@ from functools import partial
 
 from jax.extend import core
 
+from fedrax.compiled import linear_algebra
 from fedrax.compiled.convolutions import convolution
 from fedrax.compiled.one_number import products_as_sums
 from fedrax.compiled.pooling import largest, max_pool_gradient, sum_in_steps, sum_of_windows
@@ -54,6 +55,7 @@ def _rules(apart: bool) -> dict[str, Rule]:
         "sin": sine,
         "cos": cosine,
     }
+    made |= linear_algebra.RULES
     made["scan"] = partial(products_taken_out, made)
     return made
 

@@ -21,6 +21,7 @@ from fedrax import tree
 from fedrax.compiled.any_number import alike_but_for_rows
 from fedrax.compiled.draws import Drawn, drawn_before
 from fedrax.compiled.edits import Code
+from fedrax.compiled.rewriting import as_function
 from fedrax.compiled.samples import LookedAt, each_by_itself
 from fedrax.compiled.scopes import GRADIENT, scope
 from fedrax.compiled.tracing import KEPT, equations_in, in_fast_forms, parts_of_scan, settings, shape_of, trace_of
@@ -114,7 +115,7 @@ def as_traced(losses: Callable) -> Callable:
     """The same function, from the traces by which it was looked at: Python is not run once more for its gradient."""
 
     def found(*args: Tree) -> Array:
-        return core.jaxpr_as_fun(trace_of(losses, *args))(*jax.tree.leaves(args))[0]
+        return as_function(trace_of(losses, *args))(*jax.tree.leaves(args))[0]
 
     return found
 
@@ -127,7 +128,10 @@ def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | 
 @lru_cache(KEPT)
 def _looked_at(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> tuple[LookedAt | None, Drawn | None]:
     params, batch, key = jax.tree.unflatten(structure, shapes)
-    seen = each_by_itself(losses, params, batch, key)
+    try:
+        seen = each_by_itself(losses, params, batch, key)
+    except Exception:  # of the user's own: some models take some numbers of samples only
+        return None, None
     drawn = drawn_before(losses, params, batch, key) if seen is None else None
     if drawn is None:
         return seen, None

@@ -25,6 +25,8 @@ CALLS = ("jit", "pjit")
 """Primitives that only stand for the function they hold: it is laid out in their place."""
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 """Primitives of ``jax.checkpoint``, whose functions have no place for arrays that they hold."""
+OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
+"""Primitives that stand for a function and for a derivative which someone wrote."""
 _CLOSED_TO_US = ("shard_map", "pallas_call", "custom_partitioning")
 """Primitives whose functions mean something only in a context of their own."""
 
@@ -40,10 +42,24 @@ def rewritten(function: Callable, rules: Rules, prepared: Callable = lambda clos
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         closed = prepared(closed)
         leaves = jax.tree.leaves(args)
-        out = replayed(closed, leaves, rules) if _concerns(closed, rules) else core.jaxpr_as_fun(closed)(*leaves)
+        out = replayed(closed, leaves, rules) if _concerns(closed, rules) else as_function(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
+
+
+def as_function(closed: core.ClosedJaxpr) -> Callable[..., list]:
+    """``closed`` as a function that may be differentiated.
+
+    That of ``core.jaxpr_as_fun`` hands arrays of the program as NumPy's to derivatives which someone wrote. Where the
+    program was traced they were JAX's, which traced numbers may index.
+    """
+
+    def function(*args: Any) -> list:
+        arrays = [jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, arrays))(*args)
+
+    return function
 
 
 def called_in_place(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -134,6 +150,8 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
         params, inputs = {**params, "jaxpr": function}, [*arrays, *inputs]
     elif primitive.name not in _CLOSED_TO_US:
         params = {name: _inside(value, rules) for name, value in params.items()}
+    if primitive.name in OWN_DERIVATIVE:  # see `as_function`
+        inputs = [_as_array(x, v) for x, v in zip(inputs, equation.invars, strict=True)]
     out = primitive.bind(*inputs, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
@@ -146,10 +164,11 @@ def _as_array(x: Any, atom: Any) -> Any:
 
 def _inside(value: Any, rules: Rules) -> Any:
     """A parameter of an equation, rewritten where it is or holds a function."""
-    if type(value) is tuple:  # branches; named tuples hold no functions
-        return tuple(_inside(v, rules) for v in value)
     if not _concerns(value, rules) or _holds_references(value):
         return value
+    if isinstance(value, tuple):  # branches; those of a linear solve have names
+        make: Any = getattr(value, "_make", tuple)
+        return make(_inside(v, rules) for v in value)
     if isinstance(value, core.ClosedJaxpr):
         return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
     return value
@@ -171,7 +190,7 @@ def _holds_references(value: Any) -> bool:
 
 def _concerns(value: Any, rules: Rules) -> bool:
     """Whether a function, or one that its equations hold, has a primitive with a rule."""
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return any(_concerns(v, rules) for v in value)
     if isinstance(value, core.ClosedJaxpr):
         value = value.jaxpr

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
+from fedrax.compiled.linear_algebra import in_turn
 from fedrax.compiled.rewriting import rewritten
 from fedrax.compiled.windows import MOST_TAPS, Space, Window, is_short, out_space, seen_whole, taps, without_needless
 
@@ -36,7 +37,7 @@ def side_by_side(function: Callable, in_axes: Any = 0) -> Callable:
     """
     mapped = jax.vmap(function, in_axes)
     if jax.default_backend() == "cpu":
-        return mapped
+        return in_turn(mapped)
     return in_products(mapped)
 
 

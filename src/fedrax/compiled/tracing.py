@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from fedrax import tree
 from fedrax.compiled.edits import Code
 from fedrax.compiled.lengths import of_differences
-from fedrax.compiled.rewriting import CALLS
+from fedrax.compiled.rewriting import CALLS, as_function
 from fedrax.tree import Tree
 
 P = ParamSpec("P")
@@ -67,7 +67,7 @@ def traced_once(
             arrays = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
             known = (Code(*args[:fixed]), *settings())  # type: ignore[misc]
             made, shape = trace(args[:fixed], structure, tuple(map(shape_of, arrays)), numbers, known)
-            results = core.jaxpr_as_fun(made)(*arrays)  # of which constants are no arrays yet
+            results = as_function(made)(*arrays)  # of which constants are no arrays yet
             return jax.tree.unflatten(shape, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results])
 
         return call

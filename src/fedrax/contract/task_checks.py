@@ -17,6 +17,9 @@ from fedrax.compiled.tracing import NO_MESH
 from fedrax.contract.mistakes import in_words, own_frame
 from fedrax.errors import FedraxError
 
+_MANY = 16 * TRACED
+"""Samples for models that take them in groups of two, four, eight or sixteen only."""
+
 
 def check_function(what: str, function: Any, arguments: str) -> None:
     """Refuse what is no function of so many arguments; ``arguments`` names them, "parameters, batch, key"."""
@@ -33,27 +36,40 @@ def check_function(what: str, function: Any, arguments: str) -> None:
 
 
 def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None:
-    """Trace loss and metrics with a batch such as ``samples`` (x [n, ...], y [n, ...]); nothing is computed.
+    """Trace loss and metrics with batches such as ``samples`` (x [n, ...], y [n, ...]); nothing is computed.
 
     FedraxError where the model does not take such samples, for labels that the loss is not meant for, and for other
     results than one number a sample.
     """
     check_words(task, federation)
-    shapes = [jax.ShapeDtypeStruct((TRACED, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
-    batch = type(samples)(*shapes)
     _within(task, samples.y)
+    try:
+        _check_of(TRACED, task, variables, samples, federation)
+    except FedraxError as error:
+        if not isinstance(error.__cause__, TypeError | ValueError):
+            raise
+        try:
+            _check_of(_MANY, task, variables, samples, federation)
+        except FedraxError:
+            raise error from error.__cause__
+
+
+def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: Any) -> None:
+    """Of so many samples."""
+    shapes = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
+    batch = type(samples)(*shapes)
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     real = {a.dtype for a in jax.tree.leaves((variables, shapes[0])) if jnp.issubdtype(a.dtype, jnp.floating)}
     about += f", and parameters {min(map(str, real - {shapes[0].dtype}))}" if len(real) > 1 else ""
     losses = _traced("loss", about, task.loss, variables, batch, jax.random.key(0))
-    _one_a_sample("loss", losses)
+    _one_a_sample("loss", losses, rows)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise FedraxError(f"the task's loss must be floating numbers, not {losses.dtype}: others have no gradient")
     if task.one_output_a_class and task.outputs is not None:  # the metric is ours
         _enough_outputs(_traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
         return
     for name, metric in task.metrics.items():
-        _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch))
+        _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch), rows)
 
 
 def check_words(task: Any, federation: Any) -> None:
@@ -117,11 +133,11 @@ def _place(error: BaseException) -> str:
     return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
-def _one_a_sample(what: str, found: Any) -> None:
-    if getattr(found, "shape", None) == (TRACED,):
+def _one_a_sample(what: str, found: Any, rows: int) -> None:
+    if getattr(found, "shape", None) == (rows,):
         return
     if getattr(found, "shape", None) == ():
         raise FedraxError(f"the task's {what} must be one number a sample, [B], not one for all: leave the mean out")
-    shape = [("B" if n == TRACED else str(n)) for n in found.shape] if hasattr(found, "shape") else None
+    shape = [("B" if n == rows else str(n)) for n in found.shape] if hasattr(found, "shape") else None
     had = f"[{', '.join(shape)}]" if shape is not None else f"a {type(found).__name__}"
     raise FedraxError(f"the task's {what} must be one number a sample, [B], not {had}")

@@ -1,13 +1,17 @@
 """Flax NNX modules as pairs of pure functions."""
 
+import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
 from jax import Array
+from jax.core import Tracer
 
+from fedrax.compiled.edits import enclosed
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.models.modules import Part, begun, library, model_of, modes
 
@@ -82,7 +86,8 @@ def _filled(nnx: ModuleType, template: Any, values: Any) -> Any:
 def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
     """``parts(0)``, but for the last one of shapes in the place of arrays, where that can be.
 
-    Outside of a program each parameter would be drawn, and what draws it compiled, by itself.
+    Outside of a program each parameter would be drawn, and what draws it compiled, by itself. It cannot be of a module
+    that looks at its numbers, or that keeps arrays which are no variables: NNX takes traced ones for constants.
     """
     found: list[Any] = []
 
@@ -93,7 +98,30 @@ def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
 
     try:
         end = last(jax.random.key(0))
-    except Exception:  # of a module that looks at its numbers; what is wrong with one comes again
+    except Exception:  # what is wrong with a module comes again
+        return parts(0)
+    if _holds_traced(found[2]):
         return parts(0)
     of_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x  # noqa: E731
     return *jax.tree.map(of_shape, found), end
+
+
+def _holds_traced(graph: Any) -> bool:
+    """Whether arrays of a program that was traced stand among a module's constants, or in functions of its own."""
+    waiting, seen = [graph], {}
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tracer):
+            return True
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, tuple | list):
+            waiting += value
+        elif isinstance(value, types.FunctionType):
+            waiting += enclosed(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            waiting += [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return False
