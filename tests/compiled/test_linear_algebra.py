@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from jax.lax import linalg
 
-from fedrax.compiled.linear_algebra import RULES
+import fedrax
+from fedrax.compiled.linear_algebra import RULES, small_product
 from fedrax.compiled.on_cpu import fast_on_cpu
+from fedrax.compiled.rewriting import rewritten
 from fedrax.compiled.side_by_side import side_by_side
 from fedrax.compiled.tracing import equations_in
+from fedrax.models import Model
 
 FUNCTIONS: dict[str, Callable] = {
     "cholesky": lambda a: jnp.linalg.cholesky(a @ a.mT + jnp.eye(4)),
@@ -63,3 +66,38 @@ def test_gradients_and_clients_at_once_whose_samples_are_single_matrices():
     side = side_by_side(gradient, (None, 0))
     assert of_several(jax.vmap(gradient, (None, 0)), 1.0, a) and not of_several(side, 1.0, a)
     np.testing.assert_allclose(side(1.0, a), jax.vmap(jax.grad(loss), (None, 0))(1.0, a), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "of", ["bkr,bkc->brc", "bkr,bkc->bcr", "brk,ckb->brc", "kbjr,bkcj->brc", "rbks,bk->brs", "bk,bk->b"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_small_products_of_a_batch_are_sums(of: str, dtype: str):
+    """Of up to three rows and columns; larger ones are left alone."""
+    for size, summed in ((3, True), (4, not set(of) & set("rc"))):
+        sizes = {"b": 5, "k": 6, "j": 2, "r": size, "c": 2, "s": 1}
+        rng = np.random.default_rng(0)
+        left, right = (rng.normal(size=[sizes[k] for k in part]) for part in of.partition("->")[0].split(","))
+        with jax.enable_x64(dtype == "float64"):
+            a, b = jnp.asarray(left, dtype), jnp.asarray(right, dtype)
+            made = rewritten(lambda a, b: jnp.einsum(of, a, b, precision="highest"), {"dot_general": small_product})
+            products = [e for e in equations_in(jax.make_jaxpr(made)(a, b)) if e.primitive.name == "dot_general"]
+            assert bool(products) != summed
+            tolerance = 1e-13 if dtype == "float64" else 1e-5
+            np.testing.assert_allclose(made(a, b), np.einsum(of, left, right), rtol=tolerance, atol=tolerance)
+
+
+def test_clients_side_by_side_with_three_features_and_three_classes():
+    """Of which jaxlib 0.10 ended the process."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 3)), np.arange(24) % 3
+    federation = fedrax.Federation.from_arrays(x, y, offsets=[0, 6, 12, 18, 24], shuffle=False)
+    method = fedrax.GradMAW(local=fedrax.LocalSGD(lr=0.05, steps=2, batch_size=4))
+    init = lambda key: {"w": jnp.full((3, 3), 0.1), "b": jnp.zeros(3)}  # noqa: E731
+    task = fedrax.classification(Model(init, lambda params, x, key=None: x @ params["w"] + params["b"]))
+    plans: tuple[Any, ...] = ("vmap", "scan")
+    side, turns = (
+        fedrax.simulate(method, task, federation, rounds=2, cohort_size=3, plan=plan, devices=1, progress=False)
+        for plan in plans
+    )
+    assert side.metric("train_loss")[-1] == pytest.approx(turns.metric("train_loss")[-1], rel=1e-6)

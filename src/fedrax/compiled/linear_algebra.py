@@ -1,8 +1,11 @@
-"""Factorisations of many matrices, one after another where each core is a device.
+"""Factorisations and small products of many matrices, in forms that older versions of jaxlib compute.
 
-jaxlib shared the matrices of a batch out over the threads of the process until 0.11.2, and whoever asked waits for
-them. Where all threads are programs of devices that wait, none is left to do what they wait for, and the run never
-ends. A single matrix is not shared out.
+Factorisations are taken one after another: until 0.11.2 jaxlib shared the matrices of a batch out over the threads of
+the process, and whoever asked waits for them. Where all threads are programs of devices that wait, none is left to do
+what they wait for, and the run never ends. A single matrix is not shared out.
+
+Products of matrices of two or three rows and columns are sums: jaxlib 0.10 ends the process where it compiles some of
+them for a batch, those whose results are transposed next.
 """
 
 from __future__ import annotations
@@ -20,16 +23,35 @@ from fedrax.compiled.tracing import in_fast_forms
 
 _NAMES = """cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve
     tridiagonal"""
+_FEW = 3
+"""Rows, or columns, of a small product."""
 
 
 def in_turn(function: Callable) -> Callable:
-    """``function`` with its factorisations one after another, on a CPU; for what ``vmap`` has made."""
-    return rewritten(function, RULES) if RULES and in_fast_forms() else function
+    """``function`` with factorisations in turn and small products as sums, on a CPU; for what ``vmap`` has made."""
+    return rewritten(function, RULES | {"dot_general": small_product}) if RULES and in_fast_forms() else function
 
 
 def one_by_one(inputs: list[Array], equation: core.JaxprEqn) -> Any:
     """The rule for operations whose first input is matrices [..., M, N]; None where it is one."""
     return _mapped(inputs, equation, inputs[0].ndim - 2)
+
+
+def small_product(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+    """The rule for products of a batch, as sums where each has at most three rows and columns; None for others."""
+    (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
+    if not batch[0] or not {left.dtype.name, right.dtype.name} <= {"float32", "float64"}:
+        return None
+    free = [[k for k in range(a.ndim) if k not in (*s, *b)] for a, s, b in zip(inputs, of, batch, strict=True)]
+    if any(math.prod(a.shape[k] for k in axes) > _FEW for a, axes in zip(inputs, free, strict=True)):
+        return None
+    left, right = (a.transpose(*b, *axes, *s) for a, b, axes, s in zip(inputs, batch, free, of, strict=True))
+    shared, summed = left.shape[: len(batch[0])], left.shape[left.ndim - len(of[0]) :]
+    rows, columns = ([a.shape[k] for k in axes] for a, axes in zip(inputs, free, strict=True))
+    each = left.reshape(*shared, *rows, *(1 for _ in columns), *summed)
+    other = right.reshape(*shared, *(1 for _ in rows), *columns, *summed)
+    result: Any = equation.outvars[0].aval
+    return (each * other).sum(range(each.ndim - len(summed), each.ndim)).astype(result.dtype)
 
 
 def _of_diagonals(inputs: list[Array], equation: core.JaxprEqn) -> Any:
