@@ -23,13 +23,15 @@ from fedrax.compiled.tracing import in_fast_forms
 
 _NAMES = """cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve
     tridiagonal"""
-_FEW = 3
+_FEW = (2, 3)
 """Rows, or columns, of a small product."""
 
 
-def in_turn(function: Callable) -> Callable:
-    """``function`` with factorisations in turn and small products as sums, on a CPU; for what ``vmap`` has made."""
-    return rewritten(function, RULES | {"dot_general": small_product}) if RULES and in_fast_forms() else function
+def in_turn(function: Callable, mapped: bool = False) -> Callable:
+    """``function`` with its factorisations one after another, on a CPU; mapped: of what ``vmap`` has made, and small
+    products as sums."""
+    rules = RULES | ({"dot_general": small_product} if mapped else {})
+    return rewritten(function, rules) if RULES and in_fast_forms() else function
 
 
 def one_by_one(inputs: list[Array], equation: core.JaxprEqn) -> Any:
@@ -38,12 +40,12 @@ def one_by_one(inputs: list[Array], equation: core.JaxprEqn) -> Any:
 
 
 def small_product(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """The rule for products of a batch, as sums where each has at most three rows and columns; None for others."""
+    """The rule for products of a batch, as sums where each has two or three rows and columns; None for others."""
     (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
     if not batch[0] or not {left.dtype.name, right.dtype.name} <= {"float32", "float64"}:
         return None
     free = [[k for k in range(a.ndim) if k not in (*s, *b)] for a, s, b in zip(inputs, of, batch, strict=True)]
-    if any(math.prod(a.shape[k] for k in axes) > _FEW for a, axes in zip(inputs, free, strict=True)):
+    if any(math.prod(a.shape[k] for k in axes) not in _FEW for a, axes in zip(inputs, free, strict=True)):
         return None
     left, right = (a.transpose(*b, *axes, *s) for a, b, axes, s in zip(inputs, batch, free, of, strict=True))
     shared, summed = left.shape[: len(batch[0])], left.shape[left.ndim - len(of[0]) :]

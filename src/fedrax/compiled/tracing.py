@@ -17,11 +17,12 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from fedrax import tree
 from fedrax.compiled.edits import Code
 from fedrax.compiled.lengths import of_differences
-from fedrax.compiled.rewriting import CALLS, as_function
+from fedrax.compiled.rewriting import CALLS, Rules, as_function, replayed
 from fedrax.tree import Tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
+NO_RULES: Rules = {}
 NO_MESH = AbstractMesh((), ())
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 _NUMBERS = (bool, int, float)
@@ -32,14 +33,14 @@ KEPT = 32
 
 
 def traced_once(
-    fixed: int, axes: Callable[..., list[tuple[str, int]]] = lambda *_: []
+    fixed: int, axes: Callable[..., list[tuple[str, int]]] = lambda *_: [], rules: Rules = NO_RULES
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator for functions whose first ``fixed`` arguments are hashable and whose others are pytrees of arrays.
 
     The function is laid out where it is called. ``jax.jit`` with ``inline`` would trace it anew inside every
     ``shard_map``; here a trace is found again wherever the shapes and JAX's settings are the same. Of the axes of a
     mesh the function may speak of those that ``axes`` names with their sizes, from the fixed arguments. Python's
-    numbers among the arrays stay constants.
+    numbers among the arrays stay constants. ``rules``: for operations on a CPU that are better in other forms.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
@@ -55,8 +56,13 @@ def traced_once(
                 return inner(*statics, *jax.tree.unflatten(structure, leaves))
 
             with use_abstract_mesh(NO_MESH):  # what is made here goes into programs for any mesh
-                made, shape = jax.make_jaxpr(of_arrays, axis_env=axes(*statics) or None, return_shape=True)(*shapes)
-                return of_differences(made), jax.tree.structure(shape)
+                names = axes(*statics) or None
+                made, shape = jax.make_jaxpr(of_arrays, axis_env=names, return_shape=True)(*shapes)
+                made = of_differences(made)
+                if rules and in_fast_forms() and any(e.primitive.name in rules for e in equations_in(made)):
+                    before = made
+                    made = jax.make_jaxpr(lambda *args: replayed(before, args, rules), axis_env=names)(*shapes)
+                return made, jax.tree.structure(shape)
 
         @wraps(function)
         def call(*args: P.args, **none: P.kwargs) -> T:

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.compiled import linear_algebra
 from fedrax.compiled.edits import Code
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.products import Format
-from fedrax.compiled.tracing import IN_PLACE, traced_once, untraced
+from fedrax.compiled.tracing import IN_PLACE, traced_once
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
@@ -159,7 +160,7 @@ class Executor(ABC):
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """The server's part of phase ``p``."""
-        step = untraced(serve) if holds_vectors(server) else serve  # jit forgets what has been accumulated in them
+        step = served if holds_vectors(server) else serve  # jit forgets what has been accumulated in them
         return step(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
 
 
@@ -193,10 +194,15 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=IN_PLACE)
-def serve(
+def serve(program: Program, p: int, *inputs: Any) -> tuple[Any, Info]:
+    """As :func:`served`. Inlined; jit remembers the trace, which callers repeat."""
+    return linear_algebra.in_turn(partial(served, program, p))(*inputs)
+
+
+def served(
     program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
-    """The server's step at the end of phase ``p``. Inlined; jit remembers the trace, which callers repeat."""
+    """The server's step at the end of phase ``p``."""
     each, uploads = gathered.single
     cohort = Cohort(
         mean=gathered.sums.upload,
@@ -249,7 +255,7 @@ def client_data(program: Program, samples: Tree, turn: Turn, phase: int = 0) -> 
     )
 
 
-@traced_once(fixed=2, axes=lambda program, p: [(AXIS, program.joining)] if program.joining else [])
+@traced_once(2, lambda program, p: [(AXIS, program.joining)] if program.joining else [], linear_algebra.RULES)
 def run_client(
     program: Program,
     p: int,
