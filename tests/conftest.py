@@ -1,6 +1,7 @@
 """Two CPU devices for every test, set before anything touches JAX, and room for what they compile quickly."""
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks where in Python an operation came from
 compile_quickly()
 write_quickly()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
 gc.set_threshold(50_000, 20, 50)  # or it looks through all that JAX keeps, over and over
 
 MAPS = Path("/proc/self/maps")

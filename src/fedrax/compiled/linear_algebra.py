@@ -27,11 +27,9 @@ _FEW = (2, 3)
 """Rows, or columns, of a small product."""
 
 
-def in_turn(function: Callable, mapped: bool = False) -> Callable:
-    """``function`` with its factorisations one after another, on a CPU; mapped: of what ``vmap`` has made, and small
-    products as sums."""
-    rules = RULES | ({"dot_general": small_product} if mapped else {})
-    return rewritten(function, rules) if RULES and in_fast_forms() else function
+def in_turn(mapped: Callable) -> Callable:
+    """What ``vmap`` has made, on a CPU with factorisations one after another and small products as sums."""
+    return rewritten(mapped, RULES | {"dot_general": small_product}) if RULES and in_fast_forms() else mapped
 
 
 def one_by_one(inputs: list[Array], equation: core.JaxprEqn) -> Any:

@@ -37,7 +37,7 @@ def side_by_side(function: Callable, in_axes: Any = 0) -> Callable:
     """
     mapped = jax.vmap(function, in_axes)
     if jax.default_backend() == "cpu":
-        return in_turn(mapped, mapped=True)
+        return in_turn(mapped)
     return in_products(mapped)
 
 

@@ -60,7 +60,8 @@ class Outcome:
     @property
     def rows(self) -> list[Row]:
         """The table, a row a method."""
-        return [summarise(method, self.target, self.metric) for method in self.methods]
+        target, metric = self.target, self.metric
+        return [summarise(method, target, metric) for method in self.methods]
 
     @property
     def diverged(self) -> bool:

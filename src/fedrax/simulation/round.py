@@ -20,7 +20,7 @@ from fedrax.compiled import linear_algebra
 from fedrax.compiled.edits import Code
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.products import Format
-from fedrax.compiled.tracing import IN_PLACE, traced_once
+from fedrax.compiled.tracing import traced_once, untraced
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
@@ -160,7 +160,7 @@ class Executor(ABC):
 
     def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
         """The server's part of phase ``p``."""
-        step = served if holds_vectors(server) else serve  # jit forgets what has been accumulated in them
+        step = untraced(serve) if holds_vectors(server) else serve  # a trace forgets what was accumulated in them
         return step(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
 
 
@@ -193,13 +193,8 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
     return mean if anyone else jax.device_put(before, mean.sharding)  # outside of a compiled round it may lie elsewhere
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=IN_PLACE)
-def serve(program: Program, p: int, *inputs: Any) -> tuple[Any, Info]:
-    """As :func:`served`. Inlined; jit remembers the trace, which callers repeat."""
-    return linear_algebra.in_turn(partial(served, program, p))(*inputs)
-
-
-def served(
+@traced_once(2, rules=linear_algebra.RULES)
+def serve(
     program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
     """The server's step at the end of phase ``p``."""
