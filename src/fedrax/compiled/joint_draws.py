@@ -44,13 +44,18 @@ def drawn_together(function: Callable) -> Callable:
 
     def wrapped(*args: Any) -> Any:
         closed, structure = laid_out(function, *args)
-        if closed.jaxpr.effects:  # such as printing, in an order
-            return jax.tree.unflatten(structure, replayed(closed, jax.tree.leaves(args), {}))
-        known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-        known |= _drawn(closed, known)
-        return jax.tree.unflatten(structure, evaluated(closed, known, closed.jaxpr.outvars))
+        return jax.tree.unflatten(structure, values_drawn_together(closed, jax.tree.leaves(args)))
 
     return wrapped
+
+
+def values_drawn_together(closed: core.ClosedJaxpr, arguments: list) -> list:
+    """The same of a function that is laid out: its values, of arguments in a list."""
+    if jax.default_backend() != "cpu" or closed.jaxpr.effects:  # such as printing, in an order
+        return replayed(closed, arguments, {})
+    known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+    known |= _drawn(closed, known)
+    return evaluated(closed, known, closed.jaxpr.outvars)
 
 
 class _Array(NamedTuple):

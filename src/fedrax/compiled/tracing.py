@@ -119,10 +119,10 @@ def computed(function: Callable[..., T], *args: Any) -> T:
     compiled = jax.jit(function)
     traced = compiled.trace(*args)
     made, leaves = traced.jaxpr, jax.tree.leaves(args)
-    hidden = constants_in(made) or any("callback" in equation.primitive.name for equation in equations_in(made))
-    if hidden or any(isinstance(out, core.Literal) for out in made.jaxpr.outvars):
+    text = Text.of(made)
+    if text is None or any(isinstance(out, core.Literal) for out in made.jaxpr.outvars):
         return compiled(*args)
-    run = _program(_Text(str(made), made)) if made.eqns else core.jaxpr_as_fun(made)
+    run = _program(text) if made.eqns else core.jaxpr_as_fun(made)
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, run(*leaves)))
 
 
@@ -196,21 +196,27 @@ def num_bytes(atom: Any) -> int:
     return atom.aval.size * atom.aval.dtype.itemsize
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
     """A program, known by its text."""
 
     text: str
     made: core.ClosedJaxpr
 
+    @classmethod
+    def of(cls, made: core.ClosedJaxpr) -> Text | None:
+        """None where the text does not show all that is computed."""
+        calls_python = any("callback" in equation.primitive.name for equation in equations_in(made))
+        return None if calls_python or constants_in(made) else cls(str(made), made)
+
     def __hash__(self) -> int:
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Text) and self.text == other.text
+        return isinstance(other, Text) and self.text == other.text
 
 
 @lru_cache(KEPT)
-def _program(known: _Text) -> Callable[..., list]:
+def _program(known: Text) -> Callable[..., list]:
     return jax.jit(core.jaxpr_as_fun(known.made))
 
 

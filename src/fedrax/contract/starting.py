@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend import core
 
 from fedrax import tree
-from fedrax.compiled.joint_draws import drawn_together
+from fedrax.compiled.joint_draws import values_drawn_together
+from fedrax.compiled.rewriting import laid_out
+from fedrax.compiled.tracing import KEPT, Text, settings, shape_of
 from fedrax.contract.model import Params, Variables
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
@@ -46,12 +50,13 @@ def shapes_of(task: Task) -> Params:
 def start_of(task: Task, key: Array, given: Params | None) -> Start:
     """As :func:`starting_parameters`; what draws them is compiled in the background."""
     try:
-        drawing = jax.jit(drawn_together(task.init), **_QUICK).trace(key)
-        own = drawing.out_info
+        made, structure = laid_out(task.init, key)
+        own = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in made.out_avals])
         _check_size(own)
         _check_kinds(own)
         if given is None:
-            return Start(own, _drawn(drawing.lower(), key))
+            drawing = _drawing(made, key)
+            return Start(own, lambda: jax.tree.unflatten(structure, drawing.result()(key)))
     except jax.errors.JAXTypeError:  # a user's init may look at the key's value
         own = _arrays(task.init(key))
         _check_kinds(own)
@@ -75,12 +80,24 @@ def _arrays(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf), params)
 
 
-def _drawn(drawing: jax.stages.Lowered, key: Array) -> Callable[[], Params]:
+def _drawing(made: core.ClosedJaxpr, key: Array) -> Future[Any]:
+    """What gives the values of ``made``, a function of a key; of runs that start alike it is compiled once."""
+    text, kind = Text.of(made), shape_of(key)
+    return _in_background(made, kind) if text is None else _known(text, kind, settings())
+
+
+@lru_cache(KEPT)
+def _known(text: Text, key: Any, _: tuple) -> Future[Any]:
+    return _in_background(text.made, key)
+
+
+def _in_background(made: core.ClosedJaxpr, key: Any) -> Future[Any]:
     """XLA leaves Python alone while it compiles: another core can, and the caller traces the run meanwhile."""
+    drawing = jax.jit(lambda key: values_drawn_together(made, [key]), **_QUICK).trace(key).lower()
     background = ThreadPoolExecutor(1)
     compiled = background.submit(drawing.compile)
     background.shutdown(wait=False)
-    return lambda: compiled.result()(key)
+    return compiled
 
 
 def _check_given(own: Params, given: Params) -> None:

@@ -1,0 +1,41 @@
+"""Starting parameters: drawn by a program that runs which start alike share, and never those of another run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrax import Task, classification
+from fedrax.contract import starting
+from fedrax.contract.starting import starting_parameters
+from fedrax.models import MLP
+
+
+def own_task(init: object) -> Task:
+    return Task(init, lambda params, batch, key: batch.x @ params["w"])  # type: ignore[arg-type]
+
+
+def test_what_draws_them_is_compiled_once_for_all_seeds_and_for_tasks_made_anew():
+    before = starting._known.cache_info().misses
+    for task in [classification(MLP(hidden=(7, 5)).build((6,), 3)) for _ in range(2)]:
+        for seed in (0, 1):
+            drawn, direct = starting_parameters(task, jax.random.key(seed), None), task.init(jax.random.key(seed))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), drawn, direct)
+    assert starting._known.cache_info().misses == before + 1
+
+
+def test_another_scale_is_another_program():
+    for scale in (1.0, 2.0):
+        task = own_task(lambda key, scale=scale: {"w": scale * jax.random.normal(key, (4,))})
+        drawn = starting_parameters(task, jax.random.key(3), None)["w"]
+        np.testing.assert_allclose(drawn, scale * jax.random.normal(jax.random.key(3), (4,)), rtol=1e-6)
+
+
+def test_numbers_that_come_from_elsewhere_are_those_of_each_task():
+    """A start of NumPy's own generator is another one in each task, though their programs read alike."""
+    numbers = np.random.default_rng(0)
+    for make in (
+        lambda: own_task(lambda key: {"w": jnp.asarray(numbers.normal(size=4))}),
+        lambda: own_task(lambda key: {"w": jax.pure_callback(numbers.normal, jnp.zeros(()), 0.0) * jnp.ones(4)}),
+    ):
+        one, other = (np.asarray(starting_parameters(make(), jax.random.key(0), None)["w"]) for _ in range(2))
+        assert not np.array_equal(one, other)
