@@ -53,7 +53,8 @@ class FedBuff(Algorithm):
     power: NonNegative = 0.5
     """How fast an upload's weight falls with its delay; 0: not at all."""
     max_delay: Whole = 10
-    """The longest delay: so many sums of the model's size are kept, and one more. Longer ones are refused."""
+    """The longest delay: so many sums of the model's size are kept, and one more. Longer ones are refused, but of
+    uploads that no round of the run takes, such as those of clients that are never heard of again."""
 
     @property
     def longest_delay(self) -> int:

@@ -174,7 +174,10 @@ class Algorithm(ABC):
 
     @property
     def longest_delay(self) -> int:
-        """How many rounds after its own an upload may arrive (``data.delay``); 0: the method waits for all of them."""
+        """How many rounds after its own an upload may arrive (``data.delay``); 0: the method waits for all of them.
+
+        An upload that would arrive after the run's last round may have a longer delay, and is to count for nothing.
+        """
         return 0
 
     def params(self, server: Any) -> Tree:

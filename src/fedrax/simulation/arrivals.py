@@ -19,7 +19,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation.settings import Asynchronous
 
 LONGEST = 1000
-"""The most steps of the server after a run's last one until all uploads have arrived that were begun in it."""
+"""Steps of the server after a run's last one for which uploads are followed that were begun in it."""
 MOST = 1_000_000
 """Rounds of a run: all arrivals are known before the first one."""
 MAX_SECONDS = 1e15
@@ -33,9 +33,16 @@ class Arrivals:
     cohorts: list[np.ndarray]
     """int64, sorted."""
     delays: list[np.ndarray]
-    """int32, in the same order; 0: it arrives before the server's next step."""
+    """int32, in the same order; 0: it arrives before the server's next step. Of one that has not arrived ``LONGEST``
+    steps after the run, so many and those that there were in the run."""
     clock: np.ndarray
     """float64 [R]; seconds from the start at which the server takes the step that ends the round."""
+
+    @property
+    def longest_awaited(self) -> int:
+        """The longest delay among the uploads that arrive within the run: no step takes the others."""
+        within = [own[r + own < len(self.delays)] for r, own in enumerate(self.delays)]
+        return max((int(own.max()) for own in within if len(own)), default=0)
 
 
 def arrivals(
@@ -72,11 +79,11 @@ def arrivals(
         unknown += begin(0.0, step, order)
     order = at_once
     while step < rounds or unknown:
-        if step > rounds + LONGEST:
-            slow = min(heap, key=lambda entry: entry[3])[2]
-            raise FedraxError(
-                f"{participation.trace}: while client {slow} works, the server takes over {LONGEST} steps"
-            )
+        if step > rounds + LONGEST:  # clients that are never heard of again are such
+            for *_, client, since in heap:
+                if since < rounds:
+                    begun[since].append((client, step - since))
+            break
         now, _, client, since = heapq.heappop(heap)
         if since < rounds:
             begun[since].append((client, step - since))

@@ -178,7 +178,10 @@ def prepare(
 def _given(algorithm: Algorithm, script: Script | None, sampler: Sampler) -> dict[str, np.ndarray]:
     """What each round has for its clients that is known beforehand."""
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
-    _check_delays(algorithm, int(given["delay"].max()) if "delay" in given else 0)
+    longest = int(given["delay"].max()) if "delay" in given else 0
+    if sampler.arrivals is not None and algorithm.longest_delay:
+        longest = sampler.arrivals.longest_awaited
+    _check_delays(algorithm, longest)
     return given
 
 
