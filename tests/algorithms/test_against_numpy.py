@@ -1,5 +1,7 @@
 """Every method with every option, number by number against the independent NumPy implementation."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,9 @@ FIRST = {"FedAvg-rich", "LoSAC-consistent", "Mime", "Attacked-krum-alittle"}
 """Of these the ones that ``make test`` takes: local options, blocks, two phases, wrappers. It compiles the others
 quickly; GradMA has ``test_gradma_compiled`` besides."""
 
+EXPLAINED = set(re.findall("`([a-z_]+)`", (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()))
+"""What the documentation explains; among it the keys of events."""
+
 
 def works_of(case: Case) -> list[np.ndarray] | None:
     """The shares of the work that fedrax draws for this case: data of the experiment, not mathematics."""
@@ -45,6 +50,7 @@ def assert_float64(case: Case, **settings: Any) -> None:
     method, result = expected(case, works=works_of(case)), simulate(case, **settings)
     assert np.abs(method.x - make_problem(sizes=case.sizes).x0).max() > 1e-3
     assert_same(result, method, case, "softmax", tolerance=1e-12)
+    assert {key for key in result.events[-1] if not key.startswith(("test_", "train_"))} <= EXPLAINED
     if "blocks" not in case.local:  # blocks of different sizes are counted by their mean
         assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
 

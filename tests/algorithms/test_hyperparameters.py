@@ -89,7 +89,8 @@ def test_leaves_are_the_floats():
 def test_a_grid_of_step_sizes_is_one_vmap():
     lrs = jnp.array([0.1, 0.2, 0.4])
     local = fedrax.LocalSGD()
-    move = lambda lr: dataclasses.replace(local, lr=lr).move({"w": jnp.ones(2)}, {"w": jnp.ones(2)}, lr, jnp.int32(0))  # noqa: E731
+    ones = {"w": jnp.ones(2)}
+    move = lambda lr: dataclasses.replace(local, lr=lr).move(ones, ones, lr, jnp.int32(0))[0]  # noqa: E731
     np.testing.assert_allclose(jax.vmap(move)(lrs)["w"][:, 0], 1 - lrs, rtol=1e-6)
 
 

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from fedrax import Episode, FedAvg, FedCM, FedraxError, LocalSGD, Mime, MimeLite, NaiveParallelClip, Optax, QFedAvg
+from fedrax import (
+    Episode,
+    FedAvg,
+    FedCM,
+    Federation,
+    FedraxError,
+    LocalSGD,
+    Mime,
+    MimeLite,
+    NaiveParallelClip,
+    Optax,
+    QFedAvg,
+    Task,
+    simulate,
+)
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.proximal import L1
 from tests.simulation.problems import run
@@ -58,6 +73,24 @@ def test_weight_decay_counts_in_how_long_episodes_gradient_is():
     for mine, theirs in zip(run(one, **options).trajectory, run(other, **options).trajectory, strict=True):
         for part in ("weight", "bias"):
             np.testing.assert_allclose(mine["output"][part], theirs["output"][part], rtol=1e-12)
+
+
+def test_events_say_what_share_of_the_steps_was_shortened():
+    """Of x - 1 (at 0: -1) with steps of 0.1, none longer than 0.08: it falls below on the way, by hand in NumPy."""
+    x, shortened = 0.0, []
+    for _ in range(12):
+        shortened.append(0.1 * abs(x - 1) > 0.08)
+        x += min(0.1 * (1 - x), 0.08)
+    assert 0 < sum(shortened) < 12
+    task = Task(lambda key: jnp.zeros(1), lambda params, batch, key: (params - batch.x)[:, 0] ** 2 / 2)
+    data = Federation.from_arrays(np.ones((2, 1), np.float32), np.zeros((2, 1), np.float32), offsets=[0, 1, 2])
+    settings = {"rounds": 4, "cohort_size": 2, "devices": 1}
+    local = simulate(FedAvg(local=LocalSGD(lr=0.1, steps=3, clip=0.08)), task, data, **settings)
+    assert [event["clipped"] for event in local.events] == pytest.approx(np.reshape(shortened, (4, 3)).mean(1))
+    each = NaiveParallelClip(local=LocalSGD(lr=0.1, steps=1, clip=0.08))
+    once = simulate(each, task, data, **settings | {"rounds": 12})
+    assert [event["clipped"] for event in once.events] == shortened
+    assert "clipped" not in simulate(FedAvg(), task, data, **settings).events[0]
 
 
 def test_weight_decay_has_one_minimum_whatever_momentum_does():

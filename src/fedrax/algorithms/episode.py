@@ -126,5 +126,5 @@ class NaiveParallelClip(Algorithm):
     def server(self, server: ParallelServer, cohort: Cohort) -> tuple[ParallelServer, Info]:
         """The clipped step; none where nobody came."""
         lr = self.local.step_size(cohort.round)
-        moved = self.local.move(server.params, cohort.mean, lr, cohort.round)
-        return ParallelServer(tree.where(cohort.size > 0, moved, server.params)), {}
+        moved, info = self.local.move(server.params, cohort.mean, lr, cohort.round)
+        return ParallelServer(tree.where(cohort.size > 0, moved, server.params)), info

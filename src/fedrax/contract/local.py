@@ -104,7 +104,8 @@ class LocalResult(NamedTuple):
     mean_gradient: Tree
     """The mean of the gradients along the way; None unless asked for."""
     info: dict[str, Array]
-    """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient."""
+    """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient; with
+    ``local.clip`` also clipped: the share of the steps that it shortened."""
 
 
 def _client_data(given: Any) -> ClientData:
@@ -284,15 +285,18 @@ class LocalSGD:
         """The gradient with weight decay added."""
         return gradient if self.weight_decay is None else tree.add_scaled(gradient, self.weight_decay, params)
 
-    def move(self, x: Tree, direction: Tree, lr: Array | float, round: Array) -> Tree:
-        """prox_{eta Psi}(x - eta d), the direction shortened to ``clip`` where asked for."""
-        step = lr
+    def move(self, x: Tree, direction: Tree, lr: Array | float, round: Array) -> tuple[Tree, dict[str, Array]]:
+        """prox_{eta Psi}(x - eta d), the direction shortened to ``clip`` where asked for; then also the info
+        ``clipped``, 1 where it was longer and 0 elsewhere.
+        """
+        step, info = lr, {}
         if self.clip is not None:
             limit = self.clip * self.schedule(round)
             length = lr * tree.norm(direction)
             step = lr * jnp.where(length > limit, limit / jnp.where(length > 0, length, 1), 1)
+            info = {"clipped": (length > limit).astype(float)}
         x = tree.add_scaled(x, -step, direction)
-        return x if self.prox is None else self.prox(x, lr)
+        return (x if self.prox is None else self.prox(x, lr)), info
 
     def run(
         self,
@@ -314,7 +318,7 @@ class LocalSGD:
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
         def body(index: Array | int, carry: tuple) -> tuple:
-            x, memory, velocity, total, loss, statistics, rule = carry
+            x, memory, velocity, total, sums, statistics, rule = carry
             step = Step(self, data.with_carried(Carried(statistics)), index)
             step_loss, gradient, statistics = step.gradient_and_statistics(x)
             total = tree.add(total, gradient) if mean_gradient else None
@@ -324,12 +328,12 @@ class LocalSGD:
             if self.momentum is not None:
                 gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
             d, memory = _checked(direction(gradient, x, memory, step), x, memory)
-            d = data.directed(d, x, step)
+            d, said = data.directed(d, x, step), {}
             if self.optimizer is None:
-                x = self.move(x, d, lr, data.round)
+                x, said = self.move(x, d, lr, data.round)
             else:
                 x, rule = self._optimized(x, rule, d, lr, data.round, step_loss if data.tells_losses else None)
-            return x, memory, velocity, total, loss + step_loss, statistics, rule
+            return x, memory, velocity, total, tree.add(sums, {"loss": step_loss, **said}), statistics, rule
 
         zeros = tree.zeros_like(params)
         carry = (
@@ -337,11 +341,12 @@ class LocalSGD:
             memory,
             zeros if self.momentum is not None else None,
             zeros if mean_gradient else None,
-            jnp.zeros((), jax.tree.leaves(params)[0].dtype),
+            {"loss": jnp.zeros((), jax.tree.leaves(params)[0].dtype)}
+            | ({} if self.clip is None else {"clipped": jnp.zeros((), float)}),
             carried.statistics,
             self._start_of_optimizer(params, data),
         )
-        x, memory, _, total, loss, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
+        x, memory, _, total, sums, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
         carried.params, carried.optimizer = x, rule if self.carry else carried.optimizer
         for change in data.result_rules:
             x = change(x)
@@ -352,7 +357,7 @@ class LocalSGD:
             steps=count,
             memory=memory,
             mean_gradient=tree.scale(shared, total) if mean_gradient else None,
-            info={"loss": loss * shared, "gradients": self.samples(data, steps)},
+            info={name: summed * shared for name, summed in sums.items()} | {"gradients": self.samples(data, steps)},
         )
 
     def one_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:
