@@ -83,6 +83,15 @@ def test_what_clients_do_is_scaled_to_all_of_them():
     assert made.flops == 2 * 10 * FLOPS and made.executions == 20
 
 
+def test_waiting_of_a_part_of_the_clients_is_not_that_of_all():
+    """Two devices of which one had nothing to do while the part was traced, and both a fifth less in all of it."""
+    first = line((0, 100, "first"), (100, 101, "both"))
+    second = line((0, 1, "both"), (1, 2, "both"))
+    part = Traced(1, 0.5, 110e-9, 110e-9, [first, second], idle=0.25)
+    spent = {made.part: made.ms for made in attribute(part, TEXT, small=1e-9, ms=1.0)}
+    assert spent[WAIT] == pytest.approx(0.2, rel=0.02)
+
+
 def test_an_interrupted_execution_is_charged_little_more_than_the_median():
     events = [(1000 * i, 1000 * (i + 1), "first") for i in range(9)] + [(9000, 50_009_000, "first")]
     other = (50_009_000, 50_018_000, "both")

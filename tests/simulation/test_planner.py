@@ -183,6 +183,19 @@ def test_work_is_spread_evenly():
     assert (loads.max(1) <= loads.mean(1) + SIZES.max()).all()
 
 
+def test_devices_are_idle_where_one_has_more_to_do_and_not_where_they_join():
+    assert planner().idle(0) == pytest.approx(1 / 9)  # five clients and four
+    assert planner(cohort_size=8).idle(0) == planner(devices=1).idle(0) == 0
+    uneven, sizes = planner(cohort_size=1, by_samples=True), SIZES
+    assert uneven.idle(0) == pytest.approx(1)  # one device waits all the time
+    block = planner(by_samples=True).block(0, 1, 1)
+    load = np.sort([sum(sizes[c] for c in block.places.client[0, d, : block.count[0, d]]) for d in (0, 1)])
+    assert planner(by_samples=True).idle(0) == pytest.approx((load[1] - load[0]) / load.sum())
+    together = planner()
+    assert together.join(2.0) == 2
+    assert together.idle(0) == 0
+
+
 def test_clients_side_by_side_are_of_like_size():
     """They wait for the largest of them: chunks of neighbours by size make up no more steps than any other order."""
     for devices in (1, 2):

@@ -60,7 +60,7 @@ def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> 
         executions[name] = len(charged)
     beyond = sum(nanoseconds.values()) + waited - 1e9 * count * traced.busy
     tracing = max(beyond, 0.0) / max(executions.total(), 1)
-    made = [Spent(None, WAIT, "waiting", waited / traced.rounds)] if waited else []
+    made: list[Spent] = []
     for name, spent in nanoseconds.items():
         phase, part = program.scope(name)
         # what clients do is in proportion to the clients that ran, the rest happens once a round
@@ -71,6 +71,12 @@ def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> 
         about = program.describe(name) if name in program.operations else Description()
         work = (runs * cost.flops, runs * cost.bytes)
         made.append(Spent(phase, _part(phase, part), kind, net * times, runs / count, *work, about))
+    if traced.idle is None:
+        waited = waited / traced.rounds
+    else:
+        waited = traced.idle * sum(spent.ms for spent in made if spent.phase is not None)
+    if waited:
+        made.append(Spent(None, WAIT, "waiting", waited))
     scale = ms / max(sum(spent.ms for spent in made), 1e-9)
     return [spent._replace(ms=scale * spent.ms) for spent in made]
 

@@ -43,6 +43,9 @@ class Traced:
     """With the trace, call included."""
     untraced: float
     timelines: list[Timeline]
+    idle: float | None = None
+    """Of a round of which a part of the clients ran: how long devices wait in all of it, as part of its clients' work.
+    A part is spread over the devices otherwise, and who shares clients at the end of a round does not get there."""
 
     @property
     def busy(self) -> float:
@@ -182,16 +185,18 @@ class Stopwatch:
         """Trace as many rounds as fit the time, or a part of one round's clients."""
         seconds = made.call / made.rounds
         portion, share = self._storage.portion(0, max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))), 1.0
+        idle = None
         if seconds > _TRACED_SECONDS:
             kept = np.ceil(portion.xs.count * _TRACED_SECONDS / seconds).astype(np.int32)
             share = float(kept.sum() / portion.xs.count.sum())
             portion = portion._replace(xs=portion.xs._replace(count=kept))
+            idle = self.setup.planner.idle(0)
         # the shortest of a few: other work on the machine only ever adds time
         untraced = min(self._call(portion)[0] for _ in range(3))
         for _ in range(1 if self.keep else 2):
             (seconds, _), timelines = trace.record(lambda: self._call(portion), program, self.keep)
             if made.traced is None or seconds < made.traced.seconds:
-                made.traced = Traced(portion.rounds, share, seconds, untraced, timelines)
+                made.traced = Traced(portion.rounds, share, seconds, untraced, timelines, idle)
 
 
 def other_work() -> list[str]:

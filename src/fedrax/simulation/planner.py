@@ -178,6 +178,14 @@ class Planner:
             return set()
         return to_join(assigned, self._cost(round, cohort).tolist(), self.joint_speed)
 
+    def idle(self, round: int) -> float:
+        """How long devices wait for the one with the most work in a round, as part of all its clients' work."""
+        cohort = self.sampler.cohort(round)
+        assigned, cost = self._assign(round, cohort), self._cost(round, cohort)
+        joined = self._joined(round, cohort, assigned)
+        load = [sum(cost[p] for p in places if p not in joined) for places in assigned]
+        return float((len(load) * max(load) - sum(load)) / cost.sum())
+
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
         """Whether a device has no place left in this round, or no row."""
         return len(chosen[device]) >= self.places or (self.stateful and self._used[device] >= self.capacity)
