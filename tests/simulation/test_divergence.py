@@ -140,6 +140,21 @@ def test_task_is_healthy():
     assert np.isfinite(run(task=TASK, rounds=2).events[-1]["train_loss"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("metrics", "belongs into the task's whole_set"),
+        ("whole_set", "a metric is None where it is not defined"),
+    ],
+)
+def test_a_metric_that_is_not_defined_ends_the_run_and_says_where_it_belongs(kind: str, sentence: str):
+    """Recall, of the samples of one class, is no number of any other sample."""
+    recall = {"metrics": lambda params, batch: jnp.where(batch.y == 0, 1.0, jnp.nan), "whole_set": lambda *_: np.nan}
+    task = dataclasses.replace(TASK, **{kind: {"recall": recall[kind]}})
+    with pytest.raises(NonFiniteError, match=f"round 2: test_recall is not finite, though the loss is: .*{sentence}$"):
+        run(fedrax.FedAvg(local=LOCAL), task=task, rounds=2, eval_every=2)
+
+
 def test_a_test_loss_that_overflows_ends_the_run(tmp_path: Path):
     """The parameters are finite, what they say of a sample is not."""
     x, y = (np.array(a) for a in FEDERATION.test)

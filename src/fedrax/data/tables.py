@@ -347,7 +347,8 @@ def _standardised(
             ' are so far from the training rows, leave it out by drop, or take standardise = "none".'
         )
     whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
-    told = f"{numeric.sum()} features are standardised by mean and deviation of the training rows {whose}".rstrip()
+    what = "1 feature is" if numeric.sum() == 1 else f"{numeric.sum()} features are"
+    told = f"{what} standardised by mean and deviation of the training rows {whose}".rstrip()
     return x, said + [f"{told} (standardise)"] * bool(numeric.any())
 
 

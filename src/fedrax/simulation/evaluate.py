@@ -184,6 +184,18 @@ def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str,
     return {name: None if value is None else float(value) for name, value in values.items()}
 
 
+def remedy(task: Any, key: str) -> str:
+    """What may help where the metric ``key`` of an event is not finite and the loss before it is."""
+    if any(key.endswith(f"_{name}") for name in task.whole_set):
+        return ", though the loss is: of a whole set a metric is None where it is not defined"
+    if any(key.endswith(f"_{name}") for name in task.metrics):
+        return (
+            ", though the loss is: a metric is a number for every sample, and what is defined for all of them together"
+            " belongs into the task's whole_set"
+        )
+    return ""
+
+
 def is_lower_better(task: Any, name: str) -> bool:
     """Whether smaller values of a metric are better."""
     return name == "loss" or name in task.lower_is_better

@@ -27,6 +27,7 @@ from fedrax.simulation.clock import clock
 from fedrax.simulation.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.engine import NOTED, Carry
+from fedrax.simulation.evaluate import remedy
 from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.process import (
     Interrupted,
@@ -261,7 +262,7 @@ class Run:
         report(new, events, self.log, self.sinks)
         if lost is not None:
             where = f"{setup.info.algorithm}, round {len(events)}"
-            self._stop(f"{where}: {lost} is not finite", carry, "the state")
+            self._stop(f"{where}: {lost} is not finite{remedy(setup.task, lost)}", carry, "the state")
         called = self._called(carry, new[-1]) if due and self.asks else "rounds"
         return carry, rounds, "target" if self._reached(new) else called
 
