@@ -28,8 +28,10 @@ from fedrax.simulation.storage import Portion
 _ROUNDS_A_CALL = 64
 _SECONDS, _AT_MOST = 2.0, 10.0
 """Of work to time by default: at least so much, and three calls unless they take longer than that."""
-_TRACED_SECONDS = 0.15
-"""Of work to trace: half a million operations at most, where they are of the smallest."""
+_LITTLE, _MOST_TRACED = 0.05, 1.5
+"""Seconds of work to trace at first, and at most."""
+_OPERATIONS = 300_000
+"""Executions in a trace: the more rounds, the less counts what only the first one does, as taking memory."""
 
 
 @dataclass
@@ -182,21 +184,29 @@ class Stopwatch:
         made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators or sim.personal else 0.0
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
-        """Trace as many rounds as fit the time, or a part of one round's clients."""
+        """Trace what little takes little, and then as much as an affordable trace holds, by how much that was."""
+        seconds = _LITTLE
+        first = self._traced(made, program, seconds, None)
+        executions = sum(len(times) for timeline in first.timelines for times in timeline.charged.values())
+        seconds = min(seconds * _OPERATIONS / max(executions, 1), _MOST_TRACED)
+        made.traced = self._traced(made, program, seconds, self.keep)
+        alike = (first.rounds, first.clients) == (made.traced.rounds, made.traced.clients)
+        if alike and first.seconds < made.traced.seconds:
+            made.traced = first
+
+    def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> Traced:
+        """As many rounds as take ``most`` seconds, or a part of one round's clients."""
         seconds = made.call / made.rounds
-        portion, share = self._storage.portion(0, max(1, min(made.rounds, int(_TRACED_SECONDS / seconds)))), 1.0
-        idle = None
-        if seconds > _TRACED_SECONDS:
-            kept = np.ceil(portion.xs.count * _TRACED_SECONDS / seconds).astype(np.int32)
+        portion, share, idle = self._storage.portion(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
+        if seconds > most:
+            kept = np.ceil(portion.xs.count * most / seconds).astype(np.int32)
             share = float(kept.sum() / portion.xs.count.sum())
             portion = portion._replace(xs=portion.xs._replace(count=kept))
             idle = self.setup.planner.idle(0)
         # the shortest of a few: other work on the machine only ever adds time
         untraced = min(self._call(portion)[0] for _ in range(3))
-        for _ in range(1 if self.keep else 2):
-            (seconds, _), timelines = trace.record(lambda: self._call(portion), program, self.keep)
-            if made.traced is None or seconds < made.traced.seconds:
-                made.traced = Traced(portion.rounds, share, seconds, untraced, timelines, idle)
+        (seconds, _), timelines = trace.record(lambda: self._call(portion), program, keep)
+        return Traced(portion.rounds, share, seconds, untraced, timelines, idle)
 
 
 def other_work() -> list[str]:
