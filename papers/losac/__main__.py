@@ -1,6 +1,7 @@
 """``python -m papers.losac WHAT``: run an experiment of the paper's, compare it with the paper, write results/.
 
-Finished runs below --out are kept and not run again; an interrupted command goes on where it was.
+Finished runs below --out are kept and not run again, but for those of Figure 6: an interrupted command goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tomlkit
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method
+from papers.arguments import Different, count, results_folder, seed
 from papers.ending import in_a_sentence
 from papers.losac import figure6, figure6_attacks, figure7, sensitivity
 from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, summary, write_table
@@ -52,11 +54,13 @@ def main() -> int:
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--out", type=Path, default=Path("runs/losac"), help="where runs are kept")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where tables and pictures go")
-    parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
-    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the file's")
+    where = "where tables and pictures go; by default beside this command, or below --out with --rounds or --seeds"
+    parser.add_argument("--results", type=Path, help=where)
+    parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
+    parser.add_argument("--seeds", type=seed, nargs="+", action=Different, help="other seeds than the file's")
     arguments = parser.parse_args()
-    arguments.results.mkdir(parents=True, exist_ok=True)
+    tried = arguments.out / "results" if arguments.rounds or arguments.seeds else None
+    arguments.results = results_folder(arguments.results, RESULTS, tried)
     return commands[arguments.what](arguments)
 
 

@@ -6,14 +6,16 @@ import json
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fedrax import FedraxError
+from fedrax import FedraxError, sweep
 from fedrax.data import Dataset, as_samples
 from fedrax.experiments import comparison
 from papers.gradma import __main__ as gradma
+from papers.gradma import search
 from papers.gradma.partition import DirichletWorkers
 from papers.gradma.search import METHODS, Cell, Runs, best_point, candidates
 
@@ -87,16 +89,21 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
         runs.known(cell, "FedProx", 0)
 
 
-def test_table1_prints_paper_ours_and_what_was_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rng, folder = np.random.default_rng(0), tmp_path / "mnist"
+def write_mnist(folder: Path) -> None:
+    """500 training and 100 test images of noise."""
+    rng = np.random.default_rng(0)
     folder.mkdir()
     for part, rows in (("train", 500), ("t10k", 100)):
         labels = np.tile(np.arange(10, dtype=np.uint8), rows // 10)
         images = rng.integers(0, 256, (rows, 28, 28)).astype(np.uint8)
         (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, rows, 28, 28) + images.tobytes())
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, rows) + labels.tobytes())
+
+
+def test_table1_prints_paper_ours_and_what_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mnist(tmp_path / "mnist")
     printed = (HERE / "table1_printed.csv").read_text().splitlines()
     (tmp_path / "table1_printed.csv").write_text("\n".join([printed[0], *(p for p in printed if "mnist,5," in p)]))
     for name in ("mnist.toml", "partition.py"):
@@ -152,3 +159,18 @@ def test_the_experiment_files_are_the_papers(data: str) -> None:
         local = method.algorithm.local  # type: ignore[attr-defined]
         assert (local.steps, local.batch_size) == (5, 64)
     assert len(gradma.read_printed(data)) == (80 if data == "mnist" else 48)
+
+
+def test_a_search_that_is_broken_off_keeps_what_it_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path / "mnist")
+    runs, points = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", 1, str(tmp_path)), [(0.01, 1.0), (0.1, 1.0)]
+
+    def one_alone(some: list, *rest: Any) -> Any:
+        if len(some) > 1 or runs.kept.exists():
+            raise KeyboardInterrupt
+        return sweep(some, *rest)
+
+    monkeypatch.setattr(search, "sweep", one_alone)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(Cell(10, 1.0), "FedAvg", points, 0)
+    assert list(runs.known(Cell(10, 1.0), "FedAvg", 0)) == points[:1]
