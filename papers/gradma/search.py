@@ -216,7 +216,7 @@ class Runs:
 
 def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:
     """What a stage of the search runs: first the file's point; then, by mode, one axis after another around the best
-    point so far (axes), or the whole grid (grid)."""
+    point so far (axes), or the whole grid (grid). All stages before have been run."""
     axes = [AXES[axis][1] for axis in METHODS[method]]
     if stage == 0:
         return [runs.start(method)]
@@ -224,7 +224,9 @@ def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode:
         return list(itertools.product(*axes)) if stage == 1 else []
     if mode == "none" or stage > len(axes):
         return []
-    best = best_point(runs, cell, method, seed)
+    # of the points on the search's own way: others that are kept would lead it elsewhere when it is gone again
+    way = [point for before in range(stage) for point in candidates(runs, cell, method, seed, before, mode)]
+    best = max(way, key=lambda point: runs.top(cell, method, point, seed) or 0.0)
     return [(*best[: stage - 1], value, *best[stage:]) for value in axes[stage - 1]]
 
 
