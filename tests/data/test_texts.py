@@ -28,6 +28,9 @@ def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
     assert encoded.dtype == np.int32
     with pytest.raises(FedraxError):
         vocabulary(texts, min_count=0)
+    with pytest.raises(FedraxError, match="no word occurs 4 times, the most frequent one 3"):
+        vocabulary(texts, min_count=4)
+    assert vocabulary([]) == vocabulary([[]]) == ()
     with pytest.raises(FedraxError):
         encode(texts, (), 0)
 
@@ -144,7 +147,7 @@ def test_tables_that_are_not_asked_for_may_be_missing(tmp_path: Path) -> None:
     pairs(tmp_path / "snli" / "test.parquet")
     write(tmp_path / "sent140" / "sample.parquet", user=["u", "u"], text=["a", "b"], label=[0, 1])
     assert len(load("snli", tmp_path, train="train").train.y) == 2
-    assert len(load("sent140", tmp_path, table="sample", test_fraction=0.0).train.y) == 2
+    assert len(load("sent140", tmp_path, table="sample", test_fraction=0.0, min_count=1).train.y) == 2
     with pytest.raises(FedraxError, match=r"sent140/leaf_k30_by_user\.parquet is missing"):
         load("sent140", tmp_path)
 

@@ -60,6 +60,9 @@ def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int 
     for words in texts:
         counts.update(_words_of(words))
     kept = [(-count, word) for word, count in counts.items() if count >= min_count]
+    if counts and not kept:
+        most = max(counts.values())
+        raise FedraxError(f"no word occurs {min_count} times, the most frequent one {most}: lower min_count.")
     return tuple(word for _, word in sorted(kept)[:largest])
 
 
