@@ -36,12 +36,16 @@ class Different(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def results_folder(asked: Path | None, own: Path, tried: Path | None) -> Path:
-    """Where tables go, ready to be written to: as ``asked``, or the command's ``own``.
+def folders(arguments: argparse.Namespace, name: str, tried: bool) -> None:
+    """Where ``--out`` and ``--results`` do not say it, keep runs in runs/NAME and write tables beside the command.
 
-    ``tried`` is the folder of a command that is only tried out, whose tables would take the place of the whole ones.
+    A command that is ``tried`` out on less has a folder of its own for both: its tables would take the place of the
+    whole ones, and its runs would be in the way of theirs. FedraxError where tables cannot be written.
     """
-    return writable(asked or tried or own)
+    runs = Path("runs", name)
+    arguments.out = getattr(arguments, "out", None) or (runs / "tried" if tried else runs)
+    beside = Path(__file__).parent / name / "results"
+    arguments.results = writable(arguments.results or (arguments.out / "results" if tried else beside))
 
 
 def writable(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from fedrax import files, sweep
 from fedrax.experiments import comparison, experiment
 from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
-from papers.arguments import count, results_folder
+from papers.arguments import count, folders
 from papers.ending import in_a_sentence
 from papers.losac import running as losac
 from papers.losac.running import few_seeds, processor, spread
@@ -53,16 +53,14 @@ def main() -> int:
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--small", action="store_true", help="snli and cifar10: in a size for a few cores")
     parser.add_argument("--seeds", type=count, help="how many; by default 200 for fig3, and the file's for the others")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/episode"), help="where runs of snli and cifar10 are kept"
-    )
+    kept = "where runs of snli and cifar10 are kept; by default runs/episode"
+    parser.add_argument("--out", type=Path, help=kept)
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
-    where = "where table and picture go; by default beside this command, or below --out with --rounds"
+    where = "where table and picture go; by default beside this command, or with the runs where --rounds is given"
     parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
-    tried = arguments.out / "results" if arguments.rounds else None
-    arguments.results = results_folder(arguments.results, HERE / "results", tried)
+    folders(arguments, "episode", tried=bool(arguments.rounds))
     commands[arguments.what](arguments)
     return 0
 

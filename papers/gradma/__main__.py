@@ -17,14 +17,12 @@ import time
 from pathlib import Path
 
 from fedrax import FedraxError, files
-from papers.arguments import Different, count, results_folder, seed
+from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
 from papers.losac.running import spread
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-TRIED = Path("runs/gradma")
 SEARCHES = {
     "none": "every method at one point: the file's, the middle of each grid, or that with --local-step",
     "axes": "one axis of the grid after another, keeping the best value",
@@ -54,12 +52,12 @@ def main() -> int:
     parser.add_argument("--cells", nargs="+", metavar="S,OMEGA", help="columns, such as 10,0.01 (default: all)")
     parser.add_argument("--local-step", type=float, choices=AXES["local step"][1], help="where the search starts")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    where = f"where the table and its runs go; by default beside this command, or in {TRIED} with --rounds"
+    where = "where the table and its runs go; by default beside this command, or below runs/gradma with --rounds"
     parser.add_argument("--results", type=Path, help=where)
     parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the table of what there is")
     arguments = parser.parse_args()
-    arguments.results = results_folder(arguments.results, RESULTS, TRIED if arguments.rounds else None)
+    folders(arguments, "gradma", tried=bool(arguments.rounds))
     table1(arguments)
     return 0
 

@@ -19,7 +19,7 @@ import tomlkit
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method
-from papers.arguments import Different, count, results_folder, seed
+from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.losac import figure6, figure6_attacks, figure7, sensitivity
 from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, summary, write_table
@@ -27,7 +27,6 @@ from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, 
 __all__ = ["main", "spread", "stored"]
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 HETEROGENEITY = (0, 25, 50, 75, 100)
 STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 2.56e-2, 5.12e-2, 0.1024)
 TUNED_AT = 100
@@ -52,15 +51,14 @@ def main() -> int:
         "figure7-search": figure7.search,
     }
     parser.add_argument("what", choices=list(commands))
-    parser.add_argument("--out", type=Path, default=Path("runs/losac"), help="where runs are kept")
+    parser.add_argument("--out", type=Path, help="where runs are kept; by default runs/losac")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    where = "where tables and pictures go; by default beside this command, or below --out with --rounds or --seeds"
+    where = "tables and pictures; by default beside this command, or with the runs where --rounds or --seeds are given"
     parser.add_argument("--results", type=Path, help=where)
     parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--seeds", type=seed, nargs="+", action=Different, help="other seeds than the file's")
     arguments = parser.parse_args()
-    tried = arguments.out / "results" if arguments.rounds or arguments.seeds else None
-    arguments.results = results_folder(arguments.results, RESULTS, tried)
+    folders(arguments, "losac", tried=bool(arguments.rounds or arguments.seeds))
     return commands[arguments.what](arguments)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fedrax import FedraxError, files
-from papers.arguments import Different, count, results_folder, seed, writable
+from papers.arguments import Different, count, folders, seed, writable
 from papers.ending import in_a_sentence
 from papers.losac.running import markdown, processor, spread
 from papers.upcycled import figures, private
@@ -40,14 +40,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=seed, nargs="+", action=Different, default=SEEDS)
     of = "of 10 local epochs each; upcycled, two iterations each"
     parser.add_argument("--rounds", type=count, default=ROUNDS, help=of)
-    parser.add_argument("--out", type=Path, default=Path("runs/upcycled"), help="where sweeps are kept")
+    parser.add_argument("--out", type=Path, help="where sweeps are kept; by default runs/upcycled")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of what there is")
-    where = "where tables go; by default beside this command, or below --out with other --rounds or --seeds"
+    where = "where tables go; by default beside this command, or with the sweeps where --rounds or --seeds are given"
     parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
-    tried = arguments.out / "results" if (arguments.rounds, arguments.seeds) != (ROUNDS, SEEDS) else None
-    arguments.results = results_folder(arguments.results, HERE / "results", tried)
+    folders(arguments, "upcycled", tried=(arguments.rounds, arguments.seeds) != (ROUNDS, SEEDS))
     writable(arguments.out)
     private_ones = arguments.what in private.FIGURES
     arguments.data = arguments.data or list(private.SETS if private_ones else DATA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fedrax import FedraxError
 from fedrax.simulation import Interrupted
-from papers.arguments import results_folder
+from papers.arguments import folders
 from papers.dlg import __main__ as dlg
 from papers.ending import in_a_sentence
 from papers.episode import __main__ as episode
@@ -79,9 +80,15 @@ def test_results_that_cannot_be_written_are_known_at_once(
     assert f"cannot write to {tmp_path / 'file' / 'results'}: " in capsys.readouterr().err
 
 
-def test_what_is_only_tried_takes_no_results_place(tmp_path: Path) -> None:
-    own, tried, asked = (tmp_path / name for name in ("own", "tried", "asked"))
-    assert results_folder(None, own, None) == own
-    assert results_folder(None, own, tried) == tried
-    assert results_folder(asked, own, tried) == asked
-    assert {path.name for path in tmp_path.iterdir()} == {"own", "tried", "asked"}
+def test_what_is_only_tried_is_in_no_whole_results_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def filled(tried: bool, **given: Path) -> tuple[Path, Path]:
+        arguments = argparse.Namespace(**{"out": None, "results": None} | given)
+        folders(arguments, "losac", tried)
+        return arguments.out, arguments.results
+
+    assert filled(False) == (Path("runs/losac"), Path(losac.__file__).parent / "results")
+    assert filled(True) == (Path("runs/losac/tried"), Path("runs/losac/tried/results"))
+    assert filled(True, out=Path("mine")) == (Path("mine"), Path("mine/results"))
+    assert filled(True, results=Path("mine")) == (Path("runs/losac/tried"), Path("mine"))
