@@ -83,13 +83,13 @@ def ablation(arguments: argparse.Namespace, data: str, methods: list[Method]) ->
     for row in printed:
         label = f"{row['method']}, T={row['T']}, M={row['M']}"
         method = next(m for m in methods if m.label == label)
-        rounds, loss, accuracy = final(method)
+        (rounds, loss, accuracy), of = final(method), len(method.runs)
         rows.append(
             [
                 label,
-                *against(float(row["rounds"]), rounds, ".0f"),
-                *against(float(row["loss"]), loss, ".4f"),
-                *against(float(row["accuracy"]), [100 * a for a in accuracy], ".2f"),
+                *against(float(row["rounds"]), rounds, ".0f", of),
+                *against(float(row["loss"]), loss, ".4f", of),
+                *against(float(row["accuracy"]), [100 * a for a in accuracy], ".2f", of),
             ]
         )
     columns = ["", "rounds to 85 %", "ours", "gap", "loss", "ours", "gap", "accuracy %", "ours", "gap"]
@@ -103,11 +103,12 @@ def ablation(arguments: argparse.Namespace, data: str, methods: list[Method]) ->
     return 0
 
 
-def against(paper: float, ours: Sequence[float], form: str) -> list[str]:
-    """Paper, ours ± deviation, gap, as text."""
+def against(paper: float, ours: Sequence[float], form: str, runs: int) -> list[str]:
+    """Paper, ours ± deviation, gap, as text; how many of the ``runs`` have a value where that is not all."""
     if not ours:
         return [format(paper, form), "not reached", ""]
-    return [format(paper, form), spread(ours, form), format(statistics.mean(ours) - paper, "+" + form)]
+    some = "" if len(ours) == runs else f" ({len(ours)} runs)"
+    return [format(paper, form), spread(ours, form) + some, format(statistics.mean(ours) - paper, "+" + form)]
 
 
 # -- Figure 2 ----------------------------------------------------------------------------------------------------
