@@ -22,6 +22,7 @@ from fedrax import files, sweep
 from fedrax.experiments import comparison, experiment
 from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
+from papers.arguments import count, folders
 from papers.ending import in_a_sentence
 from papers.losac import running as losac
 from papers.losac.running import few_seeds, processor, spread
@@ -51,14 +52,15 @@ def main() -> int:
     commands = {"fig3": fig3, "snli": similarity, "cifar10": similarity}
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--small", action="store_true", help="snli and cifar10: in a size for a few cores")
-    parser.add_argument("--seeds", type=int, help="how many; by default 200 for fig3, and the file's for the others")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/episode"), help="where runs of snli and cifar10 are kept"
-    )
+    parser.add_argument("--seeds", type=count, help="how many; by default 200 for fig3, and the file's for the others")
+    kept = "where runs of snli and cifar10 are kept; by default runs/episode"
+    parser.add_argument("--out", type=Path, help=kept)
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="where table and picture go")
+    parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
+    where = "where table and picture go; by default beside this command, or with the runs where --rounds is given"
+    parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
+    folders(arguments, "episode", tried=bool(arguments.rounds))
     commands[arguments.what](arguments)
     return 0
 
@@ -119,7 +121,6 @@ def write(
             cells += [spread(apart[:, at].tolist(), ".4f") for at in (early, -1)]
             lines.append("| " + " | ".join([*cells, f"{x[:, -1].mean():.4f}"]) + " |")
     text = "\n".join(lines) + "\n"
-    arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / "fig3.md", text)
     return text
 
@@ -163,7 +164,6 @@ def similarity(arguments: argparse.Namespace) -> None:
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
     text = "\n".join(lines) + "\n"
-    arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / f"{name}.md", text)
     print(text)
 

@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 
 from fedrax import FedraxError, files
+from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
 from papers.losac.running import spread
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 SEARCHES = {
     "none": "every method at one point: the file's, the middle of each grid, or that with --local-step",
     "axes": "one axis of the grid after another, keeping the best value",
@@ -46,15 +46,19 @@ def main() -> int:
     parser.add_argument(
         "--search", choices=list(SEARCHES), default="grid", help="; ".join(map(": ".join, SEARCHES.items()))
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one is the search's")
+    first = "the first one is the search's"
+    parser.add_argument("--seeds", type=seed, nargs="+", action=Different, default=[0, 1, 2], help=first)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
     parser.add_argument("--cells", nargs="+", metavar="S,OMEGA", help="columns, such as 10,0.01 (default: all)")
     parser.add_argument("--local-step", type=float, choices=AXES["local step"][1], help="where the search starts")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and its runs go")
-    parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
+    where = "where the table and its runs go; by default beside this command, or below runs/gradma with --rounds"
+    parser.add_argument("--results", type=Path, help=where)
+    parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the table of what there is")
-    table1(parser.parse_args())
+    arguments = parser.parse_args()
+    folders(arguments, "gradma", tried=bool(arguments.rounds))
+    table1(arguments)
     return 0
 
 
@@ -134,7 +138,6 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         lines += ["", "## Every point, where more than one was tried", ""]
         lines += markdown("(S, omega)|method|paper|point|top|second half|seeds", tried)
     text = "\n".join(lines) + "\n"
-    arguments.results.mkdir(parents=True, exist_ok=True)
     files.write_text(arguments.results / f"{name_of(arguments)}.md", text)
     return text
 

@@ -16,6 +16,8 @@ from fedrax import FedraxError, files, sweep
 from fedrax.experiments import comparison, experiment
 from fedrax.experiments.comparison import merged
 from fedrax.experiments.experiment import Experiment
+from fedrax.simulation.result import Result
+from fedrax.simulation.sweep import pays
 from papers.losac.running import processor
 
 AXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -129,7 +131,7 @@ class Runs:
         return sorted({record["processor"] for record in self._records().values()})
 
     def run(self, cell: Cell, method: str, points: list[Point], seed: int) -> None:
-        """Run what is not stored; the points of one method are one sweep."""
+        """Run what is not stored, and store it as it is done: the points of one method together where that pays."""
         points = [point for point in points if self.stored(cell, method, point, seed) is None]
         if not points:
             return
@@ -137,9 +139,16 @@ class Runs:
         if self._built[0] != (cell, seed):
             self._built = ((cell, seed), *experiment.build(made[0], self.data_dir)[1:])
         _, task, federation = self._built
-        for point, (result,) in zip(
-            points, sweep([m.algorithm for m in made], task, federation, (seed,), made[0].run), strict=True
-        ):
+        algorithms, settings = [m.algorithm for m in made], made[0].run
+        apart = [[one] for one in algorithms]
+        for some in [algorithms] if pays(algorithms, task, federation, settings) else apart:
+            results = sweep(some, task, federation, (seed,), settings)
+            self._store(cell, method, points[: len(results)], seed, [result for (result,) in results])
+            points = points[len(results) :]
+
+    def _store(self, cell: Cell, method: str, points: list[Point], seed: int, results: list[Result]) -> None:
+        """Add a line for each run."""
+        for point, result in zip(points, results, strict=True):
             accuracy = [100 * event["test_accuracy"] for event in result.events if "test_accuracy" in event]
             half = accuracy[len(accuracy) // 2 :]
             which = {"cohort": cell.cohort, "omega": cell.omega, "method": method, "point": point, "seed": seed}
@@ -151,9 +160,15 @@ class Runs:
                 "processor": processor(),
                 "date": datetime.date.today().isoformat(),
             }
+            self._append(json.dumps(record) + "\n")
+
+    def _append(self, line: str) -> None:
+        try:
             self.kept.parent.mkdir(parents=True, exist_ok=True)
             with files.open_to_append(self.kept) as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(line)
+        except OSError as error:
+            raise FedraxError(f"cannot write {self.kept}: {error.strerror or error}") from error
 
     def top(self, cell: Cell, method: str, point: Point, seed: int) -> float | None:
         """The highest test accuracy in percent of a stored run; 0 of one that was never measured."""
@@ -201,7 +216,7 @@ class Runs:
 
 def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:
     """What a stage of the search runs: first the file's point; then, by mode, one axis after another around the best
-    point so far (axes), or the whole grid (grid)."""
+    point so far (axes), or the whole grid (grid). All stages before have been run."""
     axes = [AXES[axis][1] for axis in METHODS[method]]
     if stage == 0:
         return [runs.start(method)]
@@ -209,7 +224,9 @@ def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode:
         return list(itertools.product(*axes)) if stage == 1 else []
     if mode == "none" or stage > len(axes):
         return []
-    best = best_point(runs, cell, method, seed)
+    # of the points on the search's own way: others that are kept would lead it elsewhere when it is gone again
+    way = [point for before in range(stage) for point in candidates(runs, cell, method, seed, before, mode)]
+    best = max(way, key=lambda point: runs.top(cell, method, point, seed) or 0.0)
     return [(*best[: stage - 1], value, *best[stage:]) for value in axes[stage - 1]]
 
 

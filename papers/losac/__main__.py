@@ -1,6 +1,7 @@
 """``python -m papers.losac WHAT``: run an experiment of the paper's, compare it with the paper, write results/.
 
-Finished runs below --out are kept and not run again; an interrupted command goes on where it was.
+Finished runs below --out are kept and not run again, but for those of Figure 6: an interrupted command goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tomlkit
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import Method
+from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.losac import figure6, figure6_attacks, figure7, sensitivity
 from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, summary, write_table
@@ -25,7 +27,6 @@ from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, 
 __all__ = ["main", "spread", "stored"]
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 HETEROGENEITY = (0, 25, 50, 75, 100)
 STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 2.56e-2, 5.12e-2, 0.1024)
 TUNED_AT = 100
@@ -50,13 +51,14 @@ def main() -> int:
         "figure7-search": figure7.search,
     }
     parser.add_argument("what", choices=list(commands))
-    parser.add_argument("--out", type=Path, default=Path("runs/losac"), help="where runs are kept")
+    parser.add_argument("--out", type=Path, help="where runs are kept; by default runs/losac")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where tables and pictures go")
-    parser.add_argument("--rounds", type=int, help="fewer rounds than the paper's, to try the command out")
-    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the file's")
+    where = "tables and pictures; by default beside this command, or with the runs where --rounds or --seeds are given"
+    parser.add_argument("--results", type=Path, help=where)
+    parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
+    parser.add_argument("--seeds", type=seed, nargs="+", action=Different, help="other seeds than the file's")
     arguments = parser.parse_args()
-    arguments.results.mkdir(parents=True, exist_ok=True)
+    folders(arguments, "losac", tried=bool(arguments.rounds or arguments.seeds))
     return commands[arguments.what](arguments)
 
 
@@ -81,13 +83,13 @@ def ablation(arguments: argparse.Namespace, data: str, methods: list[Method]) ->
     for row in printed:
         label = f"{row['method']}, T={row['T']}, M={row['M']}"
         method = next(m for m in methods if m.label == label)
-        rounds, loss, accuracy = final(method)
+        (rounds, loss, accuracy), of = final(method), len(method.runs)
         rows.append(
             [
                 label,
-                *against(float(row["rounds"]), rounds, ".0f"),
-                *against(float(row["loss"]), loss, ".4f"),
-                *against(float(row["accuracy"]), [100 * a for a in accuracy], ".2f"),
+                *against(float(row["rounds"]), rounds, ".0f", of),
+                *against(float(row["loss"]), loss, ".4f", of),
+                *against(float(row["accuracy"]), [100 * a for a in accuracy], ".2f", of),
             ]
         )
     columns = ["", "rounds to 85 %", "ours", "gap", "loss", "ours", "gap", "accuracy %", "ours", "gap"]
@@ -101,11 +103,12 @@ def ablation(arguments: argparse.Namespace, data: str, methods: list[Method]) ->
     return 0
 
 
-def against(paper: float, ours: Sequence[float], form: str) -> list[str]:
-    """Paper, ours ± deviation, gap, as text."""
+def against(paper: float, ours: Sequence[float], form: str, runs: int) -> list[str]:
+    """Paper, ours ± deviation, gap, as text; how many of the ``runs`` have a value where that is not all."""
     if not ours:
         return [format(paper, form), "not reached", ""]
-    return [format(paper, form), spread(ours, form), format(statistics.mean(ours) - paper, "+" + form)]
+    some = "" if len(ours) == runs else f" ({len(ours)} runs)"
+    return [format(paper, form), spread(ours, form) + some, format(statistics.mean(ours) - paper, "+" + form)]
 
 
 # -- Figure 2 ----------------------------------------------------------------------------------------------------

@@ -170,8 +170,8 @@ def figure(arguments: argparse.Namespace) -> int:
     columns = ["data", "method", "printed", "start", "end", "change %", "change %, divided by T"]
     note = (
         "Figure 6 prints curves, no numbers. |D^ - D|_F after the best matching of samples, before and after 100 steps "
-        "of gradient descent on what the first client sent in round 5: the gradient (DSGD, MimeSVRG), or (x - x_1^+) "
-        "over eta; last column: over eta T, the mean gradient. Mean ± standard deviation over seeds."
+        f"of gradient descent on what the first client sent in round {rounds}: the gradient (DSGD, MimeSVRG), or "
+        "(x - x_1^+) over eta; last column: over eta T, the mean gradient. Mean ± standard deviation over seeds."
     )
     write_table(arguments, "figure6", "LoSAC, Figure 6 (defence against DLG)", note, columns, rows)
     curves.save_curves(draw(drawn), arguments.results / "figure6")

@@ -44,10 +44,11 @@ def attacks(arguments: argparse.Namespace) -> int:
     columns += ["one sample, last round", "one sample, history", "one sample, client program"]
     note = (
         "Relative errors, 0 is exact. Gradient: sine of the angle between the first client's true gradient, all of its "
-        "samples, at the model it was sent in round 5, and the nearest vector that the server has, from the messages "
-        "of that round or from all five. One sample: |D^ - D|_F / |D|_F where each client has one sample, for L-BFGS "
-        f"({STEPS} steps, both labels tried) on a vector as the gradient, up to its scale, the one with the best fit, "
-        "and on the messages of all rounds through the method's own client. Mean ± standard deviation over seeds."
+        f"samples, at the model it was sent in round {rounds}, and the nearest vector that the server has, from the "
+        f"messages of that round or from all {rounds}. One sample: |D^ - D|_F / |D|_F where each client has one "
+        f"sample, for L-BFGS ({STEPS} steps, both labels tried) on a vector as the gradient, up to its scale, the one "
+        "with the best fit, and on the messages of all rounds through the method's own client. Mean ± standard "
+        "deviation over seeds."
     )
     write_table(arguments, "figure6-attacks", "LoSAC's Figure 6: the attacks it does not make", note, columns, rows)
     return 0

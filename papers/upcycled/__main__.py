@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrax import files
+from fedrax import FedraxError, files
+from papers.arguments import Different, count, folders, seed, writable
 from papers.ending import in_a_sentence
 from papers.losac.running import markdown, processor, spread
 from papers.upcycled import figures, private
@@ -25,6 +26,7 @@ from papers.upcycled.grid import DATA, EVERY, METHODS, Point, has_all, measured,
 
 HERE = Path(__file__).parent
 STRAGGLERS = {"table1": 90, "table3": 30}
+ROUNDS, SEEDS = 80, [0, 1, 2, 3]
 Found = list[tuple[Point, dict[str, np.ndarray]]]
 
 
@@ -35,13 +37,17 @@ def main() -> int:
     parser.add_argument("what", choices=[*STRAGGLERS, *private.FIGURES])
     parser.add_argument("--data", nargs="+", choices=list(DATA), help="which sets")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), metavar="METHOD")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--rounds", type=int, default=80, help="of 10 local epochs each; upcycled, two iterations each")
-    parser.add_argument("--out", type=Path, default=Path("runs/upcycled"), help="where sweeps are kept")
+    parser.add_argument("--seeds", type=seed, nargs="+", action=Different, default=SEEDS)
+    of = "of 10 local epochs each; upcycled, two iterations each"
+    parser.add_argument("--rounds", type=count, default=ROUNDS, help=of)
+    parser.add_argument("--out", type=Path, help="where sweeps are kept; by default runs/upcycled")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of what there is")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="where tables go")
+    where = "where tables go; by default beside this command, or with the sweeps where --rounds or --seeds are given"
+    parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
+    folders(arguments, "upcycled", tried=(arguments.rounds, arguments.seeds) != (ROUNDS, SEEDS))
+    writable(arguments.out)
     private_ones = arguments.what in private.FIGURES
     arguments.data = arguments.data or list(private.SETS if private_ones else DATA)
     arguments.methods = arguments.methods or list(private.METHODS if private_ones else METHODS)
@@ -52,9 +58,14 @@ def main() -> int:
 def table(arguments: argparse.Namespace) -> None:
     """The tables of the published sets and of our generator's."""
     own = [data for data in arguments.data if data.startswith("own ")]
-    for sets in ([data for data in arguments.data if data not in own], own):
-        if sets:
-            print(one_table(arguments, sets, f"{arguments.what}{'-own' if sets is own else ''}.md"))
+    names = {
+        f"{arguments.what}.md": [data for data in arguments.data if data not in own],
+        f"{arguments.what}-own.md": own,
+    }
+    texts = [one_table(arguments, sets, name) for name, sets in names.items() if sets]
+    if not any(texts):
+        raise FedraxError(f"there are no sweeps of {arguments.what} below {arguments.out} yet: leave --only-write out")
+    print("\n".join(filter(None, texts)))
 
 
 def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
@@ -75,7 +86,6 @@ def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
         else:
             gains.append(server_step_row(data, test, held))
         text = written(arguments, sets, rows, gains)
-        arguments.results.mkdir(parents=True, exist_ok=True)
         files.write_text(arguments.results / name, text)
         if not arguments.only_write:
             print(f"{data}, {method}: {time.monotonic() - began:.0f} s", flush=True)
@@ -175,7 +185,7 @@ def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]
     for option, value in (("data", sets), ("methods", arguments.methods)):
         if value != list({"data": DATA, "methods": METHODS}[option]):
             command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
-    command += f" --rounds {arguments.rounds}" if arguments.rounds != 80 else ""
+    command += f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS else ""
     lines = [
         f"# Upcycled-FL, Table {arguments.what[-1]} (synthetic sets, {stragglers} % stragglers)",
         "",

@@ -69,6 +69,8 @@ def figure(arguments: argparse.Namespace) -> None:
     """Every sweep that is missing, and the tables and the picture after each method."""
     if other := [method for method in arguments.methods if method not in METHODS]:
         raise FedraxError(f"the figures' methods are {', '.join(METHODS)}, and not {', '.join(other)}")
+    if arguments.rounds % (2 * MEASURED):
+        raise FedraxError(f"--rounds: take a multiple of {2 * MEASURED}, not {arguments.rounds}")
     every: Every = {}
     text = ""
     for data in arguments.data:

@@ -28,6 +28,9 @@ def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
     assert encoded.dtype == np.int32
     with pytest.raises(FedraxError):
         vocabulary(texts, min_count=0)
+    with pytest.raises(FedraxError, match="no word occurs 4 times, the most frequent one 3"):
+        vocabulary(texts, min_count=4)
+    assert vocabulary([]) == vocabulary([[]]) == ()
     with pytest.raises(FedraxError):
         encode(texts, (), 0)
 
@@ -49,6 +52,9 @@ def test_vectors_come_from_a_file_in_gloves_format(tmp_path: Path) -> None:
         (b"cat 1e39 1\n", "finite"),
         (b"cat\n", "not followed by numbers"),
         (b"\xff\xfe 1\n", "line 1 is not UTF-8"),
+        (b"\x1f\x8b\x08\x00\n", "unpack a compressed file first"),
+        (b"cat 1 2\ndog 1 2 3\n", "line 2: not 2 finite numbers"),
+        (b"cat\t1\t2\n", "with single blanks"),
         (b"bird 1 2\n", "none of the 2 words"),
         (b"cat " + b"1 " * 5000 + b"\n", "1 to 4096 numbers"),
         (b"x" * (MAX_LINE + 10), "longer than"),
@@ -62,6 +68,29 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, says: str) -> N
         read_vectors(path, ("cat", "dog"))
     with pytest.raises(FedraxError, match="cannot be read"):
         read_vectors(tmp_path, ("cat",))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbfcat -1 0.5\r\n. . . 5 6\r\nthe 1.0 2.0\r\n",  # as Windows' editors save it
+        b"\xef\xbb\xbf3 2\ncat -1 0.5 \nat the 7 7 \nthe 1 2 \n",  # as fastText writes it
+        b". . . 5 6\nthe cat 8 8\ncat -1 0.5\nthe 1 2\nthe 9 9\ncat at cat 8 8\n",  # words with blanks, as GloVe has
+    ],
+)
+def test_files_of_vectors_as_the_world_writes_them(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_bytes(content)
+    np.testing.assert_array_equal(read_vectors(path, ("cat", "the")), [[0, 0], [0, 0], [-1, 0.5], [1, 2]])
+
+
+def test_what_is_no_text_or_no_list_of_words_is_a_sentence() -> None:
+    for missing in (None, float("nan"), b"bytes"):
+        with pytest.raises(FedraxError, match=r"a text is wanted, not .*: leave rows without one out"):
+            tokenise(missing)  # type: ignore[arg-type]
+    for made in (vocabulary, lambda texts: encode(texts, ("a",), 3)):
+        with pytest.raises(FedraxError, match="a list of words is wanted, not the text 'a cat': tokenise"):
+            made(["a cat"])
 
 
 def write(path: Path, **columns: list) -> None:
@@ -118,7 +147,7 @@ def test_tables_that_are_not_asked_for_may_be_missing(tmp_path: Path) -> None:
     pairs(tmp_path / "snli" / "test.parquet")
     write(tmp_path / "sent140" / "sample.parquet", user=["u", "u"], text=["a", "b"], label=[0, 1])
     assert len(load("snli", tmp_path, train="train").train.y) == 2
-    assert len(load("sent140", tmp_path, table="sample", test_fraction=0.0).train.y) == 2
+    assert len(load("sent140", tmp_path, table="sample", test_fraction=0.0, min_count=1).train.y) == 2
     with pytest.raises(FedraxError, match=r"sent140/leaf_k30_by_user\.parquet is missing"):
         load("sent140", tmp_path)
 

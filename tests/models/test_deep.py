@@ -68,6 +68,16 @@ def test_a_shortcut_without_parameters_drops_positions_and_fills_channels():
     assert not y[..., 2:].any()
 
 
+def test_the_large_stem_pools_three_by_three_as_printed():
+    part, x = ResNet50(stem="large", norm="none")._stem(3, 2), normal(1, 13, 12, 3)
+    params, _ = part.init(KEY)
+    y, _ = part.apply(params, {}, jnp.asarray(x), parts.Mode(False, None))
+    first, _ = parts.conv(3, 2, 7, 2, 3).apply(params["conv"]["conv"], {}, jnp.asarray(x), parts.Mode(False, None))
+    padded = np.pad(relu(np.asarray(first)[0]), ((1, 1), (1, 1), (0, 0)))
+    want = [[padded[i : i + 3, j : j + 3].max((0, 1)) for j in (0, 2, 4)] for i in (0, 2, 4, 6)]
+    np.testing.assert_allclose(y[0], want, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
     [  # what PyTorch's networks of these names have with 10 outputs

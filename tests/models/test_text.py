@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedrax import Batch, FedraxError, classification, simulate
+from fedrax import Batch, FedAvg, Federation, FedraxError, classification, simulate
 from fedrax.contract.task import margin
 from fedrax.data import Samples
 from fedrax.experiments import experiment
@@ -147,3 +147,15 @@ def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
     train, test = (Samples(part.x.astype(np.float32), part.y) for part in (federation.train, federation.test))
     for counts in (replace(federation, vocabulary=()), replace(federation, train=train, test=test)):
         assert len(simulate(algorithm, linear, counts, rounds=1, cohort_size=2).events) == 1
+
+
+@pytest.mark.parametrize("number", [-1, 5])
+def test_numbers_of_no_word_are_refused(number: int) -> None:
+    """Of which JAX would take the last word's vector: another's padding, or words of a longer vocabulary."""
+    x = np.array([[2, 3], [4, 0], [3, 2]], np.int32)
+    task = classification(Tweets(hidden=2, layers=1, embedding=2).build((2,), 2, vocabulary=WORDS))
+    for part in ("train", "test"):
+        samples = {"train": x, "test": x} | {part: np.where(x == 0, number, x)}
+        federation = Federation.from_arrays(samples["train"], [0, 1, 0], [0, 0, 1], test=(samples["test"], [0, 1, 0]))
+        with pytest.raises(FedraxError, match=rf"from .*{number}.*, and the model tweets has words for 0, .*, to 4"):
+            simulate(FedAvg(), task, federation, rounds=1, cohort_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from pathlib import Path
@@ -11,8 +12,13 @@ import pytest
 
 from fedrax import FedraxError
 from fedrax.simulation import Interrupted
+from papers.arguments import folders
 from papers.dlg import __main__ as dlg
 from papers.ending import in_a_sentence
+from papers.episode import __main__ as episode
+from papers.gradma import __main__ as gradma
+from papers.losac import __main__ as losac
+from papers.upcycled import __main__ as upcycled
 
 
 @pytest.mark.parametrize(
@@ -39,3 +45,50 @@ def test_missing_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["dlg", "lenet", *folders])
     assert dlg.main() == 1
     assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong", "says"),
+    [
+        (losac, ["table2", "--rounds", "0"], "--rounds: a whole number of 1 or more is wanted, not '0'"),
+        (losac, ["table2", "--seeds", "1", "1"], "--seeds has a value twice: 1 1"),
+        (episode, ["fig3", "--seeds", "0"], "--seeds: a whole number of 1 or more is wanted, not '0'"),
+        (gradma, ["table1", "--seeds", "-1"], "--seeds: a whole number of 0 or more is wanted, not '-1'"),
+        (upcycled, ["table1", "--rounds", "x"], "--rounds: a whole number of 1 or more is wanted, not 'x'"),
+        (dlg, ["methods", "--steps", "0"], "--steps: a whole number of 1 or more is wanted, not '0'"),
+    ],
+)
+def test_numbers_that_mean_nothing(
+    command: Any, wrong: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *wrong])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [(losac, "figure6"), (episode, "fig3"), (gradma, "table1"), (upcycled, "table1"), (dlg, "methods")],
+)
+def test_results_that_cannot_be_written_are_known_at_once(
+    command: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["command", what, "--results", str(tmp_path / "file" / "results")])
+    assert command.main() == 1
+    assert f"cannot write to {tmp_path / 'file' / 'results'}: " in capsys.readouterr().err
+
+
+def test_what_is_only_tried_is_in_no_whole_results_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def filled(tried: bool, **given: Path) -> tuple[Path, Path]:
+        arguments = argparse.Namespace(**{"out": None, "results": None} | given)
+        folders(arguments, "losac", tried)
+        return arguments.out, arguments.results
+
+    assert filled(False) == (Path("runs/losac"), Path(losac.__file__).parent / "results")
+    assert filled(True) == (Path("runs/losac/tried"), Path("runs/losac/tried/results"))
+    assert filled(True, out=Path("mine")) == (Path("mine"), Path("mine/results"))
+    assert filled(True, results=Path("mine")) == (Path("runs/losac/tried"), Path("mine"))

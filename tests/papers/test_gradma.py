@@ -6,14 +6,16 @@ import json
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fedrax import FedraxError
+from fedrax import FedraxError, sweep
 from fedrax.data import Dataset, as_samples
 from fedrax.experiments import comparison
 from papers.gradma import __main__ as gradma
+from papers.gradma import search
 from papers.gradma.partition import DirichletWorkers
 from papers.gradma.search import METHODS, Cell, Runs, best_point, candidates
 
@@ -75,6 +77,9 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
     ran((0.1, 1.0, 0.01), 70.0)
     assert best_point(runs, cell, "FedProx", 0) == (0.1, 1.0, 0.01)
     assert candidates(runs, cell, "FedProx", 0, 2, "axes") == [(0.1, lr, 0.01) for lr in (0.1, 1.0, 10.0)]
+    ran((0.1, 10.0, 0.1), 90.0)  # off the way: the search goes the same way again
+    assert candidates(runs, cell, "FedProx", 0, 1, "axes") == [(lr, 1.0, 0.01) for lr in (0.001, 0.01, 0.1)]
+    assert best_point(runs, cell, "FedProx", 0) == (0.1, 10.0, 0.1)
     assert len(candidates(runs, cell, "FedProx", 0, 1, "grid")) == 27
     assert candidates(runs, cell, "FedProx", 0, 1, "none") == []
     assert runs.top(cell, "FedProx", (0.1, 1.0, 0.01), 0) == 70
@@ -83,20 +88,25 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
     assert elsewhere.start("FedProx") == (0.1, 1.0, 0.01)
     with runs.kept.open("a") as file:
         file.write('{"cohort": 10, "om')  # the process was killed
-    with pytest.raises(FedraxError, match=r"kept\.jsonl: line 3 is not a run; take it out and go on\."):
+    with pytest.raises(FedraxError, match=r"kept\.jsonl: line 4 is not a run; take it out and go on\."):
         runs.known(cell, "FedProx", 0)
 
 
-def test_table1_prints_paper_ours_and_what_was_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rng, folder = np.random.default_rng(0), tmp_path / "mnist"
+def write_mnist(folder: Path) -> None:
+    """500 training and 100 test images of noise."""
+    rng = np.random.default_rng(0)
     folder.mkdir()
     for part, rows in (("train", 500), ("t10k", 100)):
         labels = np.tile(np.arange(10, dtype=np.uint8), rows // 10)
         images = rng.integers(0, 256, (rows, 28, 28)).astype(np.uint8)
         (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, rows, 28, 28) + images.tobytes())
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, rows) + labels.tobytes())
+
+
+def test_table1_prints_paper_ours_and_what_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mnist(tmp_path / "mnist")
     printed = (HERE / "table1_printed.csv").read_text().splitlines()
     (tmp_path / "table1_printed.csv").write_text("\n".join([printed[0], *(p for p in printed if "mnist,5," in p)]))
     for name in ("mnist.toml", "partition.py"):
@@ -152,3 +162,18 @@ def test_the_experiment_files_are_the_papers(data: str) -> None:
         local = method.algorithm.local  # type: ignore[attr-defined]
         assert (local.steps, local.batch_size) == (5, 64)
     assert len(gradma.read_printed(data)) == (80 if data == "mnist" else 48)
+
+
+def test_a_search_that_is_broken_off_keeps_what_it_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path / "mnist")
+    runs, points = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", 1, str(tmp_path)), [(0.01, 1.0), (0.1, 1.0)]
+
+    def one_alone(some: list, *rest: Any) -> Any:
+        if len(some) > 1 or runs.kept.exists():
+            raise KeyboardInterrupt
+        return sweep(some, *rest)
+
+    monkeypatch.setattr(search, "sweep", one_alone)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(Cell(10, 1.0), "FedAvg", points, 0)
+    assert list(runs.known(Cell(10, 1.0), "FedAvg", 0)) == points[:1]

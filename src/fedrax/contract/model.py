@@ -46,6 +46,8 @@ class Model:
     regression): the multiclass hinge loss, or its own output as the loss."""
     reads_amounts: bool = False
     """Whether integers are to it the amounts that they are, so that numbers of words, which are names, mean nothing."""
+    words: int | None = None
+    """Of a model of words, how many numbers it has vectors for: from 0, padding, on."""
 
     def __repr__(self) -> str:
         """What it is called, and what it offers."""

@@ -104,6 +104,8 @@ class Task:
     """The least and the largest label that the loss is meant for."""
     reads_amounts: bool = False
     """Whether the integers of samples reach a model to which they are amounts, see `Model`."""
+    words: int | None = None
+    """How many numbers of words the model that samples reach has vectors for, see `Model`."""
     notes: tuple[str, ...] = ()
     """Sentences about what its numbers are, which commands print."""
 
@@ -316,6 +318,7 @@ def supervised(
         lower_is_better=lower_is_better,
         whole_set=dict(whole_set or {}),
         reads_amounts=model.reads_amounts and preprocess is None,
+        words=model.words if preprocess is None else None,
     )
 
 

@@ -73,7 +73,7 @@ def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: An
 
 
 def check_words(task: Any, federation: Any) -> None:
-    """Refuse samples that are numbers of words where the task's model takes them for amounts."""
+    """Refuse samples that are numbers of words where the task's model takes them for amounts, or has no such words."""
     x = federation.train.x
     if federation.vocabulary and task.reads_amounts and x.dtype.kind in "iu":  # floats are counts, or shares
         fitting = "sentence_pairs" if x.ndim > 2 else "tweets"
@@ -81,6 +81,16 @@ def check_words(task: Any, federation: Any) -> None:
             f"the samples of {federation.name!r} are numbers of words, which the model {task.name.rpartition('/')[2]}"
             f" would take for amounts: choose a model that learns a vector for each word, such as {fitting}"
         )
+    if task.words is None:
+        return
+    for part in filter(None, (federation.train, federation.test)):
+        if part.x.dtype.kind in "iu" and part.x.size:
+            least, largest = int(part.x.min()), int(part.x.max())
+            if least < 0 or largest >= task.words:  # of which the last vector would be taken
+                raise FedraxError(
+                    f"the samples of {federation.name!r} are numbers from {least} to {largest}, and the model"
+                    f" {task.name.rpartition('/')[2]} has words for 0, which is padding, to {task.words - 1}"
+                )
 
 
 def _within(task: Any, labels: Any) -> None:

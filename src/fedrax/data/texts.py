@@ -41,7 +41,9 @@ def load_snli(
         _check_size(len(table) * 2, length)
         other = set(table["label"].unique()) - set(RELATIONS)
         if other:
-            raise FedraxError(f"snli: labels are {', '.join(RELATIONS)}, not {min(map(str, other))!r}.")
+            raise FedraxError(
+                f"snli: labels are {', '.join(RELATIONS)}, not {min(map(str, other))!r}: leave other rows out."
+            )
         x = np.stack([encode(side, words, length) for side in (first, second)], axis=1)
         parts.append(Samples(x, np.array([RELATIONS.index(label) for label in table["label"]], np.int32)))
     return Dataset("snli", parts[0], parts[1], len(RELATIONS), class_names=RELATIONS, vocabulary=words)

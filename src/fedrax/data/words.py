@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,8 @@ def tokenise(text: str) -> list[str]:
 
     Letters are those of any alphabet, accents composed (Unicode's form NFC); signs of Kana and Han are words.
     """
+    if not isinstance(text, str):  # such as NaN, which tables have where a text is missing
+        raise FedraxError(f"a text is wanted, not {text!r:.60}: leave rows without one out, or give them an empty one.")
     text = unicodedata.normalize("NFC", text[:MAX_CHARACTERS]).lower()
     return (_WORD if text.isascii() else _word()).findall(text)
 
@@ -55,8 +58,11 @@ def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int 
         raise FedraxError(f"a vocabulary needs counts of 1 or more, not min_count {min_count} and largest {largest}.")
     counts: Counter[str] = Counter()
     for words in texts:
-        counts.update(words)
+        counts.update(_words_of(words))
     kept = [(-count, word) for word, count in counts.items() if count >= min_count]
+    if counts and not kept:
+        most = max(counts.values())
+        raise FedraxError(f"no word occurs {min_count} times, the most frequent one {most}: lower min_count.")
     return tuple(word for _, word in sorted(kept)[:largest])
 
 
@@ -67,9 +73,16 @@ def encode(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) ->
     number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
     encoded = np.full((len(texts), length), PADDING, np.int32)
     for row, text in enumerate(texts):
-        numbers = [number.get(word, UNKNOWN) for word in text[:length]]
+        numbers = [number.get(word, UNKNOWN) for word in _words_of(text)[:length]]
         encoded[row, : len(numbers)] = numbers
     return encoded
+
+
+def _words_of(text: Sequence[str]) -> Sequence[str]:
+    """A text as a list of words; of a text as it is written every character would be taken for a word."""
+    if isinstance(text, str):
+        raise FedraxError(f"a list of words is wanted, not the text {text!r:.60}: tokenise makes one of it.")
+    return text
 
 
 def encode_characters(texts: Sequence[str], train: np.ndarray, length: int) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -93,20 +106,23 @@ def encode_characters(texts: Sequence[str], train: np.ndarray, length: int) -> t
 def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
     """Vectors of padding, of unknown words and of ``words``, float32 [2 + len(words), dimension], from a file.
 
-    The format of GloVe: a line a word, the word and its numbers between single blanks; a first line of two whole
-    numbers (word2vec's) is passed over. The first vector of a word counts. Words without any, padding and unknown
-    words are zeros. Only vectors that are asked for are kept. Raises FedraxError for any other file.
+    The format of GloVe: a line a word, the word and its numbers between single blanks, of which the word itself may
+    have some; a first line of two whole numbers (word2vec's and fastText's) is passed over. The first vector of a word
+    counts. Words without any, padding and unknown words are zeros. Only vectors that are asked for are kept and
+    checked. Raises FedraxError for any other file.
     """
     number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
-    table, found = np.zeros((0, 0), np.float32), set()
-    for at, word, line in _lines(Path(path)):
+    table, found, width = np.zeros((0, 0), np.float32), set(), 0
+    for at, line in _lines(Path(path)):
+        width = width or _width(line)
+        word = _word_of(line, width)
         if word not in number or word in found:
             continue
-        values = line.split(" ")
+        values = line[len(word) + 1 :].split(" ")
         if not table.size:
-            if not 1 <= len(values) <= MAX_DIMENSION:
-                raise FedraxError(f"{path}, line {at}: a vector has 1 to {MAX_DIMENSION} numbers, not {len(values)}.")
-            table = np.zeros((len(words) + UNKNOWN + 1, len(values)), np.float32)
+            if width > MAX_DIMENSION:
+                raise FedraxError(f"{path}, line {at}: a vector has 1 to {MAX_DIMENSION} numbers, not {width}.")
+            table = np.zeros((len(words) + UNKNOWN + 1, max(width, 1)), np.float32)
         try:
             vector = np.array([float(value) for value in values])
         except ValueError:
@@ -116,12 +132,37 @@ def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
         table[number[word]] = vector
         found.add(word)
     if not found:
-        raise FedraxError(f"{path} has a vector for none of the {len(words)} words.")
+        raise FedraxError(
+            f"{path} has a vector for none of the {len(words)} words: a line is to be a word and its numbers, with"
+            " single blanks between them."
+        )
     return table
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(number, word, the rest) of every line."""
+def _width(line: str) -> int:
+    """How many numbers stand at the end of a line, after its first word."""
+    return sum(1 for _ in takewhile(_is_number, reversed(line.split(" ")[1:])))
+
+
+def _word_of(line: str, width: int) -> str:
+    """What stands before the ``width`` numbers of a line; the first piece of it where the last one is a number, too."""
+    first = line.partition(" ")[0]
+    if not width or line.count(" ") <= width:
+        return first
+    word = line.rsplit(" ", width)[0]
+    return first if _is_number(word.rpartition(" ")[2]) else word
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, what it holds) of every line but a first one of two whole numbers."""
     try:
         with reading(path) as file:
             at = 0
@@ -130,11 +171,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
                 if len(raw) > MAX_LINE:
                     raise FedraxError(f"{path}, line {at} is longer than {MAX_LINE:,} bytes.")
                 try:
-                    word, _, rest = raw.decode("utf-8").rstrip().partition(" ")
+                    line = raw.decode("utf-8-sig" if at == 1 else "utf-8").rstrip()
                 except UnicodeDecodeError:
-                    raise FedraxError(f"{path}, line {at} is not UTF-8 text.") from None
-                if at == 1 and word.isdecimal() and rest.isdecimal():
+                    raise FedraxError(
+                        f"{path}, line {at} is not UTF-8 text: unpack a compressed file first, and save one of bytes,"
+                        " such as word2vec's, as text."
+                    ) from None
+                if at == 1 and len(sizes := line.split(" ")) == 2 and all(map(str.isdecimal, sizes)):
                     continue
-                yield at, word, rest
+                yield at, line
     except OSError as error:
         raise FedraxError(f"{path} cannot be read: {error.strerror}.") from error

@@ -99,7 +99,7 @@ class _ResNet:
     groups: Count = 8
     """Of group norm."""
     stem: Literal["small", "large"] = "small"
-    """The first layer: a 3x3 convolution, for small images; or 7x7 with stride 2 and pooling, for ImageNet's."""
+    """The first layer: a 3x3 convolution, for small images; or 7x7 and 3x3 pooling of stride 2, for ImageNet's."""
 
     def _network(self, name: str, shape: Shape, outputs: int, width: int, counts: tuple[int, ...], wide: bool) -> Model:
         """Stages of ``counts`` blocks; each but the first halves the image and doubles the channels. ``wide``: blocks
@@ -120,7 +120,7 @@ class _ResNet:
     def _stem(self, channels: int, width: int) -> Part:
         side, stride = (3, 1) if self.stem == "small" else (7, 2)
         first = self._conv(channels, width, side, stride)
-        rest = {"pool": parts.pool()} if self.stem == "large" else {}
+        rest = {"pool": parts.pool(side=3, padding=1)} if self.stem == "large" else {}
         return series(images=parts.images(), conv=first, relu=parts.relu(), **rest)
 
     def _conv(self, channels: int, filters: int, side: int, stride: int = 1) -> Part:
@@ -184,7 +184,10 @@ class ResNet20(_ResNet):
 
 @dataclass(frozen=True)
 class ResNet50(_ResNet):
-    """ResNet-50 (He et al. 2016): four stages of 3, 4, 6 and 3 bottleneck blocks, 256 to 2048 channels."""
+    """ResNet-50 (He et al. 2016): four stages of 3, 4, 6 and 3 bottleneck blocks, 256 to 2048 channels.
+
+    Of a block that halves the image the 3x3 convolution does so, as in Goyal et al. 2017 and PyTorch.
+    """
 
     width: Count = 64
     """A quarter of the channels of the first stage."""

@@ -134,6 +134,7 @@ def conv2d(layer: Layer, x: Array, stride: int = 1, padding: int = 0) -> Array:
     return y + layer["bias"] if "bias" in layer else y
 
 
-def max_pool(x: Array) -> Array:
-    """2x2, stride 2; a last odd row or column is left out: [B, H, W, C] -> [B, H // 2, W // 2, C]."""
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+def max_pool(x: Array, side: int = 2, padding: int = 0) -> Array:
+    """``side`` x ``side``, stride 2; what is left at the end is left out: [B, H, W, C] -> [B, H', W', C]."""
+    pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, side, side, 1), (1, 2, 2, 1), pads)

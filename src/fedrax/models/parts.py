@@ -146,9 +146,9 @@ def relu() -> Part:
     return function(jax.nn.relu)
 
 
-def pool() -> Part:
-    """2x2 max pooling with stride 2; a last odd row or column is left out."""
-    return function(layers.max_pool)
+def pool(side: int = 2, padding: int = 0) -> Part:
+    """Max pooling of ``side`` x ``side`` with stride 2; what is left of a window at the end is left out."""
+    return function(lambda x: layers.max_pool(x, side, padding))
 
 
 def mean_pool() -> Part:

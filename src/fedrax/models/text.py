@@ -73,7 +73,7 @@ class SentencePairs:
         def hidden(params: Params, x: Array, key: Array | None = None) -> Array:
             return activate(dense(params["dense2"], activate(dense(params["dense1"], x))))
 
-        model = _model("sentence_pairs", init, [encoded, hidden])
+        model = _model("sentence_pairs", init, [encoded, hidden], vocabulary)
         return replace(model, loss="hinge") if self.loss == "hinge" else model
 
 
@@ -110,7 +110,7 @@ class Tweets:
                 h = states(params[f"lstm{i}"], h, kept)
             return dropout(h[:, -1], self.dropout, key)
 
-        return _model("tweets", init, [read])
+        return _model("tweets", init, [read], vocabulary)
 
 
 def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False) -> Array:
@@ -143,15 +143,19 @@ def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) ->
             return jnp.asarray(table, params["output"]["weight"].dtype)[words]
 
         return look_up, lambda key: {}, table.shape[1]
-    size = UNKNOWN + 1 + len(vocabulary)
 
     def init(key: Array) -> Params:
-        return {"embedding": jax.random.normal(key, (size, width))}
+        return {"embedding": jax.random.normal(key, (_numbers(vocabulary), width))}
 
     return lambda params, words: params["embedding"][words], init, width
 
 
-def _model(name: str, init: Callable, body: list[Callable]) -> Model:
+def _numbers(vocabulary: tuple[str, ...]) -> int:
+    """How many numbers stand for words: padding, an unknown word, and those of the vocabulary."""
+    return UNKNOWN + 1 + len(vocabulary)
+
+
+def _model(name: str, init: Callable, body: list[Callable], vocabulary: tuple[str, ...]) -> Model:
     """Blocks with a dense layer "output" on top."""
 
     def top(params: Params, x: Array, key: Array | None = None) -> Array:
@@ -165,4 +169,4 @@ def _model(name: str, init: Callable, body: list[Callable]) -> Model:
     def apply(params: Params, x: Array, key: Array | None = None) -> Array:
         return top(params, features(params, x, key))
 
-    return Model(init, apply, features, name, (*body, top))
+    return Model(init, apply, features, name, (*body, top), words=_numbers(vocabulary))
