@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import is_wide
 from fedrax.contract.local import LocalSGD
 from fedrax.profiling.attribution import NAMES, Spent
@@ -186,8 +187,8 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
         return _batch(setup)
     if kind == "gather" and isinstance(local, LocalSGD) and local.order != "stored" and _are_slices(setup, local):
         return (
-            'Batches in stored order (algorithm.local.order = "stored") are read as slices; they are then not shuffled,'
-            " and the same in every epoch."
+            f'Batches in stored order ({_local(setup)}.order = "stored") are read as slices; they are then not'
+            " shuffled, and the same in every epoch."
         )
     if kind == "exchange":
         return "More clients a round, or more local steps, make the exchange rarer."
@@ -217,4 +218,12 @@ def _batch(setup: Setup) -> str | None:
         return None
     if local.batch_size >= setup.engine.program.layout.largest:
         return None
-    return "A larger batch (algorithm.local.batch_size) does more work with each operation."
+    return f"A larger batch ({_local(setup)}.batch_size) does more work with each operation."
+
+
+def _local(setup: Setup) -> str:
+    """The key of the local steps in the experiment's file: those of wrappers are their inner method's."""
+    key, algorithm = "algorithm", setup.algorithm
+    while not hasattr(algorithm, "local") and isinstance(getattr(algorithm, "inner", None), Algorithm):
+        key, algorithm = f"{key}.inner", algorithm.inner  # type: ignore[attr-defined]
+    return f"{key}.local"
