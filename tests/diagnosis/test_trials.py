@@ -153,7 +153,7 @@ def test_a_task_too_small_to_hold_rows_out_is_diagnosed_all_the_same(tmp_path, c
     flags = ["--data", "npz", "--data.path", str(tmp_path / "few.npz"), "--partition", "natural", "--picture", "None"]
     run = ["--model", "logistic", "--run.cohort-size", "2", "--run.rounds", "2"]
     assert cli.main(["diagnose", *flags, *run]) == 0
-    assert "not tried      the largest client" in capsys.readouterr().out
+    assert "not tried      clients hold out 0 rows in all, too few" in capsys.readouterr().out
     assert cli.main(["diagnose", *flags, *run, "--tune", "always"]) != 0
     assert "raise the share" not in capsys.readouterr().out
 

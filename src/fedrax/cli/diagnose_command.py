@@ -19,7 +19,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
-from fedrax.simulation import Asynchronous, use_all_cores
+from fedrax.simulation import Asynchronous, Poisson, Turns, Uniform, use_all_cores
 from fedrax.text import plain
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _print(name: str, made: Diagnosis | None, told: list[str]) -> None:
 
     console = wide_console()
     if made is not None:
-        rounds = made.points[-1].round
+        rounds = max([made.points[-1].round, *made.left_out])
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
         console.print(f"{plain(name)}: {about}", highlight=False, markup=False)
         console.print(show.points_table(made))
@@ -123,9 +123,16 @@ def set_aside(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]:
     found = []
     if type(algorithm) is not FedAvg:
         private = ", its privacy among it" if algorithm.releases() else ""
-        found.append(f"of {spec.method_name} local steps alone are taken: whatever else it does is not here{private}")
+        taken = "local steps alone are taken: whatever else it does is not here"
+        if algorithm.local_steps is None:
+            taken = "nothing is taken, for it has no local steps: measured and tried are those of FedAvg by default"
+        found.append(f"of {spec.method_name} {taken}{private}")
     if isinstance(spec.run.participation, Asynchronous):
         found.append(
             "clients that work at their own pace: here each round waits for its cohort, and the methods named do, too"
         )
+    elif not isinstance(spec.run.participation, Uniform | Turns | Poisson):
+        found.append("who takes part: measured are all clients alike, and cohorts drawn uniformly from them")
+    if spec.run.stragglers:
+        found.append("stragglers: the drift that was measured is that of whole local work")
     return found

@@ -123,6 +123,10 @@ def lines(made: Diagnosis | None, trials: Trials | None = None, not_tried: str |
             f" {high:.2g}, mean points below the best: {listed}",
             "step sizes     these are of methods tuned each for itself: try step sizes with each (compare --grid)",
         ]
+    if made is not None and made.clients == 1:
+        told.append(
+            "one client     none of the study's tasks had so few: methods against drift have nothing to correct"
+        )
     if not_tried is not None:
         told.append(f"not tried      {not_tried}")
     return told
