@@ -160,6 +160,19 @@ def test_in_double_precision_where_the_run_is():
     assert found.points[0].apart == pytest.approx(0.5, rel=1e-6)
 
 
+def test_parameters_of_a_short_type_are_measured_as_the_run_holds_them():
+    def losses(params: Any, batch: Any, key: Any) -> Any:
+        return 0.5 * (300 * params["x"].astype(jnp.float32) - batch.x[:, 0]) ** 2
+
+    task = Task(lambda key: {"x": jnp.ones((), jnp.float16)}, losses)
+    federation = Federation.from_arrays(np.array([[0.0], [30.0]], np.float32), np.zeros(2, np.float32), np.arange(2))
+    local = LocalSGD(lr=1e-7, steps=1, batch_size="full")
+    for dtype in ("float32", "float64"):
+        found = diagnose(task, federation, Settings(rounds=1, cohort_size=2, dtype=dtype), local)
+        assert found.points[0].apart == pytest.approx(300 * 15, rel=1e-6)
+    assert gradient_dissimilarity(task, federation) == pytest.approx(1 + (15 / 285) ** 2, rel=1e-5)
+
+
 def test_local_optimizers():
     carried = LocalSGD(lr=0.01, steps=3, optimizer=Optax.of(optax.adam), carry=True)
     assert diagnose(TASK, FEDERATION, Settings(**RUN), carried).drift > 0

@@ -143,6 +143,12 @@ def test_operations_are_described_by_their_layers():
     assert {looped for what, layer, _, looped in named if (what, layer) == ("product", "net/cell")} >= {True}
 
 
+def test_sorts_and_transforms_are_no_passes():
+    text = compiled(lambda x: jnp.sort(jnp.abs(jnp.fft.fft(x))), jnp.ones((8, 32)))
+    about = {text.describe(op.name).what for op in text.operations.values()}
+    assert {"sort", "Fourier transform"} <= about
+
+
 def test_names_without_scopes():
     assert read_scope("jit(run)/while/body/gather") == (None, None)
     assert read_scope("jit(run)/fedrax.phase0/transpose(jvp(fedrax.gradient))/dot") == (0, GRADIENT)

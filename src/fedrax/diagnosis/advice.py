@@ -45,8 +45,8 @@ class Advice:
         """A sentence."""
         price = f" ({self.price})" if self.price else ""
         return (
-            f"{self.method}{price}, {self.reason}; such advice was within 1 point of the best of"
-            f" {len(study()['methods'])} tuned methods on {self.close} of {self.tasks} tasks that it was not made of"
+            f"{self.method}{price}, {self.reason}; such advice was within 1 point of accuracy of the best"
+            f" of {len(study()['methods'])} tuned methods on {self.close} of {self.tasks} tasks that it was not made of"
             f" ({self.short:.2g} points below it in the mean), on new data sets on {self.close_new} of {self.tasks_new}"
         )
 
@@ -139,10 +139,14 @@ def _tried(trials: Trials) -> list[str]:
         for trial in trials.tried
     ]
     what = "accuracy in %" if trials.metric == "accuracy" else "loss"
+    of_rows = "± over seeds"
+    if trials.metric == "accuracy":
+        best = trials.tried[0].score
+        of_rows += f"; other rows alone would move it by about {100 * math.sqrt(best * (1 - best) / trials.rows):.1f}"
     at_end = [trial.method for trial in trials.tried if trial.at_end]
     ends = f"; at the end of the step sizes tried: {', '.join(at_end)}" if at_end else ""
     return [
         f"tried          {trials.rounds} rounds of each at its own best step size, {what} on {trials.rows} rows that"
-        f" clients hold out: {', '.join(scores)}{ends}",
+        f" clients hold out ({of_rows}): {', '.join(scores)}{ends}",
         *(f"left out       {reason}" for reason in trials.refused),
     ]

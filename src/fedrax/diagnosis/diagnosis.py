@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linprog, nnls
 
@@ -183,6 +185,7 @@ def _diagnosed(
     weights = sizes / sizes.mean() if settings.weights == "samples" else np.ones(len(sizes))
     clients = Clients(task, seen, settings.seed, weights, local.reduction)
     start = starting_parameters(task, seeded(settings.seed, START), None)
+    start = jax.tree.map(lambda a: jnp.asarray(a, settings.dtype), start)  # as the run holds them
     shares = weights / len(sizes) * (sizes if local.reduction == "sum" else 1)
     bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed, shares), _rows(seen, settings.seed)
     when = sorted({settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})

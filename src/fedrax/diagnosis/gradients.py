@@ -229,5 +229,7 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
     without dropout. One pass over the data. Infinite where the mean gradient is zero.
     """
     start = starting_parameters(task, seeded(seed, START), params)
+    wide = lambda a: jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))  # noqa: E731
+    start = jax.tree.map(wide, start)  # sums in a short format overflow
     found = Clients(task, federation, seed).gradients(start)
     return float(np.mean(found.norms**2) / found.mean**2) if found.mean > 0 else float("inf")

@@ -264,6 +264,11 @@ class ProgramText:
         return total
 
 
+_WHAT = {"sort": "sort", "fft": "Fourier transform", "custom-call": "call of a library", "scatter": "scatter"}
+_WHAT |= {"gather": "gather", "reduce": "reduction", "while": "loop"}
+"""What an operation is called by what is in it, the first that is."""
+
+
 def _shape(op: Instruction) -> str:
     """That of the largest result."""
     return "×".join(map(str, max((shape for _, shape in op.shapes), key=math.prod, default=()))) or "1"
@@ -282,5 +287,4 @@ def _what(inside: list[Instruction], product: Instruction | None, convolution: b
         return "depthwise convolution"
     if any("select_and_scatter_add/" in op.op_name for op in inside) or "reduce-window" in opcodes:
         return "pooling"
-    named = [what for what in ("scatter", "gather", "reduce", "while") if what in opcodes]
-    return {"reduce": "reduction", "while": "loop"}.get(named[0], named[0]) if named else "pass"
+    return next((what for opcode, what in _WHAT.items() if opcode in opcodes), "pass")
