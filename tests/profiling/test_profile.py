@@ -247,6 +247,8 @@ def test_light_operations_of_layers_that_differ_by_numbers_are_taken_together(se
         (spent(10.0, "conv", "depthwise convolution", flops=0), "Each channel alone"),
         (spent(10.0, "embed", "scatter", flops=0), "as large as its table"),
         (spent(10.0, "relu", "pass", flops=0), "Far slower than memory"),
+        (spent(10.0, "top", "sort", flops=0), "jax.lax.top_k"),
+        (spent(10.0, "mixing", "Fourier transform", flops=0), None),
         (spent(10.0, "relu", "pass", flops=0, size=1e9), None),
     ],
 )

@@ -145,10 +145,13 @@ _OF_WHAT = {
     "depthwise convolution": "Each channel alone is little arithmetic for each number read; an earlier stride makes the"
     " arrays smaller.",
     "pooling": "Pooling looks at every entry of every window; a stride of the convolution does without.",
+    "sort": "Sorting compares number with number; where the largest few are enough, jax.lax.top_k takes much less.",
     "scatter": "The gradient of an embedding is as large as its table, whatever the batch.",
 }
 _FAR = "Far slower than memory: number by number, as some windows, transpositions and exponentials are."
 _FAR_BELOW = 0.25
+_NO_PASSES = ("Fourier transform", "call of a library")
+"""Whose arithmetic the bytes say nothing about."""
 _NORM = re.compile(r"norm|(?:^|/)[bgl]n(?:[_\d/]|$)", re.IGNORECASE)
 _NORM_ADVICE = (
     "A norm passes over its activations several times, whatever the batch; fewer norms, or an earlier stride, help."
@@ -176,7 +179,8 @@ def _of_operation(setup: Setup, most: Spent, layer: str, each: float, of_limit: 
         return _of_kind(setup, "gather")
     if most.kind == "small" or most.part == NAMES[None]:
         return batch
-    return _FAR if about.direction and of_limit < _FAR_BELOW and each > _SHORT else None
+    slow = about.direction and about.what not in _NO_PASSES and of_limit < _FAR_BELOW and each > _SHORT
+    return _FAR if slow else None
 
 
 def _of_kind(setup: Setup, kind: str) -> str | None:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fedrax.compiled.layers import NAME
+from fedrax.compiled.linear_algebra import TURNS
 from fedrax.compiled.scopes import GATHER, GRADIENT, read_scope
 
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
@@ -27,7 +28,7 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Which operand holds what is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-_STRUCTURE |= {"eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
+_STRUCTURE |= {TURNS, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
 """What names of operations hold besides scopes: how JAX executes them, and what `fast_on_cpu` makes others of."""
 
 
@@ -202,8 +203,8 @@ class ProgramText:
         else:
             largest, side = max(read, key=lambda o: o.bytes, default=op), 0
             shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
-        # a loop over layers is ours, as those of a convolution are
-        own = re.split(rf"conv_general_dilated|\d{NAME}", title.rpartition(f"{GRADIENT}/")[2])[0]
+        # a loop over layers or matrices is ours, as those of a convolution are
+        own = re.split(rf"conv_general_dilated|\d{NAME}|{TURNS}", title.rpartition(f"{GRADIENT}/")[2])[0]
         looped = "while" in own.split("/")
         return Description(what, layer, direction, shapes, looped and direction != "", side)
 
