@@ -158,7 +158,8 @@ def test_a_task_too_small_to_hold_rows_out_is_diagnosed_all_the_same(tmp_path, c
     assert cli.main(["diagnose", *flags, *run]) == 0
     assert "not tried      clients hold out 0 rows in all, too few" in capsys.readouterr().out
     assert cli.main(["diagnose", *flags, *run, "--tune", "always"]) != 0
-    assert "raise the share" not in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "dissimilarity  B = " in shown.out and shown.err.endswith("too few to choose a method by\n")
 
 
 def test_a_model_with_running_statistics_is_tried_and_not_measured(capsys, monkeypatch: pytest.MonkeyPatch):

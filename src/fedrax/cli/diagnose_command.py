@@ -69,7 +69,7 @@ def main(args: list[str]) -> int:
 
     aside = set_aside(spec, algorithm)
     local, names = algorithm.local_steps, advice.shortlist()
-    made, found, unmeasured, left_out = None, None, None, None
+    made, found, unmeasured, left_out, failed = None, None, None, None, None
     try:
         made = diagnose(task, federation, spec.run, local, progress=measured)
     except FedraxError as error:  # the methods tried have step sizes of their own
@@ -79,15 +79,15 @@ def main(args: list[str]) -> int:
         try:
             found = trials.try_methods(task, federation, spec.run, local, methods=names, progress=tried)
         except FedraxError as error:
-            if options.tune == "always":
-                raise
-            left_out = str(error)
+            left_out, failed = str(error), error if options.tune == "always" else None
     else:
         cost = f", about {work:.0e} operations" if work else ""
         left_out = f"{', '.join(names)}: with --tune always each is trained here{cost}"
     if unmeasured is not None and found is None and task.loss_and_statistics is None:
         raise unmeasured
-    pictures, failed = ((), None) if made is None else save(partial(show.draw, made), options.picture)
+    if made is None and failed is not None:
+        raise failed
+    pictures, not_drawn = ((), None) if made is None else save(partial(show.draw, made), options.picture)
     if options.json:
         first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
         reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": left_out, "set_aside": aside}
@@ -99,8 +99,8 @@ def main(args: list[str]) -> int:
         told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
         _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
-    if failed is not None:
-        raise failed
+    for error in filter(None, (failed, not_drawn)):  # once what was found is printed
+        raise error
     return 0
 
 
