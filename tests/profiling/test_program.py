@@ -144,6 +144,14 @@ def test_operations_are_described_by_their_layers():
     assert {looped for what, layer, _, looped in named if (what, layer) == ("product", "net/cell")} >= {True}
 
 
+def test_the_sides_of_many_products_are_those_of_each():
+    """Four heads are no side of length four."""
+    text = compiled(
+        lambda q, k: jnp.einsum("bhle,bhme->bhlm", q, k), jnp.ones((2, 4, 24, 16)), jnp.ones((2, 4, 24, 16))
+    )
+    assert {text.describe(op.name).side for op in text.operations.values() if text.cost(op.name).flops} == {16}
+
+
 def test_sorts_and_transforms_are_no_passes():
     text = compiled(lambda x: jnp.sort(jnp.abs(jnp.fft.fft(x))), jnp.ones((8, 32)))
     about = {text.describe(op.name).what for op in text.operations.values()}

@@ -115,7 +115,9 @@ class Diagnosis:
 
     @property
     def cohort_noise(self) -> float:
-        """How far a cohort's mean gradient is from that of all clients, in units of |grad f|; typical of the run."""
+        """How far a cohort's mean gradient is from that of all clients, in units of |grad f|; typical of the run.
+
+        Of cohorts that are drawn uniformly, and roughly so where clients are weighed by samples."""
         left = (self.clients - self.cohort) / max(self.clients - 1, 1)
         return self.apart * np.sqrt(left / self.cohort)
 
