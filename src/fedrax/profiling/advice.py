@@ -5,8 +5,8 @@ Every millisecond of a round is of one kind:
 - ``products``: operations with matrix products or convolutions in them;
 - ``exchange``: operations in which devices meet, without the waiting; ``waiting``: for the slowest device in them;
 - ``small``: other operations whose executions take less than half a microsecond in the mean on a CPU, five on an
-  accelerator: much of that is starting them;
-- ``gather``: longer ones that read batches or compute their random order;
+  accelerator, or that touch less than a kilobyte: much of that is starting them;
+- ``gather``: longer ones, of any size, that read batches or compute their random order;
 - ``memory``: all other operations: they pass over arrays, with little arithmetic for each number;
 - ``evaluation``: the share of a round in the evaluations; ``host``: drawing cohorts, calling, making events;
 - ``rounds``: calls of rounds that cannot be looked into.
@@ -132,7 +132,8 @@ def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float,
 
 SENTENCES = {
     "products": "Matrix products take {share}; they run at {limit:.0%} of the machine's limit.",
-    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) take {share}.",
+    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) or a kB"
+    " take {share}.",
     "memory": "Passing over arrays bounds the round: operations with little arithmetic for each number take {share}.",
     "gather": "Gathering batches bounds the round: it takes {share}.",
     "exchange": "Joining the devices' sums bounds the round: it takes {share}.",
