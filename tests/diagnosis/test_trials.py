@@ -83,6 +83,7 @@ def test_what_cannot_be_tried_is_said(digits):
     by_samples = dataclasses.replace(SETTINGS, weights="samples")
     found = try_methods(*digits, by_samples, LOCAL, methods=("FedAvg", "SCAFFOLD"))
     assert [trial.method for trial in found.tried] == ["FedAvg"]
+    assert "(not all of FedAvg, SCAFFOLD, FedDyn, GradMA, of which" in advice.advise(None, found)[0].reason
     assert len(found.refused) == 1 and found.refused[0].startswith("SCAFFOLD: ") and "weights" in found.refused[0]
     with pytest.raises(FedraxError, match=r"no method can be tried: SCAFFOLD: .*weights"):
         try_methods(*digits, by_samples, LOCAL, methods=("SCAFFOLD",))
@@ -137,6 +138,7 @@ def test_the_command_tries_what_takes_little(capsys: pytest.CaptureFixture[str],
     said = json.loads(capsys.readouterr().out)
     first, tried = said["advice"][0], said["trials"]["tried"]
     assert {trial["method"] for trial in tried} == set(advice.shortlist())
+    assert "not all of" not in first["reason"]
     assert first["among"] == "methods tried" and first["method"] == tried[0]["method"]
     assert 0 <= first["close"] <= first["tasks"] and 0 <= first["close_new"] <= first["tasks_new"]
     monkeypatch.setattr(trials, "LITTLE", 1.0)

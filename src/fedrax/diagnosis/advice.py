@@ -73,6 +73,8 @@ def _of_trials(trials: Trials) -> Advice:
     first = trials.tried[0]
     method, records = first.method, study()["shortlist"]
     reason = f"the best of {len(trials.tried)} tried here, at {_settings(first)}"
+    if {trial.method for trial in trials.tried} != set(records["methods"]):
+        reason += f" (not all of {', '.join(records['methods'])}, of which the following is the record)"
     return Advice("methods tried", method, study()["methods"][method], reason, *_counts(records))
 
 
