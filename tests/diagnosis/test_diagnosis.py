@@ -13,7 +13,7 @@ import pytest
 
 import fedrax
 from fedrax import Federation, FedraxError, LocalSGD, Settings, Task, cli
-from fedrax.diagnosis import advice, diagnose, gradient_dissimilarity
+from fedrax.diagnosis import advice, diagnose, gradient_dissimilarity, show
 from fedrax.diagnosis.advice import study
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
@@ -54,6 +54,33 @@ def test_two_parabolas():
     assert found.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
     assert found.points[0].drift == pytest.approx(3 * (1 - 0.9**2), rel=1e-3)
     assert found.points[0].update == pytest.approx(8 * (1 - 0.9**2), rel=1e-3)
+
+
+@pytest.mark.parametrize(("weights", "reduction"), [("samples", "mean"), ("uniform", "sum"), ("samples", "sum")])
+def test_constants_are_those_of_the_objective_that_the_run_has(weights: Any, reduction: Any):
+    """f = sum_i p_i f_i with p_i by the settings' weights and f_i a mean or a sum, on h_i |x - b|^2 / 2 with rows b."""
+    rng, sizes = np.random.default_rng(3), np.array([2, 10, 40])
+    rows = [np.c_[np.full(n, h), rng.normal(h, 1.0, (n, 2))] for n, h in zip(sizes, (1.0, 2.0, 0.5), strict=True)]
+    task, federation = problem(lambda x, r: 0.5 * r[0] * jnp.sum((x - r[1:]) ** 2), rows, [4.0, -1.0])
+    local = LocalSGD(lr=1e-3, steps=2, batch_size="full", reduction=reduction)
+    found = diagnose(task, federation, Settings(**RUN, weights=weights), local)
+    p = sizes / sizes.sum() if weights == "samples" else np.full(3, 1 / 3)
+    scale = sizes if reduction == "sum" else np.ones(3)
+    bent, centres = scale * [1.0, 2.0, 0.5], np.array([own[:, 1:].mean(0) for own in rows])
+    gradients = bent[:, None] * ([4.0, -1.0] - centres)
+    mean, start = p @ gradients, found.points[0]
+    spread = (scale * [1.0, 2.0, 0.5]) ** 2 * [own[:, 1:].var(0).sum() for own in rows]
+    walked = (1 - (1 - 1e-3 * bent[:, None]) ** 2) / bent[:, None] * gradients
+    assert start.gradient == pytest.approx(np.linalg.norm(mean), rel=1e-4)
+    assert start.dissimilarity == pytest.approx(np.sqrt(p @ (gradients**2).sum(1) / (mean @ mean)), rel=1e-4)
+    assert start.apart == pytest.approx(np.sqrt(p @ ((gradients - mean) ** 2).sum(1)), rel=1e-4)
+    assert start.noise == pytest.approx(np.sqrt(p @ spread), rel=1e-4)
+    assert start.curvature == pytest.approx(p @ bent, rel=1e-4)
+    assert start.update == pytest.approx(np.linalg.norm(p @ walked), rel=1e-3)
+    assert start.drift == pytest.approx(np.sqrt(p @ ((walked - p @ walked) ** 2).sum(1)), rel=1e-3)
+    few = curvature(task, federation, 3000, shares=p * scale)({"x": jnp.ones(2)})
+    assert few == pytest.approx(p @ bent, rel=1e-4)
+    assert curvature(task, federation, 51, shares=p * scale)({"x": jnp.ones(2)}) == pytest.approx(p @ bent, rel=0.5)
 
 
 def test_walks_draw_other_batches_than_the_run_that_led_there():
@@ -161,6 +188,8 @@ def test_many_clients_with_names():
     task = fedrax.classification(Linear().build((3,), 2))
     found = diagnose(task, federation, Settings(rounds=1, cohort_size=4), LocalSGD(lr=0.1, steps=1))
     assert (found.clients, found.measured) == (300, 256)
+    few = dataclasses.replace(found, clients=100_000)
+    assert "of 256 of 100000 clients is about" in "".join(show.lines(few)) and few.sampling_error > found.sampling_error
 
 
 def test_large_gradients_and_divergence():

@@ -59,6 +59,9 @@ def test_scores_are_those_of_runs_by_hand(digits):
         assert trial.score == pytest.approx(np.mean(by_rate[best]), abs=1e-6)
         assert trial.spread == pytest.approx(np.std(by_rate[best]), abs=1e-6)
         assert trial.at_end == (best == RATES[0])
+    best = found.tried[0].score
+    by_rows = f"by about {100 * np.sqrt(best * (1 - best) / found.rows):.1f})"
+    assert by_rows in advice.lines(None, found)[0]
     assert [trial.score for trial in found.tried] == sorted((trial.score for trial in found.tried), reverse=True)
 
 
@@ -80,6 +83,7 @@ def test_what_cannot_be_tried_is_said(digits):
     by_samples = dataclasses.replace(SETTINGS, weights="samples")
     found = try_methods(*digits, by_samples, LOCAL, methods=("FedAvg", "SCAFFOLD"))
     assert [trial.method for trial in found.tried] == ["FedAvg"]
+    assert "(not all of FedAvg, SCAFFOLD, FedDyn, GradMA, of which" in advice.advise(None, found)[0].reason
     assert len(found.refused) == 1 and found.refused[0].startswith("SCAFFOLD: ") and "weights" in found.refused[0]
     with pytest.raises(FedraxError, match=r"no method can be tried: SCAFFOLD: .*weights"):
         try_methods(*digits, by_samples, LOCAL, methods=("SCAFFOLD",))
@@ -134,6 +138,7 @@ def test_the_command_tries_what_takes_little(capsys: pytest.CaptureFixture[str],
     said = json.loads(capsys.readouterr().out)
     first, tried = said["advice"][0], said["trials"]["tried"]
     assert {trial["method"] for trial in tried} == set(advice.shortlist())
+    assert "not all of" not in first["reason"]
     assert first["among"] == "methods tried" and first["method"] == tried[0]["method"]
     assert 0 <= first["close"] <= first["tasks"] and 0 <= first["close_new"] <= first["tasks_new"]
     monkeypatch.setattr(trials, "LITTLE", 1.0)
@@ -153,9 +158,10 @@ def test_a_task_too_small_to_hold_rows_out_is_diagnosed_all_the_same(tmp_path, c
     flags = ["--data", "npz", "--data.path", str(tmp_path / "few.npz"), "--partition", "natural", "--picture", "None"]
     run = ["--model", "logistic", "--run.cohort-size", "2", "--run.rounds", "2"]
     assert cli.main(["diagnose", *flags, *run]) == 0
-    assert "not tried      the largest client" in capsys.readouterr().out
+    assert "not tried      clients hold out 0 rows in all, too few" in capsys.readouterr().out
     assert cli.main(["diagnose", *flags, *run, "--tune", "always"]) != 0
-    assert "raise the share" not in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "dissimilarity  B = " in shown.out and shown.err.endswith("too few to choose a method by\n")
 
 
 def test_a_model_with_running_statistics_is_tried_and_not_measured(capsys, monkeypatch: pytest.MonkeyPatch):

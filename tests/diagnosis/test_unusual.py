@@ -14,7 +14,7 @@ import pytest
 from fedrax import Federation, FedraxError, LocalSGD, Optax, Settings, Task, classification, cli, simulate
 from fedrax.contract.schedules import CosineDecay
 from fedrax.data import Shards, load
-from fedrax.diagnosis import diagnose, diagnosis, gradient_dissimilarity, trials, try_methods
+from fedrax.diagnosis import advice, diagnose, diagnosis, gradient_dissimilarity, show, trials, try_methods
 from fedrax.models import LeNet5, Linear, Logistic, Model
 
 DIGITS = load("digits")
@@ -85,11 +85,66 @@ def test_a_point_without_a_gradient_is_left_out():
     x = np.array([[2.0, 0.0], [-2.0, 0.0], [2.0, 1.0], [-2.0, 1.0]], np.float32)
     federation = Federation.from_arrays(x, np.sign(x[:, 0]), np.array([0, 0, 1, 1]))
     found = diagnose(task, federation, Settings(rounds=8, cohort_size=2), LocalSGD(lr=1.0, steps=1, batch_size="full"))
-    assert [point.round for point in found.points] == [0]
+    assert [point.round for point in found.points] == [0] and found.left_out == (1, 2, 4, 8)
+    assert "left out       the mean gradient is zero, but for rounding, after rounds 1, 2, 4, 8" in show.lines(found)
     assert np.isfinite(json.loads(json.dumps(found.to_dict()))["drift"])
     flat = Task(lambda key: {"w": jnp.ones(2)}, lambda params, batch, key: 0 * batch.x @ params["w"])
     with pytest.raises(FedraxError, match="zero all along the run"):
         diagnose(flat, federation, Settings(rounds=1, cohort_size=2), LocalSGD(lr=1.0, steps=1, batch_size="full"))
+
+
+def parabolas(centres: Any, start: float, noise: float = 0.0) -> tuple[Task, Federation]:
+    """f_i = (x - c_i)^2 / 2, of samples whose c are c_i and ``noise`` to either side."""
+    numbers = np.array([[c + side * noise] for c in centres for side in (-1, 1)], np.float32)
+    federation = Federation.from_arrays(numbers, np.zeros(len(numbers), np.float32), np.arange(len(numbers)) // 2)
+    loss = lambda params, batch, key: 0.5 * jnp.sum((params["x"] - batch.x) ** 2, axis=1)  # noqa: E731
+    return Task(lambda key: {"x": jnp.full(1, start)}, loss), federation
+
+
+def test_gradients_that_cancel_but_for_rounding_are_zero():
+    """At (c_1 + c_2 + c_3) / 3 the mean gradient is what rounding leaves: no B of a million is made of it."""
+    task, federation = parabolas((0.1, 0.7, -3.3), 5.0)
+    local = LocalSGD(lr=0.5, steps=1, batch_size="full")
+    found = diagnose(task, federation, Settings(rounds=64, cohort_size=3), local)
+    assert {32, 64} <= set(found.left_out) and found.dissimilarity < 1e6
+
+
+def test_an_update_that_is_lost_in_noise_is_no_small_drift():
+    """Batches of one sample lead each client 100 to either side, and the mean update is 1e-3."""
+    task, federation = parabolas((1.0, -1.0), 1e-3, noise=100.0)
+    local, made = LocalSGD(lr=0.1, steps=1, batch_size=1), []
+    for seed in range(6):
+        made.append(diagnose(task, federation, Settings(rounds=1, cohort_size=2, seed=seed), local))
+    lost = [one for one in made if any(point.update == 0 < point.drift for point in one.points)]
+    assert lost and all(not np.isfinite(one.drift) for one in lost)
+    assert json.loads(json.dumps(lost[0].to_dict(), allow_nan=False))["drift"] is None
+    assert "lost in the noise of batches" in "".join(show.lines(lost[0])) and advice.lines(lost[0])
+
+
+def test_one_client_has_nothing_to_correct():
+    task, federation = parabolas((3.0,), 8.0)
+    found = diagnose(task, federation, Settings(rounds=1, cohort_size=1), LocalSGD(lr=0.1, batch_size="full"))
+    assert any(line.startswith("one client ") for line in advice.lines(found))
+    labels = [line.get_label() for line in show.draw(found).axes[0].lines]
+    assert "clients from the mean (zero)" in labels and "mean gradient" in labels
+
+
+def test_constants_that_one_gradient_cannot_tell_apart():
+    task, federation = parabolas((3.0, -3.0), 8.0)
+    local = LocalSGD(lr=1e-4, steps=1, batch_size="full")
+    told = "".join(show.lines(diagnose(task, federation, Settings(rounds=4, cohort_size=2), local)))
+    assert "too much alike to tell one from the other" in told and "too much alike to say how curvature" in told
+
+
+def test_curvature_that_grows_a_little_is_not_said_to_be_constant():
+    """f = x^2 / 2 + x^3 / 30 for x from 4 down: f'' grows by a third of its largest."""
+    federation = Federation.from_arrays(np.zeros((2, 1), np.float32), np.zeros(2, np.float32), np.arange(2))
+    loss = lambda params, batch, key: (params["x"] ** 2 / 2 + params["x"] ** 3 / 30)[0] + 0 * batch.y  # noqa: E731
+    task = Task(lambda key: {"x": jnp.full(1, 4.0)}, loss)
+    local = LocalSGD(lr=0.2, steps=1, batch_size="full")
+    found = diagnose(task, federation, Settings(rounds=16, cohort_size=2), local)
+    assert 0.1 < found.growth < 0.5
+    assert "of the largest curvature comes with the gradient" in "".join(show.lines(found))
 
 
 def test_in_double_precision_where_the_run_is():
@@ -103,6 +158,19 @@ def test_in_double_precision_where_the_run_is():
     settings = Settings(rounds=1, cohort_size=2, dtype="float64")
     found = diagnose(task, federation, settings, LocalSGD(lr=1e-9, steps=1, batch_size="full"))
     assert found.points[0].apart == pytest.approx(0.5, rel=1e-6)
+
+
+def test_parameters_of_a_short_type_are_measured_as_the_run_holds_them():
+    def losses(params: Any, batch: Any, key: Any) -> Any:
+        return 0.5 * (300 * params["x"].astype(jnp.float32) - batch.x[:, 0]) ** 2
+
+    task = Task(lambda key: {"x": jnp.ones((), jnp.float16)}, losses)
+    federation = Federation.from_arrays(np.array([[0.0], [30.0]], np.float32), np.zeros(2, np.float32), np.arange(2))
+    local = LocalSGD(lr=1e-7, steps=1, batch_size="full")
+    for dtype in ("float32", "float64"):
+        found = diagnose(task, federation, Settings(rounds=1, cohort_size=2, dtype=dtype), local)
+        assert found.points[0].apart == pytest.approx(300 * 15, rel=1e-6)
+    assert gradient_dissimilarity(task, federation) == pytest.approx(1 + (15 / 285) ** 2, rel=1e-5)
 
 
 def test_local_optimizers():
@@ -176,6 +244,15 @@ def test_methods_are_tried_where_the_experiments_own_step_size_diverges(capsys: 
 def test_what_is_left_aside_is_said(tmp_path, capsys: pytest.CaptureFixture[str]):
     private = ["--algorithm", "outputperturbation", "--run.epsilon-budget", "100", "--tune", "never"]
     assert "set aside      of outputperturbation local steps alone are taken" in said(capsys, *private)
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from fedrax import FedAvg, hyperparameters\n\n@hyperparameters\nclass Mine(FedAvg):\n    local_steps = None\n"
+    )
+    shown = said(capsys, "--algorithm", f"{own}:Mine", "--tune", "never")
+    assert "set aside      of Mine nothing is taken, for it has no local steps: " in shown
+    drawn = ["--run.participation", "weighted_by_samples", "--run.stragglers", "0.5", "--tune", "never"]
+    shown = said(capsys, *drawn)
+    assert "set aside      who takes part: " in shown and "set aside      stragglers: " in shown
     trace = tmp_path / "trace.csv"
     trace.write_text("client,seconds\n" + "".join(f"{i},{1 + i}\n" for i in range(10)))
     flags = ["--algorithm", "fedbuff", "--run.participation", "asynchronous", "--run.participation.trace", str(trace)]

@@ -23,6 +23,8 @@ ENTRY %e (a: f32[4,4]) -> f32[4,4] {
   %pool = f32[1,2,2,1]{3,2,1,0} negate(%conv)
   %bitcast = f32[4,4]{1,0} bitcast(%second)
   %early = f32[4,4]{1,0} add(%first, %first)
+  %wide = f32[64,64]{1,0} parameter(2)
+  %over = f32[64,64]{1,0} negate(%wide)
   %meet = f32[4,4]{1,0} all-reduce(%early)
   ROOT %both = f32[4,4]{1,0} add(%first, %bitcast)
 }
@@ -76,6 +78,12 @@ def test_operations_make_up_the_time_however_disturbed(seconds: float, untraced:
     (made,) = attribute(traced, TEXT, small=0.5, ms=3.0)
     assert math.isclose(made.ms, 3.0) and (made.kind, made.part) == ("products", "gradients")
     assert made.flops == 2 * 10 / 2 * FLOPS and made.executions == 5
+
+
+def test_what_touches_next_to_nothing_passes_over_no_arrays():
+    """A scalar that another thread copies: its 20 µs are those of the thread."""
+    kinds = [attribute(Traced(1, 1.0, 2e-4, 2e-4, [busy(20, name)]), TEXT, 0.5, 1.0) for name in ("early", "over")]
+    assert [made.kind for (made,) in kinds] == ["small", "memory"]
 
 
 def test_what_clients_do_is_scaled_to_all_of_them():

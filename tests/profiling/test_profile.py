@@ -247,6 +247,8 @@ def test_light_operations_of_layers_that_differ_by_numbers_are_taken_together(se
         (spent(10.0, "conv", "depthwise convolution", flops=0), "Each channel alone"),
         (spent(10.0, "embed", "scatter", flops=0), "as large as its table"),
         (spent(10.0, "relu", "pass", flops=0), "Far slower than memory"),
+        (spent(10.0, "top", "sort", flops=0), "jax.lax.top_k"),
+        (spent(10.0, "mixing", "Fourier transform", flops=0), None),
         (spent(10.0, "relu", "pass", flops=0, size=1e9), None),
     ],
 )
@@ -282,3 +284,16 @@ def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
 
     assert "not shuffled" in advice(of(300))
     assert "stored" not in advice(of(20)) + advice(setup)
+
+
+def test_advice_names_the_keys_of_the_method_inside_a_wrapper():
+    _, task, rows, settings = arguments(None, None, (20,), devices=1)
+    wrapped = prepare(Upcycled(Upcycled(fedrax.FedAvg(local=LOCAL))), task, rows, settings)
+    advice = judge(wrapped, {"small": 9.0}, products_of_limit=0.1, compile_seconds=0.0).advice or ""
+    assert "(algorithm.inner.inner.local.batch_size)" in advice
+
+
+def test_the_last_rounds_evaluation_counts_where_it_is_not_on_time():
+    made = run(rounds=3, eval_every=2, plan="loop")
+    (evaluate,) = (part.ms for part in made.parts if part.name == "evaluate")
+    assert math.isclose(evaluate, 2 / 3 * made.evaluation_ms)

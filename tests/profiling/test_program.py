@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
+from fedrax.compiled.linear_algebra import RULES, TURNS
 from fedrax.compiled.on_cpu import fast_on_cpu
 from fedrax.compiled.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 from fedrax.profiling.program import Description, ProgramText
@@ -141,6 +142,31 @@ def test_operations_are_described_by_their_layers():
     alone = {(what, looped) for what, layer, _, looped in named if layer == "net/alone"}
     assert ("depthwise convolution", False) in alone and not {looped for _, looped in alone} - {False}
     assert {looped for what, layer, _, looped in named if (what, layer) == ("product", "net/cell")} >= {True}
+
+
+def test_the_sides_of_many_products_are_those_of_each():
+    """Four heads are no side of length four."""
+    text = compiled(
+        lambda q, k: jnp.einsum("bhle,bhme->bhlm", q, k), jnp.ones((2, 4, 24, 16)), jnp.ones((2, 4, 24, 16))
+    )
+    assert {text.describe(op.name).side for op in text.operations.values() if text.cost(op.name).flops} == {16}
+
+
+def test_sorts_and_transforms_are_no_passes():
+    text = compiled(lambda x: jnp.sort(jnp.abs(jnp.fft.fft(x))), jnp.ones((8, 32)))
+    about = {text.describe(op.name).what for op in text.operations.values()}
+    assert {"sort", "Fourier transform"} <= about
+
+
+@pytest.mark.skipif("lu" not in RULES, reason="batches of matrices are computed at once")
+def test_the_loop_over_matrices_is_not_the_models_own():
+    def step(a: Array) -> Array:
+        with phase_scope(0), scope(GRADIENT):
+            return jax.grad(lambda a: fast_on_cpu(jax.vmap(lambda a: jnp.linalg.solve(a, a[0])))(a).sum())(a)
+
+    text = compiled(step, jnp.eye(12) + jnp.ones((6, 12, 12)))
+    about = [text.describe(op.name) for op in text.operations.values() if TURNS in op.op_name]
+    assert about and not any(one.looped or TURNS in one.layer for one in about)
 
 
 def test_names_without_scopes():

@@ -19,7 +19,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.tables import wide_console
-from fedrax.simulation import Asynchronous, use_all_cores
+from fedrax.simulation import Asynchronous, Poisson, Turns, Uniform, use_all_cores
 from fedrax.text import plain
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def main(args: list[str]) -> int:
 
     aside = set_aside(spec, algorithm)
     local, names = algorithm.local_steps, advice.shortlist()
-    made, found, unmeasured, left_out = None, None, None, None
+    made, found, unmeasured, left_out, failed = None, None, None, None, None
     try:
         made = diagnose(task, federation, spec.run, local, progress=measured)
     except FedraxError as error:  # the methods tried have step sizes of their own
@@ -79,15 +79,15 @@ def main(args: list[str]) -> int:
         try:
             found = trials.try_methods(task, federation, spec.run, local, methods=names, progress=tried)
         except FedraxError as error:
-            if options.tune == "always":
-                raise
-            left_out = str(error)
+            left_out, failed = str(error), error if options.tune == "always" else None
     else:
         cost = f", about {work:.0e} operations" if work else ""
         left_out = f"{', '.join(names)}: with --tune always each is trained here{cost}"
     if unmeasured is not None and found is None and task.loss_and_statistics is None:
         raise unmeasured
-    pictures, failed = ((), None) if made is None else save(partial(show.draw, made), options.picture)
+    if made is None and failed is not None:
+        raise failed
+    pictures, not_drawn = ((), None) if made is None else save(partial(show.draw, made), options.picture)
     if options.json:
         first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
         reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": left_out, "set_aside": aside}
@@ -99,8 +99,8 @@ def main(args: list[str]) -> int:
         told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
         _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
-    if failed is not None:
-        raise failed
+    for error in filter(None, (failed, not_drawn)):  # once what was found is printed
+        raise error
     return 0
 
 
@@ -110,7 +110,7 @@ def _print(name: str, made: Diagnosis | None, told: list[str]) -> None:
 
     console = wide_console()
     if made is not None:
-        rounds = made.points[-1].round
+        rounds = max([made.points[-1].round, *made.left_out])
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
         console.print(f"{plain(name)}: {about}", highlight=False, markup=False)
         console.print(show.points_table(made))
@@ -123,9 +123,16 @@ def set_aside(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]:
     found = []
     if type(algorithm) is not FedAvg:
         private = ", its privacy among it" if algorithm.releases() else ""
-        found.append(f"of {spec.method_name} local steps alone are taken: whatever else it does is not here{private}")
+        taken = "local steps alone are taken: whatever else it does is not here"
+        if algorithm.local_steps is None:
+            taken = "nothing is taken, for it has no local steps: measured and tried are those of FedAvg by default"
+        found.append(f"of {spec.method_name} {taken}{private}")
     if isinstance(spec.run.participation, Asynchronous):
         found.append(
             "clients that work at their own pace: here each round waits for its cohort, and the methods named do, too"
         )
+    elif not isinstance(spec.run.participation, Uniform | Turns | Poisson):
+        found.append("who takes part: measured are all clients alike, and cohorts drawn uniformly from them")
+    if spec.run.stragglers:
+        found.append("stragglers: the drift that was measured is that of whole local work")
     return found

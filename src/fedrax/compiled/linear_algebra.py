@@ -23,6 +23,8 @@ from fedrax.compiled.tracing import in_fast_forms
 
 _NAMES = """cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve
     tridiagonal"""
+TURNS = "one_matrix_at_a_time"
+"""The scope of a loop that is no one's but ours."""
 _FEW = (2, 3)
 """Rows, or columns, of a small product."""
 
@@ -63,7 +65,8 @@ def _mapped(inputs: list[Array], equation: core.JaxprEqn, axes: int) -> Any:
     if math.prod(batch) < 2:
         return None
     of_one = lambda of: primitive.bind(*of, **primitive.get_bind_params(equation.params))  # noqa: E731
-    found = lax.map(of_one, [x.reshape(-1, *x.shape[axes:]) for x in inputs])
+    with jax.named_scope(TURNS):
+        found = lax.map(of_one, [x.reshape(-1, *x.shape[axes:]) for x in inputs])
     return jax.tree.map(lambda y: y.reshape(*batch, *y.shape[1:]), found)
 
 

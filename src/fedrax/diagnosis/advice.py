@@ -45,8 +45,8 @@ class Advice:
         """A sentence."""
         price = f" ({self.price})" if self.price else ""
         return (
-            f"{self.method}{price}, {self.reason}; such advice was within 1 point of the best of"
-            f" {len(study()['methods'])} tuned methods on {self.close} of {self.tasks} tasks that it was not made of"
+            f"{self.method}{price}, {self.reason}; such advice was within 1 point of accuracy of the best"
+            f" of {len(study()['methods'])} tuned methods on {self.close} of {self.tasks} tasks that it was not made of"
             f" ({self.short:.2g} points below it in the mean), on new data sets on {self.close_new} of {self.tasks_new}"
         )
 
@@ -73,6 +73,8 @@ def _of_trials(trials: Trials) -> Advice:
     first = trials.tried[0]
     method, records = first.method, study()["shortlist"]
     reason = f"the best of {len(trials.tried)} tried here, at {_settings(first)}"
+    if {trial.method for trial in trials.tried} != set(records["methods"]):
+        reason += f" (not all of {', '.join(records['methods'])}, of which the following is the record)"
     return Advice("methods tried", method, study()["methods"][method], reason, *_counts(records))
 
 
@@ -123,6 +125,10 @@ def lines(made: Diagnosis | None, trials: Trials | None = None, not_tried: str |
             f" {high:.2g}, mean points below the best: {listed}",
             "step sizes     these are of methods tuned each for itself: try step sizes with each (compare --grid)",
         ]
+    if made is not None and made.clients == 1:
+        told.append(
+            "one client     none of the study's tasks had so few: methods against drift have nothing to correct"
+        )
     if not_tried is not None:
         told.append(f"not tried      {not_tried}")
     return told
@@ -135,10 +141,14 @@ def _tried(trials: Trials) -> list[str]:
         for trial in trials.tried
     ]
     what = "accuracy in %" if trials.metric == "accuracy" else "loss"
+    of_rows = "± over seeds"
+    if trials.metric == "accuracy":
+        best = trials.tried[0].score
+        of_rows += f"; other rows alone would move it by about {100 * math.sqrt(best * (1 - best) / trials.rows):.1f}"
     at_end = [trial.method for trial in trials.tried if trial.at_end]
     ends = f"; at the end of the step sizes tried: {', '.join(at_end)}" if at_end else ""
     return [
         f"tried          {trials.rounds} rounds of each at its own best step size, {what} on {trials.rows} rows that"
-        f" clients hold out: {', '.join(scores)}{ends}",
+        f" clients hold out ({of_rows}): {', '.join(scores)}{ends}",
         *(f"left out       {reason}" for reason in trials.refused),
     ]

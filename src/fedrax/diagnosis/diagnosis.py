@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linprog, nnls
 
@@ -20,6 +22,7 @@ from fedrax.data.dataset import generator
 from fedrax.diagnosis.gradients import Clients
 from fedrax.diagnosis.smoothness import curvature
 from fedrax.errors import FedraxError
+from fedrax.report.runs import finite
 from fedrax.simulation import Asynchronous, Settings, Uniform, simulate
 from fedrax.simulation.arguments import changed_settings, check_arguments
 from fedrax.simulation.process import arithmetic
@@ -27,10 +30,16 @@ from fedrax.simulation.process import arithmetic
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
 """Clients measured, samples for the curvature, samples of a client for the noise: of more, as many by chance."""
 
+ROUNDING = 8
+"""Units in the last place of the largest client's gradient, up to which the mean gradient counts as zero."""
+
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at the parameters after ``round`` rounds; f = mean_i f_i over the measured clients."""
+    """What was measured at the parameters after ``round`` rounds; f = sum_i p_i f_i over the measured clients.
+
+    Means over clients are by the same p_i, the settings' ``weights``; f_i is a mean or a sum by ``local.reduction``.
+    """
 
     round: int
     loss: float
@@ -52,7 +61,8 @@ class Point:
     steps: float
     """T, mean local steps of a client."""
     update: float
-    """|mean_i Delta_i| of one round's local updates, each in its mean over draws of batches."""
+    """|mean_i Delta_i| of one round's local updates, each in its mean over draws of batches; an estimate from two
+    draws, 0 where it is lost in the noise of batches."""
     drift: float
     """sqrt(mean_i |Delta_i - mean_j Delta_j|^2), of the same."""
 
@@ -76,7 +86,10 @@ class Diagnosis:
     points: the least mean of the right side."""
     l0: float
     l1: float
-    """|Hess f| is about L0 + L1 |grad f| (EPISODE, Assumption 1 i): least squares with neither negative."""
+    """|Hess f| is about L0 + L1 |grad f| (EPISODE, Assumption 1 i, has it of each f_i): least squares with neither
+    negative."""
+    left_out: tuple[int, ...] = ()
+    """Rounds after which the mean gradient was zero, but for rounding, which leaves nothing to compare with."""
 
     @property
     def dissimilarity(self) -> float:
@@ -84,8 +97,10 @@ class Diagnosis:
         return max(point.dissimilarity for point in self.points)
 
     def typical(self, value: Callable[[Point], float], unit: Callable[[Point], float]) -> float:
-        """Its median over the points, in units of something else; of points where that is not zero."""
-        ratios = [value(point) / unit(point) for point in self.points if unit(point) > 0]
+        """Its median over the points, in units of something else, of which nothing is infinitely much; points where
+        both are zero do not count."""
+        pairs = [(value(point), unit(point)) for point in self.points]
+        ratios = [a / b if b > 0 else np.inf for a, b in pairs if a > 0 or b > 0]
         return float(np.median(ratios)) if ratios else 0.0
 
     @property
@@ -100,9 +115,17 @@ class Diagnosis:
 
     @property
     def cohort_noise(self) -> float:
-        """How far a cohort's mean gradient is from that of all clients, in units of |grad f|; typical of the run."""
+        """How far a cohort's mean gradient is from that of all clients, in units of |grad f|; typical of the run.
+
+        Of cohorts that are drawn uniformly, and roughly so where clients are weighed by samples."""
         left = (self.clients - self.cohort) / max(self.clients - 1, 1)
         return self.apart * np.sqrt(left / self.cohort)
+
+    @property
+    def sampling_error(self) -> float:
+        """How far the mean gradient of the measured clients is from that of all, in units of its length."""
+        left = (self.clients - self.measured) / max(self.clients - 1, 1)
+        return self.apart * float(np.sqrt(left / self.measured))
 
     @property
     def drift(self) -> float:
@@ -116,9 +139,9 @@ class Diagnosis:
         return part / (self.l0 + part) if part > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON has it, null where something is infinite."""
         names = ("dissimilarity", "apart", "noise", "cohort_noise", "drift", "growth")
-        return dataclasses.asdict(self) | {name: float(getattr(self, name)) for name in names}
+        return finite(dataclasses.asdict(self) | {name: float(getattr(self, name)) for name in names})
 
 
 def diagnose(
@@ -133,9 +156,9 @@ def diagnose(
     """Measure a task and its partition along ``settings.rounds`` rounds of FedAvg with the local steps ``local``.
 
     At rounds 0, 1, 2, 4, 8 ... and the last: one pass over the data of at most 256 clients, two of their local work,
-    and twenty products with the Hessian over at most 4,096 samples. Points where the mean gradient is zero are left
-    out. progress: told points done and to do. FedraxError for models with running statistics, whose clients have no
-    gradients without their batches.
+    and twenty products with the Hessian over at most 4,096 samples. Points where the mean gradient is zero, but for
+    rounding, are left out. progress: told points done and to do. FedraxError for models with running statistics, whose
+    clients have no gradients without their batches.
     """
     settings = plain(changed_settings(settings or Settings(rounds=32), changes), 10**6)
     check_arguments(FedAvg(), task, federation)
@@ -160,9 +183,13 @@ def _diagnosed(
     if local.batch_size != "full":  # as batches are
         local = dataclasses.replace(local, batch_size=min(local.batch_size, int(federation.sizes.max())))
     seen = _measured(federation, settings.seed)
-    clients = Clients(task, seen, settings.seed)
+    sizes = seen.sizes.astype(float)
+    weights = sizes / sizes.mean() if settings.weights == "samples" else np.ones(len(sizes))
+    clients = Clients(task, seen, settings.seed, weights, local.reduction)
     start = starting_parameters(task, seeded(settings.seed, START), None)
-    bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed), _rows(seen, settings.seed)
+    start = jax.tree.map(lambda a: jnp.asarray(a, settings.dtype), start)  # as the run holds them
+    shares = weights / len(sizes) * (sizes if local.reduction == "sum" else 1)
+    bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed, shares), _rows(seen, settings.seed)
     when = sorted({settings.rounds, *(2**k for k in range(settings.rounds.bit_length()))})
     run = simulate(FedAvg(local=local), task, federation, settings, params=start, trajectory=when, progress=False)
     found = []
@@ -170,7 +197,10 @@ def _diagnosed(
         progress(len(found), len(when) + 1)
         found.append(_point(clients, params, r, min(r, settings.rounds - 1), local, bend, rows))
     progress(len(found), len(found))
-    points = [point for point in found if point.gradient != 0]
+    least = ROUNDING * np.finfo(settings.dtype).eps
+    zero = [point.gradient <= least * point.largest for point in found]
+    points = [point for point, is_zero in zip(found, zero, strict=True) if not is_zero]
+    left_out = tuple(point.round for point, is_zero in zip(found, zero, strict=True) if is_zero)
     if not points:
         raise FedraxError("the mean gradient is zero all along the run: there is nothing to compare clients with")
     for point in points:
@@ -181,7 +211,7 @@ def _diagnosed(
             )
     batch = float(np.mean([np.mean(batches(local, int(n))) for n in seen.sizes]))
     counts = federation.num_clients, seen.num_clients, min(settings.cohort_size, federation.num_clients)
-    return Diagnosis(tuple(points), *counts, batch, *bound(points), *smoothness(points))
+    return Diagnosis(tuple(points), *counts, batch, *bound(points), *smoothness(points), left_out)
 
 
 @np.errstate(all="ignore")  # what overflows is told of in a sentence
@@ -191,15 +221,16 @@ def _point(clients: Clients, x: Any, done: int, round: int, local: LocalSGD, ben
     mean, norms = float(found.mean), np.asarray(found.norms, float)
     variances = clients.variances(x, rows).astype(float)
     of_batches = np.array([of_batch(local, int(n)) for n in clients.federation.sizes])
+    over_clients = lambda values: np.average(values, weights=np.asarray(clients.weights, float))  # noqa: E731
     return Point(
         round=done,
         loss=float(found.loss),
         gradient=mean,
         largest=float(norms.max()),
-        dissimilarity=float(np.sqrt(np.mean(norms**2)) / mean) if mean > 0 else float("inf"),
+        dissimilarity=float(np.sqrt(over_clients(norms**2)) / mean) if mean > 0 else float("inf"),
         apart=float(found.apart),
-        noise=float(np.sqrt(variances.mean())),
-        batch_noise=float(np.sqrt(np.mean(of_batches[:, 0] * variances + of_batches[:, 1] * norms**2))),
+        noise=float(np.sqrt(over_clients(variances))),
+        batch_noise=float(np.sqrt(over_clients(of_batches[:, 0] * variances + of_batches[:, 1] * norms**2))),
         curvature=bend(x),
         steps=float(walked.steps),
         update=float(walked.mean),

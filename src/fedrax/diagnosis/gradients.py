@@ -14,7 +14,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.compiled.edits import Code
 from fedrax.compiled.on_cpu import fast_on_cpu
-from fedrax.contract.client_data import ClientData, Layout, Place
+from fedrax.contract.client_data import ClientData, Layout, Place, Reduction
 from fedrax.contract.local import LocalSGD
 from fedrax.contract.seeds import DIAGNOSIS, START, seeded
 from fedrax.contract.starting import starting_parameters
@@ -34,7 +34,8 @@ MIXING = (
 
 
 class Gradients(NamedTuple):
-    """Of N clients with losses f_i at one point x; f = mean_i f_i."""
+    """Of N clients with losses f_i and weights p_i at one point x; f = sum_i p_i f_i, and means over clients are by
+    these weights."""
 
     loss: Array
     """f(x)."""
@@ -55,15 +56,16 @@ class Drift(NamedTuple):
     steps: Array
     """Their mean number of local steps."""
     mean: Array
-    """|mean_i E Delta_i|."""
+    """|mean_i E Delta_i|, by the clients' weights."""
     apart: Array
-    """The root mean square over clients of |E Delta_i - mean_j E Delta_j|."""
+    """The root mean square over clients of |E Delta_i - mean_j E Delta_j|, by the same."""
 
 
 class Spread(NamedTuple):
     """Of some trees, without differences of large numbers (Chan, Golub and LeVeque 1983)."""
 
     count: Array
+    """Their number, or the sum of their weights."""
     mean: Tree
     squares: Array
     """The sum of their squared distances from the mean."""
@@ -85,18 +87,22 @@ class Spread(NamedTuple):
     def joined(self, other: Spread) -> Spread:
         """Of all of both."""
         count, between = self.count + other.count, tree.sub(other.mean, self.mean)
-        share = other.count / jnp.maximum(count, 1)
+        share = other.count / _or_one(count)
         squares = self.squares + other.squares + self.count * share * tree.dot(between, between)
         return Spread(count, tree.add_scaled(self.mean, share, between), squares)
 
-    def with_one(self, one: Tree) -> Spread:
+    def with_one(self, one: Tree, weight: Array) -> Spread:
         """With one more."""
-        return self.joined(Spread(jnp.ones(()), one, jnp.zeros(())))
+        return self.joined(Spread(weight, one, jnp.zeros(())))
 
     @property
     def apart(self) -> Array:
         """The root mean square of their distances from the mean."""
-        return jnp.sqrt(self.squares / jnp.maximum(self.count, 1))
+        return jnp.sqrt(self.squares / _or_one(self.count))
+
+
+def _or_one(count: Array) -> Array:
+    return jnp.where(count > 0, count, 1)
 
 
 class Clients:
@@ -104,12 +110,23 @@ class Clients:
 
     Gradients are those of the loss in evaluation mode, so that dropout does not count as what sets clients apart; local
     steps are those of training.
+
+    weights: N p_i, [N], by default ones. reduction: whether f_i is the mean or the sum of the losses of its samples.
     """
 
-    def __init__(self, task: Task, federation: Federation, seed: int = 0):
+    def __init__(
+        self,
+        task: Task,
+        federation: Federation,
+        seed: int = 0,
+        weights: np.ndarray | None = None,
+        reduction: Reduction = "mean",
+    ):
         if task.loss_and_statistics is not None:
             raise FedraxError(MIXING)
         self.federation, self.loss = federation, task.evaluation_loss
+        self.reduction: Reduction = reduction
+        self.weights = jnp.asarray(np.ones(federation.num_clients) if weights is None else weights, float)
         still = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
         self.still, self.training = (
             Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(of))
@@ -136,7 +153,8 @@ class Clients:
         rows: int [N, m], rows of ``train`` to look at, m of each client, -1 where it has fewer. With all rows it is
         exact, with fewer, of which there are to be two, an estimate without bias.
         """
-        return np.asarray(self._scatter(self.samples, params, jnp.asarray(rows), self.federation.sizes))
+        found = np.asarray(self._scatter(self.samples, params, jnp.asarray(rows), self.federation.sizes))
+        return found * self.federation.sizes.astype(float) ** 2 if self.reduction == "sum" else found
 
     def _each(self, program: Program, samples: Tree, round: Array, measure: Callable, start: Tree, draws: int) -> Tree:
         """``measure(total, i, *data)`` over all clients i, whose data differ in their random keys alone."""
@@ -157,8 +175,9 @@ class Clients:
         n = self.still.num_clients
 
         def add(total: tuple, i: Array, data: ClientData) -> tuple:
-            loss, gradient = data.full_gradient(params)
-            return total[0] + loss, total[1].with_one(gradient), total[2].at[i].set(tree.norm(gradient))
+            loss, gradient = data.full_gradient(params, self.reduction)
+            weight, norms = self.weights[i], total[2].at[i].set(tree.norm(gradient))
+            return total[0] + weight * loss, total[1].with_one(gradient, weight), norms
 
         start = (jnp.zeros(()), Spread.none(params), jnp.zeros(n))
         loss, all_, norms = self._each(self.still, samples, jnp.int32(0), add, start, draws=1)
@@ -172,7 +191,8 @@ class Clients:
             half = lambda a: tree.scale(0.5, a)  # noqa: E731
             steps = jnp.asarray(local.num_steps(data[0]), float)
             sums, differences = half(tree.add(one, other)), half(tree.sub(one, other))
-            return total[0] + steps, total[1].with_one(sums), total[2].with_one(differences)
+            weight = self.weights[i]
+            return total[0] + steps, total[1].with_one(sums, weight), total[2].with_one(differences, weight)
 
         none = Spread.none(params)
         steps, sums, differences = self._each(self.training, samples, round, add, (jnp.zeros(()), none, none), draws=2)
@@ -209,5 +229,7 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
     without dropout. One pass over the data. Infinite where the mean gradient is zero.
     """
     start = starting_parameters(task, seeded(seed, START), params)
+    wide = lambda a: jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))  # noqa: E731
+    start = jax.tree.map(wide, start)  # sums in a short format overflow
     found = Clients(task, federation, seed).gradients(start)
     return float(np.mean(found.norms**2) / found.mean**2) if found.mean > 0 else float("inf")

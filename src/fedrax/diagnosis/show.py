@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
@@ -10,7 +12,11 @@ from fedrax.diagnosis.diagnosis import Diagnosis
 from fedrax.report.curves import PALETTE
 
 RANGE = 3.0
-"""How many times the largest mean gradient must be the smallest one before a fit says how curvature goes with it."""
+"""How many times the largest mean gradient must be the smallest one before a fit says what goes with it."""
+STEADY = 0.1
+"""The share of the largest curvature below which its growth with the gradient is none."""
+CLOSE = 0.1
+"""How far the mean gradient of clients by chance may be from that of all, in its own length, without a word."""
 LITTLE = 0.3
 """Below it a ratio to the mean gradient, or to the mean update, counts as small."""
 
@@ -52,17 +58,21 @@ def points_table(made: Diagnosis) -> Table:
 
 def lines(made: Diagnosis) -> list[str]:
     """What the measurements say of the methods' assumptions, a sentence each."""
+    rounds = ", ".join(map(str, made.left_out))
+    left_out = [f"left out       the mean gradient is zero, but for rounding, after rounds {rounds}"] * bool(rounds)
+    sample = (
+        f"measured       the mean gradient of {made.measured} of {made.clients} clients is about"
+        f" {made.sampling_error:.2g} times itself away from that of all: B, kappa, rho and drift are theirs alone"
+    )
     return [
+        *left_out,
+        *[sample] * (made.sampling_error > CLOSE),
         f"dissimilarity  B = {made.dissimilarity:.3g} at most (1: clients agree); single clients' gradients are"
         f" {made.apart:.2g} times the mean gradient away from it",
-        f"bound          |grad f_i| <= {made.kappa:.3g} + {made.rho:.3g} |grad f| (EPISODE's kappa and rho)",
+        f"bound          |grad f_i| <= {made.kappa:.3g} + {made.rho:.3g} |grad f| (EPISODE's kappa and rho"
+        + (")" if _apart(made) else "): the gradients of this run are too much alike to tell one from the other"),
         f"smoothness     |Hess f| is about {made.l0:.3g} + {made.l1:.3g} |grad f| (L0 and L1): {_smooth(made)}",
-        f"drift          clients' updates are {made.drift:.2g} times the mean update away from it: "
-        + _verdict(
-            made.drift,
-            "local steps agree, and corrections of drift have little to correct",
-            "corrections of drift have something to correct (SCAFFOLD, LoSAC, MimeSVRG, FedDyn, EPISODE)",
-        ),
+        f"drift          {_drift(made)}",
         f"cohorts        the mean of {made.cohort} of {made.clients} clients is {made.cohort_noise:.2g} times the mean"
         f" gradient away from that of all: "
         + _verdict(
@@ -79,12 +89,35 @@ def lines(made: Diagnosis) -> list[str]:
     ]
 
 
-def _smooth(made: Diagnosis) -> str:
+def _drift(made: Diagnosis) -> str:
+    if not math.isfinite(made.drift):
+        return (
+            "the mean update is lost in the noise of batches, so that nobody can say how far clients' updates are from"
+            " it; larger batches would tell"
+        )
+    return f"clients' updates are {made.drift:.2g} times the mean update away from it: " + _verdict(
+        made.drift,
+        "local steps agree, and corrections of drift have little to correct",
+        "corrections of drift have something to correct (SCAFFOLD, LoSAC, MimeSVRG, FedDyn, EPISODE)",
+    )
+
+
+def _apart(made: Diagnosis) -> bool:
+    """Whether mean gradients differ enough to say what goes with them."""
     gradients = [point.gradient for point in made.points]
-    if max(gradients) < RANGE * min(gradients):
+    return max(gradients) >= RANGE * min(gradients)
+
+
+def _smooth(made: Diagnosis) -> str:
+    if not _apart(made):
         return "the gradients of this run are too much alike to say how curvature goes with them"
     if made.growth > 0.5:
         return "curvature grows with the gradient, which is what clipping is for (CELGC, EPISODE)"
+    if made.growth > STEADY:
+        return (
+            f"{made.growth:.0%} of the largest curvature comes with the gradient: a fixed step size serves"
+            " where it is small enough for that"
+        )
     return "curvature does not grow with the gradient: a fixed step size serves, and nothing asks for clipping"
 
 
@@ -107,6 +140,7 @@ def draw(made: Diagnosis) -> Figure:
         )
     ):
         dashed = "--" if label.startswith("bound") else "-"
+        label += " (zero)" * (not any(values))  # a logarithm has no place for it
         along.plot(rounds, values, dashed, marker="o", markersize=4, color=PALETTE[i], label=label)
     along.set(xlabel="communication rounds", ylabel="length of gradients", yscale="log")
     along.set_xscale("symlog", linthresh=1)

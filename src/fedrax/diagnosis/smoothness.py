@@ -23,12 +23,17 @@ AT_ONCE = 128
 """Samples in one product with the Hessian."""
 
 
-def curvature(task: Task, federation: Federation, most: int, seed: int = 0) -> Callable[[Tree], float]:
-    """parameters -> |Hess f| with f = mean_i f_i over the N clients, f_i the mean loss of client i.
+def curvature(
+    task: Task, federation: Federation, most: int, seed: int = 0, shares: np.ndarray | None = None
+) -> Callable[[Tree], float]:
+    """parameters -> |Hess f| with f = sum_i shares_i f_i over the N clients, f_i the mean loss of client i.
 
-    Of all samples, or where there are more than ``most`` of as many: a client drawn uniformly, then one of its samples.
+    shares: [N], by default 1/N. Of all samples, or where there are more than ``most`` of as many: a client drawn by its
+    share, then one of its samples.
     """
-    rows, weights = _sample(federation, most, generator(seed, "samples of the curvature"))
+    if shares is None:
+        shares = np.full(federation.num_clients, 1 / federation.num_clients)
+    rows, weights = _sample(federation, shares, most, generator(seed, "samples of the curvature"))
     short = -len(rows) % AT_ONCE
     rows = np.pad(rows, (0, short)).reshape(-1, AT_ONCE)
     weights = np.pad(weights, (0, short)).reshape(-1, AT_ONCE).astype(np.float32)
@@ -70,10 +75,12 @@ def curvature(task: Task, federation: Federation, most: int, seed: int = 0) -> C
     return norm
 
 
-def _sample(federation: Federation, most: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _sample(
+    federation: Federation, shares: np.ndarray, most: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows and the weights of their losses in f."""
     sizes, n = federation.sizes, federation.num_clients
     if sizes.sum() <= most:
-        return np.arange(sizes.sum()), np.repeat(1 / (n * sizes), sizes)
-    clients = rng.integers(0, n, most)
-    return federation.offsets[clients] + rng.integers(0, sizes[clients]), np.full(most, 1 / most)
+        return np.arange(sizes.sum()), np.repeat(shares / sizes, sizes)
+    clients = rng.choice(n, most, p=shares / shares.sum())
+    return federation.offsets[clients] + rng.integers(0, sizes[clients]), np.full(most, shares.sum() / most)

@@ -17,6 +17,7 @@ from fedrax.contract.local import LocalSGD
 from fedrax.contract.starting import shapes_of
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation, hold_out
+from fedrax.data.dataset import share_of
 from fedrax.diagnosis.diagnosis import batches, plain
 from fedrax.diagnosis.methods import METHODS, RATES, Point
 from fedrax.errors import FedraxError
@@ -99,10 +100,10 @@ def try_methods(
     local = local or LocalSGD()
     if not local.lr_is_step_size:
         raise FedraxError("a finished local optimizer has its own step size, so that methods cannot be tried at others")
-    held, seeds = hold_out(federation, SHARE), range(settings.seed, settings.seed + SEEDS)
-    rows = len(held.test.y)
+    rows = int(np.sum(share_of(federation.sizes, SHARE)))
     if rows < FEWEST:
         raise FedraxError(f"clients hold out {rows} row{'s' * (rows != 1)} in all, too few to choose a method by")
+    held, seeds = hold_out(federation, SHARE), range(settings.seed, settings.seed + SEEDS)
     metric = metric_of(task, None)
     lower = is_lower_better(task, metric)
     best = min if lower else max

@@ -5,8 +5,8 @@ Every millisecond of a round is of one kind:
 - ``products``: operations with matrix products or convolutions in them;
 - ``exchange``: operations in which devices meet, without the waiting; ``waiting``: for the slowest device in them;
 - ``small``: other operations whose executions take less than half a microsecond in the mean on a CPU, five on an
-  accelerator: much of that is starting them;
-- ``gather``: longer ones that read batches or compute their random order;
+  accelerator, or that touch less than a kilobyte: much of that is starting them;
+- ``gather``: longer ones, of any size, that read batches or compute their random order;
 - ``memory``: all other operations: they pass over arrays, with little arithmetic for each number;
 - ``evaluation``: the share of a round in the evaluations; ``host``: drawing cohorts, calling, making events;
 - ``rounds``: calls of rounds that cannot be looked into.
@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import is_wide
 from fedrax.contract.local import LocalSGD
 from fedrax.profiling.attribution import NAMES, Spent
@@ -131,7 +132,8 @@ def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float,
 
 SENTENCES = {
     "products": "Matrix products take {share}; they run at {limit:.0%} of the machine's limit.",
-    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) take {share}.",
+    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) or a kB"
+    " take {share}.",
     "memory": "Passing over arrays bounds the round: operations with little arithmetic for each number take {share}.",
     "gather": "Gathering batches bounds the round: it takes {share}.",
     "exchange": "Joining the devices' sums bounds the round: it takes {share}.",
@@ -144,10 +146,13 @@ _OF_WHAT = {
     "depthwise convolution": "Each channel alone is little arithmetic for each number read; an earlier stride makes the"
     " arrays smaller.",
     "pooling": "Pooling looks at every entry of every window; a stride of the convolution does without.",
+    "sort": "Sorting compares number with number; where the largest few are enough, jax.lax.top_k takes much less.",
     "scatter": "The gradient of an embedding is as large as its table, whatever the batch.",
 }
 _FAR = "Far slower than memory: number by number, as some windows, transpositions and exponentials are."
 _FAR_BELOW = 0.25
+_NO_PASSES = ("Fourier transform", "call of a library")
+"""Whose arithmetic the bytes say nothing about."""
 _NORM = re.compile(r"norm|(?:^|/)[bgl]n(?:[_\d/]|$)", re.IGNORECASE)
 _NORM_ADVICE = (
     "A norm passes over its activations several times, whatever the batch; fewer norms, or an earlier stride, help."
@@ -175,7 +180,8 @@ def _of_operation(setup: Setup, most: Spent, layer: str, each: float, of_limit: 
         return _of_kind(setup, "gather")
     if most.kind == "small" or most.part == NAMES[None]:
         return batch
-    return _FAR if about.direction and of_limit < _FAR_BELOW and each > _SHORT else None
+    slow = about.direction and about.what not in _NO_PASSES and of_limit < _FAR_BELOW and each > _SHORT
+    return _FAR if slow else None
 
 
 def _of_kind(setup: Setup, kind: str) -> str | None:
@@ -186,8 +192,8 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
         return _batch(setup)
     if kind == "gather" and isinstance(local, LocalSGD) and local.order != "stored" and _are_slices(setup, local):
         return (
-            'Batches in stored order (algorithm.local.order = "stored") are read as slices; they are then not shuffled,'
-            " and the same in every epoch."
+            f'Batches in stored order ({_local(setup)}.order = "stored") are read as slices; they are then not'
+            " shuffled, and the same in every epoch."
         )
     if kind == "exchange":
         return "More clients a round, or more local steps, make the exchange rarer."
@@ -217,4 +223,12 @@ def _batch(setup: Setup) -> str | None:
         return None
     if local.batch_size >= setup.engine.program.layout.largest:
         return None
-    return "A larger batch (algorithm.local.batch_size) does more work with each operation."
+    return f"A larger batch ({_local(setup)}.batch_size) does more work with each operation."
+
+
+def _local(setup: Setup) -> str:
+    """The key of the local steps in the experiment's file: those of wrappers are their inner method's."""
+    key, algorithm = "algorithm", setup.algorithm
+    while not hasattr(algorithm, "local") and isinstance(getattr(algorithm, "inner", None), Algorithm):
+        key, algorithm = f"{key}.inner", algorithm.inner  # type: ignore[attr-defined]
+    return f"{key}.local"

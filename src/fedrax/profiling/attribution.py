@@ -9,7 +9,7 @@ import numpy as np
 
 from fedrax.compiled.scopes import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
 from fedrax.profiling.measurement import Traced
-from fedrax.profiling.program import Description, ProgramText
+from fedrax.profiling.program import Cost, Description, ProgramText
 from fedrax.profiling.trace import waits
 
 NAMES = {
@@ -23,6 +23,8 @@ NAMES = {
 """What a part of a round is called; ``local steps`` are what clients do besides gathering and gradients."""
 SUMS = "sum of uploads"
 """What each device adds up as its clients finish; ``aggregate`` joins the devices."""
+_NOTHING = 1024
+"""Bytes that take no time to pass over: what such an operation takes is starting it, on another thread at times."""
 _INTERRUPTION = 100_000
 """Nanoseconds: the operating system gives another program at least about as much."""
 WAIT, REST = "wait for other devices", "rest of the round"
@@ -67,7 +69,7 @@ def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> 
         times = 1 / traced.rounds / (traced.clients if phase is not None else 1.0)
         net = max(spent - tracing * executions[name], 0.1 * spent)
         cost, runs = program.cost(name), executions[name] * times
-        kind = _kind(program, name, cost.flops, part, net / executions[name] < 1e3 * small)
+        kind = _kind(program, name, cost, part, net / executions[name] < 1e3 * small)
         about = program.describe(name) if name in program.operations else Description()
         work = (runs * cost.flops, runs * cost.bytes)
         made.append(Spent(phase, _part(phase, part), kind, net * times, runs / count, *work, about))
@@ -92,9 +94,11 @@ def _part(phase: int | None, part: str | None) -> str:
     return SUMS if part == AGGREGATE else NAMES.get(part, NAMES[None])
 
 
-def _kind(program: ProgramText, name: str, flops: float, part: str | None, small: bool) -> str:
-    if flops:
+def _kind(program: ProgramText, name: str, cost: Cost, part: str | None, small: bool) -> str:
+    if cost.flops:
         return "products"
     if program.is_collective(name):
         return "exchange"
-    return "small" if small else "gather" if part == GATHER else "memory"
+    if small or part == GATHER:
+        return "small" if small else "gather"
+    return "small" if cost.bytes < _NOTHING else "memory"

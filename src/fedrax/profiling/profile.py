@@ -102,7 +102,8 @@ def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:
     """The profile of measurements."""
     settings, phases = setup.settings, len(setup.algorithm.phases)
     spent, note = _spent(setup, measured)
-    evaluation = 1e3 * measured.evaluate / min(settings.eval_every, settings.rounds)
+    evaluations = -(-settings.rounds // settings.eval_every)  # the last round is always evaluated
+    evaluation = 1e3 * measured.evaluate * evaluations / settings.rounds
     spent += [Spent(None, "evaluate", "evaluation", evaluation)]
     total = sum(s.ms for s in spent)
     ms, kinds, operations = defaultdict(float), defaultdict(float), defaultdict(float)

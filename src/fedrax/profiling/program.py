@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fedrax.compiled.layers import NAME
+from fedrax.compiled.linear_algebra import TURNS
 from fedrax.compiled.scopes import GATHER, GRADIENT, read_scope
 
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
@@ -27,7 +28,7 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Which operand holds what is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-_STRUCTURE |= {"eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
+_STRUCTURE |= {TURNS, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
 """What names of operations hold besides scopes: how JAX executes them, and what `fast_on_cpu` makes others of."""
 
 
@@ -197,13 +198,13 @@ class ProgramText:
         if product is not None:
             shapes = " · ".join(map(_shape, read[:2]))
             _, kernel, labels = self._convolution(product) or ((), (), "")
-            left, right = (o.shapes[0][1] for o in read[:2])
-            side = min([kernel[labels.index(c)] for c in "io"] if labels else [*left, *right], default=1)
+            sides = [kernel[labels.index(c)] for c in "io"] if labels else self._sides(product)
+            side = min(sides, default=1)
         else:
             largest, side = max(read, key=lambda o: o.bytes, default=op), 0
             shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
-        # a loop over layers is ours, as those of a convolution are
-        own = re.split(rf"conv_general_dilated|\d{NAME}", title.rpartition(f"{GRADIENT}/")[2])[0]
+        # a loop over layers or matrices is ours, as those of a convolution are
+        own = re.split(rf"conv_general_dilated|\d{NAME}|{TURNS}", title.rpartition(f"{GRADIENT}/")[2])[0]
         looped = "while" in own.split("/")
         return Description(what, layer, direction, shapes, looped and direction != "", side)
 
@@ -220,15 +221,19 @@ class ProgramText:
     def _flops(self, op: Instruction) -> float:
         if op.opcode == "dot" or (op.opcode == "custom-call" and "contracting_dim" in op.text):
             left = self.operations[op.operands[0]].shapes[0][1]
-            found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.text)
-            dims = [int(n) for n in re.findall(r"\d+", found[1])] if found else []
-            return 2.0 * math.prod(op.shapes[0][1]) * math.prod(left[d] for d in dims)
+            return 2.0 * math.prod(op.shapes[0][1]) * math.prod(left[d] for d in _axes(op, "lhs_contracting"))
         convolution = self._convolution(op)
         if convolution is not None:
             outputs, kernel, labels = convolution
             channels = kernel[labels.index("o")] if labels else 1
             return 2.0 * math.prod(outputs) * math.prod(kernel) / max(channels, 1)
         return 0.0
+
+    def _sides(self, op: Instruction) -> list[int]:
+        """Of a product's operands, but for the axes over which there are many products."""
+        operands = zip(("lhs", "rhs"), op.operands, strict=False)
+        shapes = [(self.operations[name].shapes[0][1], _axes(op, f"{which}_batch")) for which, name in operands]
+        return [size for shape, batch in shapes for axis, size in enumerate(shape) if axis not in batch]
 
     def _convolution(self, op: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], str] | None:
         """(shape of the outputs, of the kernel, the kernel's axes) of a convolution, or of the one that it is a
@@ -264,6 +269,17 @@ class ProgramText:
         return total
 
 
+_WHAT = {"sort": "sort", "fft": "Fourier transform", "custom-call": "call of a library", "scatter": "scatter"}
+_WHAT |= {"gather": "gather", "reduce": "reduction", "while": "loop"}
+"""What an operation is called by what is in it, the first that is."""
+
+
+def _axes(op: Instruction, which: str) -> list[int]:
+    """Those of a product's operand that are contracted, or a batch, as XLA writes them, or a library's call."""
+    found = re.search(rf'{which}_dim(?:s=\{{|ensions":\[)([\d,"]*)', op.text)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+
 def _shape(op: Instruction) -> str:
     """That of the largest result."""
     return "×".join(map(str, max((shape for _, shape in op.shapes), key=math.prod, default=()))) or "1"
@@ -282,5 +298,4 @@ def _what(inside: list[Instruction], product: Instruction | None, convolution: b
         return "depthwise convolution"
     if any("select_and_scatter_add/" in op.op_name for op in inside) or "reduce-window" in opcodes:
         return "pooling"
-    named = [what for what in ("scatter", "gather", "reduce", "while") if what in opcodes]
-    return {"reduce": "reduction", "while": "loop"}.get(named[0], named[0]) if named else "pass"
+    return next((what for opcode, what in _WHAT.items() if opcode in opcodes), "pass")
