@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,13 +47,19 @@ class Trained:
     """What ``fedrax diagnose`` finds of the methods that it may try."""
     tried_ends: dict[str, dict[str, float]] = field(default_factory=dict)
     """Accuracy of these on test rows, by seed, at the points that it finds."""
+    _short: dict[tuple[int, ...], Scores] = field(default_factory=dict, repr=False, compare=False)
 
     def short(self, seeds: tuple[int, ...]) -> Scores:
-        """Points of accuracy that each method is below the best of all, mean over seeds."""
+        """Points of accuracy that each method is below the best of all, mean over seeds; asked for by every rule."""
+        if seeds not in self._short:
+            self._short[seeds] = self._compared(seeds)
+        return self._short[seeds]
+
+    def _compared(self, seeds: tuple[int, ...]) -> Scores:
         scores = {method: mean(found[str(seed)] for seed in seeds) for method, found in self.ends.items()}
         return {method: POINTS * (max(scores.values()) - value) for method, value in scores.items()}
 
-    @cached_property
+    @property
     def made(self) -> Scores:
         """What rules are made of: ``short`` with the seeds of tuning."""
         return self.short(TUNING)
