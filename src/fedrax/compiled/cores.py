@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.monitoring
 from jax._src import distributed
 
-from fedrax.errors import warn
+from fedrax.errors import FedraxError, warn
+from fedrax.files import cache_directory
 
 _FOR_EVER = "2000000000"
 """Seconds; 63 years."""
-
-
-def cache_directory() -> Path:
-    """Where fedrax keeps what it can make again: $FEDRAX_CACHE, else ~/.cache/fedrax."""
-    return Path(os.environ.get("FEDRAX_CACHE") or Path.home() / ".cache" / "fedrax")
 
 
 _FLAGS = {
@@ -53,9 +49,27 @@ def use_all_cores() -> None:
             os.environ["XLA_FLAGS"] = flags
             _warn_of_one_core()
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        _keep_programs(os.environ.get("FEDRAX_CACHE"))
     give_back_memory_of_compilations()
+
+
+@cache
+def _keep_programs(_: str | None) -> None:
+    """Have JAX keep compiled programs, or say once for each cache directory that it cannot."""
+    try:
+        folder = cache_directory() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except (FedraxError, OSError) as error:
+        cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        warn(
+            f"compiled programs are not kept, so that each process compiles its own ({cause}): set FEDRAX_CACHE to a"
+            " folder that can be written"
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cores() -> int:
