@@ -9,10 +9,22 @@ from functools import cache
 
 import jax
 import jax.monitoring
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 
 from fedrax.errors import FedraxError, warn
 from fedrax.files import cache_directory
+
+_forked: list[int] = []
+"""This process, where it was forked from one whose devices had started: a fork copies no threads but its own."""
+
+
+def _note_fork() -> None:
+    if xla_bridge.backends_are_initialized():
+        _forked.append(os.getpid())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 _FOR_EVER = "2000000000"
 """Seconds; 63 years."""
@@ -37,7 +49,14 @@ def use_all_cores() -> None:
     ``simulate`` calls this; it has an effect only before JAX first touches a device, so a program that uses JAX
     before its first simulation calls it at its start (a warning says so). Settings of the user's own (``XLA_FLAGS``,
     ``jax_num_cpu_devices``, ``jax_compilation_cache_dir``) are left alone.
+
+    FedraxError in a process that was forked from one whose JAX had started: it would wait for ever.
     """
+    if _forked:
+        raise FedraxError(
+            "this process was forked from one that had used JAX, whose threads it has not: start it another way"
+            ' (multiprocessing.get_context("spawn"), or joblib, whose processes are of their own)'
+        )
     flags = os.environ.get("XLA_FLAGS", "")
     ours = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
