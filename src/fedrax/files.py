@@ -27,6 +27,19 @@ MAX_JSON, MAX_VALUES = 1 << 30, 100_000_000
 """Bytes and values of a JSON file; a list or an object counts as ten, for it takes as much memory."""
 
 
+def cache_directory() -> Path:
+    """Where fedrax keeps what it can make again: $FEDRAX_CACHE, else ~/.cache/fedrax.
+
+    FedraxError where there is neither, as of a user of a container whom the system does not know.
+    """
+    if chosen := os.environ.get("FEDRAX_CACHE"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "fedrax"
+    except RuntimeError as error:
+        raise FedraxError("this user has no home directory, where fedrax keeps its cache: set FEDRAX_CACHE") from error
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, whose folder is made, that takes the place of ``path`` once it is complete and on disk.

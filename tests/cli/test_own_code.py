@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from fedrax import FedraxError, read
+from fedrax.experiments import own_code
 from tests.cli.conftest import TINY
 
 METHOD = """
@@ -147,6 +150,27 @@ def test_the_key_is_its_user_s_alone(tmp_path: Path, proof: Path, fedrax: Any, m
     write(tmp_path, proof)
     assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
     assert os.stat(tmp_path / "cache" / "key").st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_leaves_no_key_that_others_could_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty one, as a full disk used to leave, made seals that anybody can make."""
+    monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path))
+    key = tmp_path / "key"
+    (tmp_path / "experiment.toml").write_text("")
+    key.touch()
+    own_code.seal(tmp_path)
+    assert own_code.is_sealed(tmp_path) and len(key.read_bytes()) == 32
+    key.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(FedraxError, match=r"cannot keep a key in .*FEDRAX_CACHE"):
+            own_code.seal(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"experiment.toml", own_code.SEAL}
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "raise KeyError('gone')", "import nothing_of_this_name"])

@@ -125,6 +125,33 @@ def test_who_uses_jax_before_fedrax_is_told_that_cores_are_idle():
     assert made.stderr.count("call fedrax.use_all_cores()") == 1
 
 
+FORKED = """
+import multiprocessing, warnings
+import fedrax, jax
+from tests.simulation.problems import run
+
+def child(_):
+    try:
+        run(rounds=1)
+    except fedrax.FedraxError as error:
+        return str(error)
+
+warnings.simplefilter("ignore")  # JAX's own
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.map(child, [0]))
+jax.devices()
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.map_async(child, [0]).get(60))
+"""
+
+
+def test_a_process_forked_after_jax_has_started_does_not_wait_for_ever():
+    """Its first child is forked before, and runs."""
+    made = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=240, check=True)
+    before, after = made.stdout.splitlines()
+    assert before == "[None]" and 'get_context("spawn")' in after
+
+
 LAPACK = """
 import json, sys
 import jax, jax.numpy as jnp

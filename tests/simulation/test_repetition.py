@@ -1,15 +1,29 @@
 """The same experiment and seed give the same numbers, however rounds are cut into blocks."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import fedrax
+from fedrax.models import MLP
+from fedrax.simulation import NonFiniteError
 from fedrax.simulation import run as running
 from fedrax.simulation.setup import prepare
-from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_close, assert_identical, run, state_of
+from tests.simulation.problems import (
+    CLASSES,
+    FEATURES,
+    FEDERATION,
+    LOCAL,
+    TASK,
+    assert_close,
+    assert_identical,
+    run,
+    state_of,
+)
 
 SCAFFOLD = fedrax.Scaffold(local=LOCAL)
 OPTIONS = {"rounds": 9, "eval_every": 4, "stragglers": 0.3, "seed": 5, "per_client": True}
@@ -40,6 +54,28 @@ def test_seeds_differ_in_everything_drawn(reference: fedrax.Result):
     assert set(other.homes) != set(reference.homes) or other.events[0] != reference.events[0]
     largest = run(SCAFFOLD, **(OPTIONS | {"seed": 2**32 - 1}))
     assert not np.allclose(state_of(largest)[0], state_of(other)[0])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.threefry_partitionable(False),
+        lambda: jax.disable_jit(),
+        lambda: jax.transfer_guard("disallow"),
+    ],
+    ids=["generator", "partitionable", "jit", "transfers"],
+)
+def test_what_a_program_has_set_for_its_own_code_does_not_matter(own: Callable[[], Any]):
+    task = fedrax.classification(MLP(hidden=(3,)).build((FEATURES,), CLASSES))
+    with own():
+        here = run(SCAFFOLD, task=task, **OPTIONS)
+    assert_identical(here, run(SCAFFOLD, task=task, **OPTIONS))
+
+
+def test_a_program_that_looks_for_nan_itself_is_told_by_the_run():
+    with jax.debug_nans(True), pytest.raises(NonFiniteError, match="round"):
+        run(fedrax.FedAvg(local=dataclasses.replace(LOCAL, lr=1e38)), rounds=2)
 
 
 def test_devices_agree_to_rounding(reference: fedrax.Result):

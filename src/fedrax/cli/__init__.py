@@ -52,6 +52,7 @@ commands:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0; 1 where a method of a comparison diverged, an audit refuted a claim or
     a directory is damaged; 2 for input that cannot be used; 128 + the signal that stopped it, 130 after Ctrl-C."""
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -71,6 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"fedrax: {plain_lines(sentence)}", file=sys.stderr)  # it may hold names that files have
         return 2
+
+
+def _open_streams() -> None:
+    """Where somebody has closed the standard streams, what is written to them goes nowhere.
+
+    The next file to be opened would have their numbers, and hold what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the least number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
 
 
 @contextmanager
@@ -151,6 +166,22 @@ def _sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _OUTPUT:
         forget_output()
         return f"cannot write the output: {error.strerror}"
+    return _about_surroundings(error)
+
+
+def _about_surroundings(error: BaseException) -> str | None:
+    """What of the process itself has led to an error, in words."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except OSError:
+            return "the current directory is not there any more: change into another one"
+    if (jax := sys.modules.get("jax")) is not None and (platforms := getattr(jax.config, "jax_platforms", None)):
+        try:
+            jax.devices()
+        except Exception as cause:  # an assertion of JAX's, too
+            why = f" ({str(cause).splitlines()[0]})" if str(cause) else ""
+            return f"JAX finds no device of JAX_PLATFORMS={platforms}{why}: leave that out, or set it to cpu"
     return None
 
 

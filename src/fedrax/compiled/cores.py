@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.monitoring
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 
-from fedrax.errors import warn
+from fedrax.errors import FedraxError, warn
+from fedrax.files import cache_directory
+
+_forked: list[int] = []
+"""This process, where it was forked from one whose devices had started: a fork copies no threads but its own."""
+
+
+def _note_fork() -> None:
+    if xla_bridge.backends_are_initialized():
+        _forked.append(os.getpid())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 _FOR_EVER = "2000000000"
 """Seconds; 63 years."""
-
-
-def cache_directory() -> Path:
-    """Where fedrax keeps what it can make again: $FEDRAX_CACHE, else ~/.cache/fedrax."""
-    return Path(os.environ.get("FEDRAX_CACHE") or Path.home() / ".cache" / "fedrax")
 
 
 _FLAGS = {
@@ -41,7 +49,14 @@ def use_all_cores() -> None:
     ``simulate`` calls this; it has an effect only before JAX first touches a device, so a program that uses JAX
     before its first simulation calls it at its start (a warning says so). Settings of the user's own (``XLA_FLAGS``,
     ``jax_num_cpu_devices``, ``jax_compilation_cache_dir``) are left alone.
+
+    FedraxError in a process that was forked from one whose JAX had started: it would wait for ever.
     """
+    if _forked:
+        raise FedraxError(
+            "this process was forked from one that had used JAX, whose threads it has not: start it another way"
+            ' (multiprocessing.get_context("spawn"), or joblib, whose processes are of their own)'
+        )
     flags = os.environ.get("XLA_FLAGS", "")
     ours = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
@@ -53,9 +68,27 @@ def use_all_cores() -> None:
             os.environ["XLA_FLAGS"] = flags
             _warn_of_one_core()
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        _keep_programs(os.environ.get("FEDRAX_CACHE"))
     give_back_memory_of_compilations()
+
+
+@cache
+def _keep_programs(_: str | None) -> None:
+    """Have JAX keep compiled programs, or say once for each cache directory that it cannot."""
+    try:
+        folder = cache_directory() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except (FedraxError, OSError) as error:
+        cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        warn(
+            f"compiled programs are not kept, so that each process compiles its own ({cause}): set FEDRAX_CACHE to a"
+            " folder that can be written"
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cores() -> int:

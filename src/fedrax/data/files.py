@@ -43,11 +43,6 @@ def data_directory(data_dir: str | Path | None, dataset: str, files: Sequence[st
     return chosen
 
 
-def cache_directory() -> Path:
-    """Where decoded and downloaded data is kept: FEDRAX_CACHE, or ~/.cache/fedrax."""
-    return Path(os.environ.get("FEDRAX_CACHE") or Path.home() / ".cache" / "fedrax")
-
-
 def find_file(path: Path) -> Path | None:
     """``path``, or the same file gzipped, or None."""
     return next((p for p in (path, path.with_name(path.name + ".gz")) if p.is_file()), None)

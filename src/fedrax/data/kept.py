@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedrax.data.files import cache_directory
 from fedrax.errors import FedraxError
-from fedrax.files import reading, replacing
+from fedrax.files import cache_directory, reading, replacing
 
 MOST = 32 << 30
 """Bytes kept in all; beyond, what was not used for longest goes."""

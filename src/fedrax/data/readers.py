@@ -15,7 +15,7 @@ import numpy as np
 from fedrax.data.columns import classes_or_targets, from_rows, rows_of, shortened, split
 from fedrax.data.dataset import Dataset, Samples, as_samples, decoded_texts, generator, label_range, split_test
 from fedrax.data.federation import check_ids
-from fedrax.data.files import cache_directory, data_directory, find_file, read_idx, read_npz
+from fedrax.data.files import data_directory, find_file, read_idx, read_npz
 from fedrax.data.huggingface import load_huggingface
 from fedrax.data.image_folders import load_image_folder
 from fedrax.data.leaf import load_leaf
@@ -25,6 +25,7 @@ from fedrax.data.synthetic import load_synthetic
 from fedrax.data.tables import load_csv, spread_notes
 from fedrax.data.texts import SENT140, SNLI, load_sent140, load_snli
 from fedrax.errors import FedraxError, unknown
+from fedrax.files import cache_directory
 
 ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 """UCI HAR's classes, for files that do not name them."""

@@ -26,9 +26,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from fedrax.compiled.cores import cache_directory
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import MAX_FILE, below, reading, write_text
+from fedrax.files import MAX_FILE, below, cache_directory, reading, write_text
 
 Trust = Literal["typed", "beside", "none"]
 """Code from anywhere; from the folder of the file that names it and from registered packages; none."""
@@ -197,15 +196,35 @@ def _digest(directory: Path) -> str:
 
 
 def _key() -> bytes:
-    """This user's secret, made once."""
+    """This user's secret, made once: whole or not at all, for seals of half a key could be made by others."""
     path = cache_directory() / "key"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-        except FileExistsError:
-            pass
-        return path.read_bytes()
+        if not path.exists() or path.stat().st_size != _KEY_BYTES:
+            _make_key(path)
+        key = path.read_bytes()
     except OSError as error:
-        raise FedraxError(f"cannot keep a key in {path}: {error.strerror or error}") from error
+        raise FedraxError(
+            f"cannot keep a key in {path}: {error.strerror or error}; set FEDRAX_CACHE to a folder that can be written"
+        ) from error
+    if len(key) != _KEY_BYTES:
+        raise FedraxError(f"the key {path} is not one that fedrax has made: remove it")
+    return key
+
+
+_KEY_BYTES = 32
+
+
+def _make_key(path: Path) -> None:
+    """Of processes that make one at the same time, the first one's is everybody's."""
+    made = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        if path.exists() and path.stat().st_size != _KEY_BYTES:
+            os.replace(made, path)  # what a full disk has left
+        else:
+            with suppress(FileExistsError):
+                os.link(made, path)
+    finally:
+        made.unlink(missing_ok=True)

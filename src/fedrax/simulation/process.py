@@ -121,10 +121,17 @@ def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: 
 def arithmetic(dtype: str) -> Iterator[None]:
     """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone.
 
-    With JAX's usual promotion: what else a program forbids itself is about its own code.
+    A seed gives the same draws, whichever generator a program or its environment has chosen for its own keys. With
+    JAX's usual promotion: what else a program forbids itself, or looks for in its numbers, is about its own code.
     """
     with (
         jax.enable_x64(dtype == "float64"),
+        jax.default_prng_impl("threefry2x32"),
+        jax.threefry_partitionable(True),
+        jax.disable_jit(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
         jax.default_matmul_precision("highest"),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),

@@ -1,0 +1,67 @@
+"""The command line where others start it: without a home, without streams, with devices of another machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+from tests.cli.test_outputs import command
+
+RUN = ["run", "--data", "digits", "--partition", "shards", "--model", "logistic", "--run.rounds", "1", "--out", "r"]
+
+
+NOBODY = "import os, fedrax.files, pwd; os.setuid(54321); fedrax.files.cache_directory()"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_user_whom_a_container_does_not_know_has_no_home():
+    known = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEDRAX_CACHE")}
+    done = subprocess.run([sys.executable, "-c", NOBODY], env=known, stderr=subprocess.PIPE, text=True)
+    assert "FedraxError: this user has no home directory" in done.stderr and "set FEDRAX_CACHE" in done.stderr
+
+
+@pytest.mark.parametrize("streams", [(1,), (0, 1, 2)], ids=str)
+def test_a_run_with_closed_streams_is_a_run(streams: tuple[int, ...], tmp_path: Path):
+    closing = "".join(f"{number}>&- " for number in streams)
+    call = [sys.executable, "-m", "fedrax", *RUN]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closing}', "sh", *call], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert done.returncode == 0 and (tmp_path / "r/events.jsonl").read_text().count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    done = command(tmp_path, *RUN, "--quiet", FEDRAX_CACHE=str(tmp_path / "file"))
+    assert done.returncode == 0 and done.stderr.count("\n") == 1
+    assert "compiled programs are not kept" in done.stderr and "set FEDRAX_CACHE" in done.stderr
+
+
+@pytest.mark.parametrize("platform", ["cuda", "of_no_kind"])
+def test_devices_that_are_not_there_are_a_sentence(platform: str, tmp_path: Path):
+    done = command(tmp_path, *RUN, JAX_PLATFORMS=platform)
+    if done.returncode == 0:
+        pytest.skip("this machine has them")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"no device of JAX_PLATFORMS={platform}" in done.stderr
+
+
+def test_a_current_directory_that_was_removed_is_a_sentence(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        outcome = fedrax(*RUN)
+    finally:
+        monkeypatch.chdir(tmp_path)
+    assert outcome.status == 2 and "the current directory is not there any more" in outcome.err
