@@ -78,6 +78,8 @@ def test_constants_are_those_of_the_objective_that_the_run_has(weights: Any, red
     assert start.curvature == pytest.approx(p @ bent, rel=1e-4)
     assert start.update == pytest.approx(np.linalg.norm(p @ walked), rel=1e-3)
     assert start.drift == pytest.approx(np.sqrt(p @ ((walked - p @ walked) ** 2).sum(1)), rel=1e-3)
+    of_epochs = dataclasses.replace(local, steps=None, epochs=1, batch_size=1, lr=1e-6)
+    assert Clients(task, federation, 0, p * 3).drift({"x": jnp.ones(2)}, of_epochs, 0).steps == pytest.approx(p @ sizes)
     few = curvature(task, federation, 3000, shares=p * scale)({"x": jnp.ones(2)})
     assert few == pytest.approx(p @ bent, rel=1e-4)
     assert curvature(task, federation, 51, shares=p * scale)({"x": jnp.ones(2)}) == pytest.approx(p @ bent, rel=0.5)

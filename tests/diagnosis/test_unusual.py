@@ -15,6 +15,7 @@ from fedrax import Federation, FedraxError, LocalSGD, Optax, Settings, Task, cla
 from fedrax.contract.schedules import CosineDecay
 from fedrax.data import Shards, load
 from fedrax.diagnosis import advice, diagnose, diagnosis, gradient_dissimilarity, show, trials, try_methods
+from fedrax.diagnosis.advice import study
 from fedrax.models import LeNet5, Linear, Logistic, Model
 
 DIGITS = load("digits")
@@ -109,7 +110,7 @@ def test_gradients_that_cancel_but_for_rounding_are_zero():
     assert {32, 64} <= set(found.left_out) and found.dissimilarity < 1e6
 
 
-def test_an_update_that_is_lost_in_noise_is_no_small_drift():
+def test_an_update_that_is_lost_in_noise_is_no_small_drift(monkeypatch: pytest.MonkeyPatch):
     """Batches of one sample lead each client 100 to either side, and the mean update is 1e-3."""
     task, federation = parabolas((1.0, -1.0), 1e-3, noise=100.0)
     local, made = LocalSGD(lr=0.1, steps=1, batch_size=1), []
@@ -118,7 +119,10 @@ def test_an_update_that_is_lost_in_noise_is_no_small_drift():
     lost = [one for one in made if any(point.update == 0 < point.drift for point in one.points)]
     assert lost and all(not np.isfinite(one.drift) for one in lost)
     assert json.loads(json.dumps(lost[0].to_dict(), allow_nan=False))["drift"] is None
-    assert "lost in the noise of batches" in "".join(show.lines(lost[0])) and advice.lines(lost[0])
+    assert "lost in the noise of batches" in "".join(show.lines(lost[0]))
+    assert "nearest to this one's" not in "".join(advice.lines(lost[0])) and advice.lines(lost[0])
+    monkeypatch.setattr(advice, "study", lambda: study() | {"rules": [study()["rules"][0] | {"feature": "drift"}]})
+    assert advice.advise(lost[0]) == []
 
 
 def test_one_client_has_nothing_to_correct():

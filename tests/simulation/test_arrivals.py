@@ -184,6 +184,8 @@ def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pyte
         result = run(room)
         np.testing.assert_allclose(reference.join(PROBLEM.problem, result.params), xs[-1], atol=1e-12)
         np.testing.assert_allclose([event["clock"] for event in result.events], ticks)
+        told = [np.minimum(own, room + 1).mean() for own in known.delays]
+        np.testing.assert_allclose([event["delay"] for event in result.events], told, rtol=1e-6)
     with pytest.raises(FedraxError, match=f"set max_delay to {longest}$"):
         run(longest - 1)
 

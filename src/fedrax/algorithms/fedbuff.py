@@ -75,7 +75,8 @@ class FedBuff(Algorithm):
         """Local SGD, and when it is done."""
         result = self.local.run(data, message)
         delay = jnp.int32(0) if data.delay is None else data.delay
-        info = result.info | {"delay": delay.astype(jnp.float32)}
+        told = jnp.minimum(delay, self.max_delay + 1)  # of what comes after the run, whatever was followed of it
+        info = result.info | {"delay": told.astype(jnp.float32)}
         return ClientOutput(upload=Upload(tree.sub(result.params, message), delay), info=info)
 
     def receive(self, upload: Upload) -> Tree:

@@ -99,7 +99,7 @@ def main(args: list[str]) -> int:
         told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
         _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
-    for error in filter(None, (failed, not_drawn)):  # once what was found is printed
+    if (error := failed or not_drawn) is not None:  # once what was found is printed
         raise error
     return 0
 

@@ -65,8 +65,13 @@ def shortlist() -> tuple[str, ...]:
 def advise(made: Diagnosis | None, trials: Trials | None = None) -> list[Advice]:
     """The first advice: of the trials, where there were any, then of each rule that needs no number unmeasured."""
     tried = [] if trials is None else [_of_trials(trials)]
-    rules = [rule for rule in study()["rules"] if made is not None or rule["feature"] is None]
+    rules = [rule for rule in study()["rules"] if rule["feature"] is None or _has(made, rule["feature"])]
     return tried + [_of_rule(rule, made) for rule in rules]
+
+
+def _has(made: Diagnosis | None, name: str) -> bool:
+    """Whether a number could be measured: infinite is what is lost in noise."""
+    return made is not None and math.isfinite(getattr(made, name))
 
 
 def _of_trials(trials: Trials) -> Advice:
@@ -117,7 +122,7 @@ def lines(made: Diagnosis | None, trials: Trials | None = None, not_tried: str |
         if trials is None:
             rest = [other for other in others if other.method != first.method]
             told += [f"               of {other.among}: {other.line()}" for other in rest]
-    if trials is None and made is not None:
+    if trials is None and made is not None and math.isfinite(made.drift):
         low, high, short = like_yours(made)
         listed = ", ".join(f"{method} {points:.1f}" for method, points in short.items())
         told += [

@@ -59,7 +59,7 @@ class Point:
     curvature: float
     """|Hess f|, the spectral norm."""
     steps: float
-    """T, mean local steps of a client."""
+    """T = mean_i T_i, the local steps of a client."""
     update: float
     """|mean_i Delta_i| of one round's local updates, each in its mean over draws of batches; an estimate from two
     draws, 0 where it is lost in the noise of batches."""

@@ -54,9 +54,9 @@ class Drift(NamedTuple):
     """
 
     steps: Array
-    """Their mean number of local steps."""
+    """Their mean number of local steps, by the clients' weights."""
     mean: Array
-    """|mean_i E Delta_i|, by the clients' weights."""
+    """|mean_i E Delta_i|, by the same."""
     apart: Array
     """The root mean square over clients of |E Delta_i - mean_j E Delta_j|, by the same."""
 
@@ -192,7 +192,7 @@ class Clients:
             steps = jnp.asarray(local.num_steps(data[0]), float)
             sums, differences = half(tree.add(one, other)), half(tree.sub(one, other))
             weight = self.weights[i]
-            return total[0] + steps, total[1].with_one(sums, weight), total[2].with_one(differences, weight)
+            return total[0] + weight * steps, total[1].with_one(sums, weight), total[2].with_one(differences, weight)
 
         none = Spread.none(params)
         steps, sums, differences = self._each(self.training, samples, round, add, (jnp.zeros(()), none, none), draws=2)

@@ -132,7 +132,7 @@ def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float,
 
 SENTENCES = {
     "products": "Matrix products take {share}; they run at {limit:.0%} of the machine's limit.",
-    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) or a kB"
+    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) or 1 kB"
     " take {share}.",
     "memory": "Passing over arrays bounds the round: operations with little arithmetic for each number take {share}.",
     "gather": "Gathering batches bounds the round: it takes {share}.",

@@ -99,6 +99,6 @@ def _kind(program: ProgramText, name: str, cost: Cost, part: str | None, small: 
         return "products"
     if program.is_collective(name):
         return "exchange"
-    if small or part == GATHER:
-        return "small" if small else "gather"
-    return "small" if cost.bytes < _NOTHING else "memory"
+    if part == GATHER and not small:
+        return "gather"
+    return "small" if small or cost.bytes < _NOTHING else "memory"

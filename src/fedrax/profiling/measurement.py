@@ -184,14 +184,14 @@ class Stopwatch:
         made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators or sim.personal else 0.0
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
-        """Trace what little takes little, and then as much as an affordable trace holds, by how much that was."""
+        """Trace a little, and then as much as a trace has room for, by how many operations that little was."""
         seconds = _LITTLE
         first = self._traced(made, program, seconds, None)
         executions = sum(len(times) for timeline in first.timelines for times in timeline.charged.values())
         seconds = min(seconds * _OPERATIONS / max(executions, 1), _MOST_TRACED)
         made.traced = self._traced(made, program, seconds, self.keep)
         alike = (first.rounds, first.clients) == (made.traced.rounds, made.traced.clients)
-        if alike and first.seconds < made.traced.seconds:
+        if self.keep is None and alike and first.seconds < made.traced.seconds:  # what is told is of the trace kept
             made.traced = first
 
     def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> Traced:

@@ -33,8 +33,8 @@ class Arrivals:
     cohorts: list[np.ndarray]
     """int64, sorted."""
     delays: list[np.ndarray]
-    """int32, in the same order; 0: it arrives before the server's next step. Of one that has not arrived ``LONGEST``
-    steps after the run, so many and those that there were in the run."""
+    """int32, in the same order; 0: it arrives before the server's next step. An upload that has not arrived more than
+    ``LONGEST`` steps after the run's last one counts as arriving then."""
     clock: np.ndarray
     """float64 [R]; seconds from the start at which the server takes the step that ends the round."""
 
@@ -52,7 +52,8 @@ def arrivals(
 
     A client that has finished is replaced at once by one drawn uniformly from those that are neither at work nor
     waiting in the buffer, which starts from the newest model. Those that finish at one time do so in the order in which
-    they began. Another number of rounds leaves all earlier ones as they are. durations: see :func:`read_durations`.
+    they began. Another number of rounds leaves all earlier ones as they are, but for delays that are cut. durations:
+    see :func:`read_durations`.
     """
     at_once, num_clients = participation.concurrency, len(durations)
     if rounds > MOST:

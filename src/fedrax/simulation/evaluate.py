@@ -185,7 +185,7 @@ def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str,
 
 
 def remedy(task: Any, key: str) -> str:
-    """What may help where the metric ``key`` of an event is not finite and the loss before it is."""
+    """What may help where the metric ``key`` of an event is not finite and the losses beside it are."""
     if any(key.endswith(f"_{name}") for name in task.whole_set):
         return ", though the loss is: of a whole set a metric is None where it is not defined"
     if any(key.endswith(f"_{name}") for name in task.metrics):

@@ -319,11 +319,12 @@ class Run:
         return target is not None and any(event.get("test_accuracy", -1.0) >= target for event in events)
 
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
-        """The metrics that are finite, and the name of one that is not."""
+        """The metrics that are finite, and the name of one that is not: of a loss where there is one."""
         setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
         metrics, self.of_each = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        return finite, next((name for name in metrics if name not in finite), None)
+        lost = [name for name in metrics if name not in finite]
+        return finite, min(lost, key=lambda name: not name.endswith("_loss"), default=None)
 
     def _result(self, carry: Carry, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
