@@ -57,10 +57,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=kept)
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
-    where = "where table and picture go; by default beside this command, or with the runs where --rounds is given"
+    where = "where table and picture go; by default beside this command, or with the runs where --rounds is given, or"
+    where += " --seeds to fig3"
     parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
-    folders(arguments, "episode", tried=bool(arguments.rounds))
+    fewer = arguments.what == "fig3" and arguments.seeds not in (None, SEEDS)  # the others' pages are of three
+    folders(arguments, "episode", tried=bool(arguments.rounds or fewer))
     commands[arguments.what](arguments)
     return 0
 

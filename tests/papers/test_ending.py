@@ -92,3 +92,13 @@ def test_what_is_only_tried_is_in_no_whole_results_way(tmp_path: Path, monkeypat
     assert filled(True) == (Path("runs/losac/tried"), Path("runs/losac/tried/results"))
     assert filled(True, out=Path("mine")) == (Path("mine"), Path("mine/results"))
     assert filled(True, results=Path("mine")) == (Path("runs/losac/tried"), Path("mine"))
+
+
+def test_figure_3_of_fewer_seeds_is_only_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seeds, where in (("5", Path("runs/episode/tried/results")), ("200", Path(episode.__file__).parent / "results")):
+        told: list[Path] = []
+        monkeypatch.setattr(episode, "fig3", lambda arguments, told=told: told.append(arguments.results))
+        monkeypatch.setattr(sys, "argv", ["episode", "fig3", "--seeds", seeds])
+        episode.main()
+        assert told == [where]
