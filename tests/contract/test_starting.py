@@ -1,8 +1,11 @@
 """Starting parameters: drawn by a program that runs which start alike share, and never those of another run."""
 
+from concurrent.futures import Future
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedrax import Task, classification
 from fedrax.contract import starting
@@ -28,6 +31,16 @@ def test_another_scale_is_another_program():
         task = own_task(lambda key, scale=scale: {"w": scale * jax.random.normal(key, (4,))})
         drawn = starting_parameters(task, jax.random.key(3), None)["w"]
         np.testing.assert_allclose(drawn, scale * jax.random.normal(jax.random.key(3), (4,)), rtol=1e-6)
+
+
+def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    task = own_task(lambda key: {"w": 3 * jax.random.uniform(key, (5,))})
+    failed: Future = Future()
+    failed.set_exception(MemoryError("none left"))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(starting, "_in_background", lambda *_: failed)
+        starting_parameters(task, jax.random.key(0), None)
+    assert starting_parameters(task, jax.random.key(0), None)["w"].shape == (5,)
 
 
 def test_numbers_that_come_from_elsewhere_are_those_of_each_task():

@@ -83,7 +83,13 @@ def _arrays(params: Params) -> Params:
 def _drawing(made: core.ClosedJaxpr, key: Array) -> Future[Any]:
     """What gives the values of ``made``, a function of a key; of runs that start alike it is compiled once."""
     text, kind = Text.of(made), shape_of(key)
-    return _in_background(made, kind) if text is None else _known(text, kind, settings())
+    if text is None:
+        return _in_background(made, kind)
+    found = _known(text, kind, settings())
+    if found.done() and found.exception() is not None:  # as for want of memory, of which there may be enough by now
+        _known.cache_clear()
+        found = _known(text, kind, settings())
+    return found
 
 
 @lru_cache(KEPT)
