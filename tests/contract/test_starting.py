@@ -37,9 +37,10 @@ def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
     task = own_task(lambda key: {"w": 3 * jax.random.uniform(key, (5,))})
     failed: Future = Future()
     failed.set_exception(MemoryError("none left"))
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch:
         patch.setattr(starting, "_in_background", lambda *_: failed)
-        starting_parameters(task, jax.random.key(0), None)
+        with pytest.raises(MemoryError):
+            starting_parameters(task, jax.random.key(0), None)
     assert starting_parameters(task, jax.random.key(0), None)["w"].shape == (5,)
 
 
