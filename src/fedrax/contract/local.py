@@ -341,8 +341,7 @@ class LocalSGD:
             memory,
             zeros if self.momentum is not None else None,
             zeros if mean_gradient else None,
-            {"loss": jnp.zeros((), jax.tree.leaves(params)[0].dtype)}
-            | ({} if self.clip is None else {"clipped": jnp.zeros((), float)}),
+            self._nothing_told(params),
             carried.statistics,
             self._start_of_optimizer(params, data),
         )
@@ -364,6 +363,11 @@ class LocalSGD:
         """Loss and raw gradient of the first batch, of which running statistics are made: a round's only step."""
         loss, gradient, data.carried.statistics = Step(self, data, 0).gradient_and_statistics(params)
         return loss, gradient
+
+    def _nothing_told(self, params: Tree) -> dict[str, Array]:
+        """Sums over no steps of what each tells."""
+        loss = {"loss": jnp.zeros((), jax.tree.leaves(params)[0].dtype)}
+        return loss if self.clip is None else loss | {"clipped": jnp.zeros((), float)}
 
     def _start_of_optimizer(self, params: Tree, data: ClientData) -> Tree:
         if self.optimizer is None:
