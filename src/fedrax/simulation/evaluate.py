@@ -106,7 +106,8 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: Code) -> tuple[C
         return jax.lax.all_gather(jax.lax.map(one, starts), AXIS, tiled=True)
 
     sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
-    return jax.jit(sharded), starts
+    # int32 whatever jax_enable_x64 is: given int64, JAX crashes where threads that differ in that call it at once
+    return jax.jit(sharded), starts.astype(np.int32)
 
 
 @lru_cache(maxsize=16)
