@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jax import Array
 from jax.extend import core
 
 from fedrax import tree
+from fedrax.background import begun
 from fedrax.compiled.joint_draws import values_drawn_together
 from fedrax.compiled.rewriting import laid_out
 from fedrax.compiled.tracing import KEPT, Text, settings, shape_of
@@ -100,10 +101,7 @@ def _known(text: Text, key: Any, _: tuple) -> Future[Any]:
 def _in_background(made: core.ClosedJaxpr, key: Any) -> Future[Any]:
     """XLA leaves Python alone while it compiles: another core can, and the caller traces the run meanwhile."""
     drawing = jax.jit(lambda key: values_drawn_together(made, [key]), **_QUICK).trace(key).lower()
-    background = ThreadPoolExecutor(1)
-    compiled = background.submit(drawing.compile)
-    background.shutdown(wait=False)
-    return compiled
+    return begun(drawing.compile)
 
 
 def _check_given(own: Params, given: Params) -> None:

@@ -26,6 +26,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import Run, read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, checkpoint, simulate, use_all_cores
 from fedrax.simulation.directory import CHECKPOINT, FAILURE
+from fedrax.simulation.process import signals_end_waits
 from fedrax.simulation.progress import Line, ProgressSink
 from fedrax.simulation.run import check_possible
 
@@ -220,6 +221,7 @@ def run_on(workers: Workers, jobs: Sequence[Job], out: Path, data_dir: Any, watc
     todo = {job.place for job in unfinished(jobs, out)}
     left = {i for i, job in enumerate(jobs) if job.place in todo}
     running: dict[Future, int] = {}
+    signals_end_waits()
     try:
         while left:
             broken: BaseException | None = None

@@ -8,7 +8,7 @@ import platform
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ def interrupt_flag() -> Iterator[Stop]:
     """What the first signal to stop sets; a second one of its kind has its usual effect at once.
 
     A signal that the process ignores stays ignored: Ctrl-C in the background of a shell script, a hang-up under nohup.
+    A run outside the main thread hears none; who waits for it there does.
     """
+    signals_end_waits()
     flag, before = Stop(), {number: signal.getsignal(number) for number in _SIGNALS}
     heard = {number: old for number, old in before.items() if old is not None and old is not signal.SIG_IGN}
     if threading.current_thread() is not threading.main_thread():
@@ -80,6 +82,11 @@ def interrupt_flag() -> Iterator[Stop]:
         _under_way.remove(flag)
         for number, old in heard.items():
             signal.signal(number, old)
+
+
+def signals_end_waits() -> None:
+    """Let Ctrl-C end what the main thread waits for: a system call that Polars, once imported, has go on instead."""
+    signal.siginterrupt(signal.SIGINT, True)
 
 
 def any_answer(answer: bool) -> bool:
@@ -148,8 +155,27 @@ def _one_lapack_thread() -> Iterator[None]:
     """On CPU, XLA takes singular values from LAPACK, whose own threads would compete with the devices'.
 
     On small matrices they take many times as long to meet as the work itself does. XLA loads the library (SciPy's
-    OpenBLAS) with the first program that needs it; it then reads the variable.
+    OpenBLAS) with the first program that needs it; it then reads the variable. Both are the process's: the first of
+    the runs that are under way sets them, and the last to end puts them back.
     """
+    with _limiting:
+        if not _limited:
+            _limits.enter_context(_one_thread_in_the_process())
+        _limited.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _limiting:
+            _limited.pop()
+            if not _limited:
+                _limits.close()
+
+
+_limits, _limited, _limiting = ExitStack(), list[int](), threading.Lock()
+
+
+@contextmanager
+def _one_thread_in_the_process() -> Iterator[None]:
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "1"
     try:
@@ -157,7 +183,7 @@ def _one_lapack_thread() -> Iterator[None]:
             yield
     finally:
         if before is None:
-            os.environ.pop(_THREADS, None)  # another thread's run may have taken it away
+            os.environ.pop(_THREADS, None)
         else:
             os.environ[_THREADS] = before
 

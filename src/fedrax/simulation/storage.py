@@ -8,7 +8,7 @@ renumbered on the host, and after it the states are written back. Blocks are cut
 from __future__ import annotations
 
 import mmap
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
+from fedrax.background import begun
 from fedrax.compiled.pieces import AXIS
 from fedrax.data.federation import aligned_memory
 from fedrax.errors import FedraxError
@@ -245,7 +246,6 @@ class Storage:
         self.planner, self.longest, self.streamer, self.spill = planner, longest, streamer, spill
         self._most = longest
         self._ahead: Future[Portion] | None = None
-        self._thread = None if streamer is None else ThreadPoolExecutor(1, "fedrax-samples")
 
     def portion(self, first: int, rounds: int) -> Portion:
         """The block that begins with round ``first``: the one made ahead, else one of up to ``rounds``."""
@@ -254,8 +254,8 @@ class Storage:
 
     def make_ahead(self, first: int, rounds: int) -> None:
         """Begin to make the next block in the background, if that is worth while."""
-        if self._thread is not None:
-            self._ahead = self._thread.submit(self._make, first, rounds)
+        if self.streamer is not None:
+            self._ahead = begun(self._make, first, rounds)
 
     def _make(self, first: int, rounds: int) -> Portion:
         rounds = asked = min(rounds, self._most)
@@ -286,8 +286,8 @@ class Storage:
 
     def close(self, failed: bool) -> None:
         """End the background's work; states on disk stay readable unless the run has failed."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        if self._ahead is not None:
+            wait([self._ahead])
         if failed and self.spill is not None:
             for file in jax.tree.leaves(self.spill.files):
                 file.close()
