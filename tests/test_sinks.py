@@ -100,6 +100,36 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) ->
     assert somebody_looks_on(file)
 
 
+class WritesAlone:
+    """What programs put in the place of standard error, to have it in a log."""
+
+    def write(self, text: str) -> None:
+        """Keep nothing."""
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
+class Left(io.StringIO):
+    """A terminal that is gone."""
+
+    def isatty(self) -> bool:
+        """It was one."""
+        return True
+
+    def write(self, text: str) -> int:
+        """As of a pipe or a connection that is closed."""
+        raise BrokenPipeError
+
+
+def test_a_line_that_nobody_can_see_ends_no_run() -> None:
+    for nobody in (None, WritesAlone()):
+        assert not somebody_looks_on(nobody)  # type: ignore[arg-type]
+    line = Line(Left(), width=40)
+    line.show("as far as that")
+    line.say("and this")
+
+
 def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """simulate, sweep in both ways and compare; not where it is switched off."""
     from fedrax import FedAvg, LocalSGD, compare, simulate, sweep

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fedrax.cli import run_command
 from fedrax.report import sinks
 from tests.cli.conftest import Outcome
 from tests.cli.test_outputs import command
@@ -66,3 +71,35 @@ def test_a_profile_does_not_take_the_place_of_a_run(fedrax: Callable[..., Outcom
     (tmp_path / "r/events.jsonl").write_text("")
     refused = fedrax("profile", "--out", "r")
     assert refused.status == 2 and "r holds a run" in refused.err and "choose another --out" in refused.err
+
+
+GOING_ON = [sys.executable, "-m", "fedrax", "run", "tiny.toml", "--run.rounds", "1000000", "--out", "r"]
+
+
+def test_an_interrupt_that_cannot_be_told_is_one(tiny: Path) -> None:
+    """As of `fedrax run ... 2>&1 | tee log`, where Ctrl-C ends both."""
+    reader, writer = os.pipe()
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with subprocess.Popen(
+        GOING_ON, cwd=tiny.parent, env=os.environ | {"PYTHONPATH": paths}, stdout=writer, stderr=writer
+    ) as process:
+        os.close(reader)
+        os.close(writer)
+        while not (tiny.parent / "r/events.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert (tiny.parent / "r/checkpoint/state.npz").exists()
+
+
+def test_a_connection_that_breaks_is_no_reader_that_has_seen_enough(
+    fedrax: Callable[..., Outcome], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError("the tracker is gone")
+
+    monkeypatch.setattr(run_command, "simulate", broken)
+    with pytest.raises(BrokenPipeError, match="the tracker is gone"):
+        fedrax("run", tiny)

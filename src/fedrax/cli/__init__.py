@@ -9,6 +9,7 @@ import errno
 import importlib
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -55,23 +56,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")
+    status = 0
     try:
         with _warnings_as_sentences(), _interrupts_heard():
             status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print("fedrax: interrupted", file=sys.stderr)
+        tell("fedrax: interrupted")
         return 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
-        forget_output()
-        return 0
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():  # such as head, which has had enough
+            forget_output()
+            return status
         sentence = _sentence(error)
         if sentence is None:
             raise
-        print(f"fedrax: {plain_lines(sentence)}", file=sys.stderr)  # it may hold names that files have
+        tell(f"fedrax: {plain_lines(sentence)}")  # it may hold names that files have
         return 2
+
+
+def tell(text: str) -> None:
+    """A line on standard error; that nobody reads it any more is no reason to stop, nor to say that all went well."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads: else it is another pipe or connection that is broken."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return bool(poll.poll(0))
+    except (OSError, ValueError, AttributeError):  # what stands in its place is no pipe
+        return False
 
 
 def _open_streams() -> None:

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import Reporting, make_trackers
 from fedrax.errors import FedraxError
@@ -76,7 +76,7 @@ def main(args: list[str]) -> int:
         places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
         outcome = compare(spec, **places, watcher=Shown(options))
     except KeyboardInterrupt as stop:
-        print("fedrax: interrupted; the same command goes on from here", file=sys.stderr)
+        tell("fedrax: interrupted; the same command goes on from here")
         return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
     report(outcome, options, args)
     return DIVERGED if outcome.diverged else 0
@@ -223,7 +223,7 @@ class Shown(ProgressWatcher):
         if not self._silent:
             super().done(job, directory, error and f"fedrax: {error}")
         elif error is not None and not self._options.quiet:
-            print(f"fedrax: {error}", file=sys.stderr)
+            tell(f"fedrax: {error}")
 
     def say(self, text: str) -> None:
         """A line."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.pictures import save
 from fedrax.cli.run_command import not_of_one_run
@@ -95,7 +96,7 @@ def main(args: list[str]) -> int:
         print(json.dumps((made.to_dict() if made else {}) | shown | reasons))
     else:
         for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
-            print(plain(note), file=sys.stderr)
+            tell(plain(note))
         told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
         _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])

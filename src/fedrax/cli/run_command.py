@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax.cli import forget_output
+from fedrax.cli import forget_output, tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
@@ -81,7 +80,7 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, r
             algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen, progress=False
         )
     except Interrupted as stop:
-        print(f"fedrax: interrupted; go on with: fedrax resume {directory}", file=sys.stderr)
+        tell(f"fedrax: interrupted; go on with: fedrax resume {directory}")
         return 128 + stop.signal
     report(spec, result, directory, options)
     return 0
@@ -99,7 +98,7 @@ def say_notes(notes: Sequence[str], warnings_only: bool) -> None:
     """What the reader of the data wants known, on standard error; where programs listen, warnings alone."""
     for note in notes:
         if note.startswith("warning: ") or not warnings_only:
-            print(plain(note), file=sys.stderr)
+            tell(plain(note))
 
 
 class Lines(sinks.JsonSink):

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 import jax
@@ -25,9 +26,14 @@ def somebody_looks_on(file: TextIO | None = None) -> bool:
     """Whether a line of progress would be seen: standard error is a terminal or this is a notebook, and this process is
     the only one or the first of several.
     """
-    file = file or sys.stderr
-    terminal = file is not None and not file.closed and file.isatty()
-    return (terminal or _in_notebook()) and jax.process_index() == 0
+    return (_is_terminal(file or sys.stderr) or _in_notebook()) and jax.process_index() == 0
+
+
+def _is_terminal(file: Any) -> bool:
+    try:
+        return file.isatty()
+    except (AttributeError, ValueError):  # what stands in its place may do no more than write; it may be closed
+        return False
 
 
 def _in_notebook() -> bool:
@@ -97,8 +103,9 @@ class Line:
     def _write(self, text: str) -> None:
         file = self._file or sys.stderr
         if file is not None:
-            file.write(text)
-            file.flush()
+            with suppress(OSError, ValueError):  # who has left sees no more of it; the run goes on
+                file.write(text)
+                file.flush()
 
 
 class ProgressSink:
