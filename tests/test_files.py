@@ -49,3 +49,10 @@ def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", of_files)
     write_text(tmp_path / "page", "new")
     assert (tmp_path / "page").read_text() == "new"
+
+
+def test_a_name_that_is_no_text_is_a_sentence(tmp_path: Path) -> None:
+    """As of an argument in another encoding."""
+    with pytest.raises(FedraxError, match="is no text in UTF-8"):
+        write_text(tmp_path / "page", os.fsdecode(b"name = 'n\xff'"))
+    assert not list(tmp_path.iterdir())

@@ -162,7 +162,11 @@ def inside(folder: Path, place: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` (its folder is made), whole or not at all; FedraxError if that fails."""
-    write_bytes(path, text.encode())
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:  # a name that was typed, or a file's, in another encoding
+        raise FedraxError(f"cannot write {path}: {text.split(chr(10))[0]!r:.80} is no text in UTF-8") from error
+    write_bytes(path, content)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -65,3 +65,9 @@ def test_a_current_directory_that_was_removed_is_a_sentence(
     finally:
         monkeypatch.chdir(tmp_path)
     assert outcome.status == 2 and "the current directory is not there any more" in outcome.err
+
+
+def test_lists_without_docstrings_have_names_alone(tmp_path: Path):
+    """In their place dataclasses have all of their fields."""
+    done = command(tmp_path, "list", "partitions", PYTHONOPTIMIZE="2")
+    assert done.returncode == 0 and "shards" in done.stdout and "Shards(" not in done.stdout
