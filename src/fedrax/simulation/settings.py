@@ -155,8 +155,9 @@ class Settings:
 class Script:
     """Given sequences in place of random draws, to compare a run number by number with another implementation.
 
-    R rounds, S the largest cohort, T the most local steps, B rows of a batch; all whole numbers from 0. What is given of
-    local steps holds for all that a client takes in a round, such as those of Ditto's own models. Starting parameters are an argument of ``simulate``, and ``trajectory=True`` returns the parameters after every round.
+    R rounds, S the largest cohort, T the most local steps, B rows of a batch; all whole numbers from 0. What is given
+    of local steps holds for all that a client takes in a round, such as those of Ditto's own models, too. Starting
+    parameters are an argument of ``simulate``, and ``trajectory=True`` returns the parameters after every round.
     """
 
     cohorts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | None = None
