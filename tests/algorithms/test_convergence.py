@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedrax
@@ -96,6 +97,17 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
     result = run(method, options)
     assert distance(result, biased_point(mu)) < 1e-9
     assert distance(result, optimum()) > 3e-3
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("method", ["Scaffold", "MimeSVRG", "Episode"])
+def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method: str, nesterov: bool):
+    momentum = fedrax.Optax.of(optax.sgd, momentum=0.5, nesterov=nesterov)
+    after = run(method, {"local": FULL | {"optimizer": momentum}})
+    before = run(method, {"local": FULL | {"momentum": 0.5}})
+    assert distance(after, optimum()) < 1e-9
+    assert distance(before, optimum()) > 1e-3
 
 
 @pytest.mark.few(3)

@@ -213,6 +213,11 @@ CASES = {
         "model.end: must be a whole number or a number or true or false or a string or a list of values, not {",
         own_option("end = { x = 1 }"),
     ),
+    "optimizer of optax": Case(
+        "run x.toml",
+        "algorithm.local.optimizer: no file can say what Optax holds: give it from Python",
+        toml("lr = 0.1", 'lr = 0.1, optimizer = { name = "adamw" }'),
+    ),
     "own function as option": Case("run x.toml", "model.act: cannot be set in a file, not 3", own_option("act = 3")),
     "own file broken": Case("run --algorithm own.py:Thing", "SyntaxError", file("own.py", "class :")),
     "own model": Case("run --model own.py:broken", "not a Model", file("own.py", OWN)),

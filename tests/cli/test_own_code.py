@@ -199,3 +199,15 @@ def test_a_model_without_parameters_is_none(tmp_path: Path, fedrax: Any):
     )
     outcome = fedrax("run", "--model", "mine.py:model", "--quiet")
     assert outcome.status == 2 and "the model has no parameters" in outcome.err
+
+
+def test_a_default_that_no_file_could_give_stays(tmp_path: Path, fedrax: Any):
+    (tmp_path / "mine.py").write_text(
+        "import optax\nfrom fedrax import FedAvg, LocalSGD, Optax, hyperparameters\n\n\n"
+        "@hyperparameters\nclass Mine(FedAvg):\n"
+        "    local: LocalSGD = LocalSGD(optimizer=Optax.of(optax.adamw, weight_decay=0.01))\n"
+    )
+    (tmp_path / "x.toml").write_text(TINY.replace('"fedavg"', '"mine.py:Mine"'))
+    assert fedrax("run", "x.toml").status == 0
+    steps = read(tmp_path / "x.toml").algorithm.local
+    assert steps.optimizer is not None and steps.steps == 2

@@ -167,6 +167,34 @@ def test_a_run_and_the_way_back_to_pytorch():
         model.to_torch({"out": result.params["out"]})
 
 
+@pytest.mark.parametrize("given", ["module", "class"])
+def test_a_double_module_starts_a_run_of_double_precision_with_all_its_digits(given):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(4, 2, dtype=torch.float64)
+            self.register_buffer("scale", torch.rand(4, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.out(self.scale * x)
+
+    x = torch.rand(6, 4, dtype=torch.float64)
+    model = from_torch(Net() if given == "module" else Net, x)
+    federation = Federation.from_arrays(x.numpy(), np.arange(6) % 2, np.arange(6) % 2)
+    method = FedAvg(local=LocalSGD(lr=1e-30, steps=1))  # moves nothing
+    result = simulate(method, classification(model), federation, rounds=1, cohort_size=2, dtype="float64")
+    weight = np.asarray(result.params["out"]["weight"])
+    assert weight.dtype == np.float64
+    assert (weight != weight.astype(np.float32)).any()
+    if given == "module":
+        np.testing.assert_array_equal(weight, model.module.out.weight.detach().numpy())
+        with jax.enable_x64(), torch.no_grad():
+            found = model.apply(result.params, jnp.asarray(x.numpy()))
+            np.testing.assert_allclose(found, model.module(x), rtol=1e-14)
+    short = simulate(method, classification(model), federation, rounds=1, cohort_size=2)
+    assert short.params["out"]["weight"].dtype == np.float32
+
+
 def test_samples_of_the_other_layout_are_told_of():
     convolution = from_torch(torch.nn.Conv2d(1, 2, 3), torch.zeros(2, 1, 8, 8))
     params = convolution.init(jax.random.key(0))

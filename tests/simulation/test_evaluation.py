@@ -107,6 +107,16 @@ def test_which_rounds_and_what():
     np.testing.assert_allclose(result.events[-1]["test_loss"], losses.mean(), rtol=1e-6)
 
 
+def test_the_loss_of_all_training_samples_is_told_from_that_of_the_local_steps():
+    plain = run(rounds=4, eval_every=2)
+    for options in ({"eval_train": True}, {"per_client": True}):
+        result = run(rounds=4, eval_every=2, **options)
+        assert result.metric("local_loss") == plain.metric("train_loss")
+        assert [round for round, _ in result.metric("train_loss")] == [2, 4]
+        losses, _ = by_hand(result.params, *FEDERATION.train)
+        np.testing.assert_allclose(result.events[-1]["train_loss"], losses.mean(), rtol=1e-6)
+
+
 def test_per_client_is_of_the_training_data_where_test_data_are_nobodys():
     result = run(per_client=True)
     losses, _ = by_hand(result.params, *FEDERATION.train)

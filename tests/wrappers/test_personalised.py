@@ -300,3 +300,11 @@ def test_a_whole_model_of_the_clients_own_is_not_mixed_with_what_stays_at_home(i
     state = result.client_state(2)
     mine, whole = method.personal(result.params, state), inner.personal(result.params, state.inner)
     jax.tree.map(np.testing.assert_array_equal, mine, whole)
+
+
+@pytest.mark.filterwarnings("error")
+def test_models_of_a_run_in_double_precision_are_put_together_outside_it():
+    method = Personalised(FedAvg(local=LOCAL), at_home=("output/*",))
+    result = run(method, task=LAYERS, dtype="float64", rounds=1, cohort_size=8)
+    mine = method.personal(result.params, result.client_state(3))
+    assert {leaf.dtype for leaf in jax.tree.leaves(mine)} == {np.dtype(np.float64)}

@@ -34,7 +34,8 @@ class FedDyn(Algorithm):
     """Clients minimise f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, whose terms beside f_i local momentum sees.
 
     Then lambda_i <- lambda_i - alpha (x_i - x), and over the S clients of the cohort, of N,
-    h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1.
+    h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1, with one alpha for all clients: the
+    authors' code takes alpha times mean n / n_i on a client of n_i samples.
     """
 
     local: LocalSGD = LocalSGD()

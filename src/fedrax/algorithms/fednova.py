@@ -37,7 +37,7 @@ class FedNova(Algorithm):
 
     The local steps end at x - eta sum_k a_ik g_ik, where g_ik is the gradient of step k. Divided by the sum of its
     a_ik every client's update weighs the same, however many steps it took, and the fixed point is no longer that
-    of the clients who took most.
+    of the clients who took most. (With ``mu`` the authors' code has sum_i p_i T_i in the place of tau_eff.)
     """
 
     local: LocalSGD = LocalSGD()

@@ -55,7 +55,8 @@ class Scaffold(Algorithm):
     local: LocalSGD = LocalSGD()
     server_optimizer: ServerOptimizer = SGD()
     option: Literal["I", "II"] = "II"
-    """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps."""
+    """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps, neither with weight
+    decay or momentum in it."""
 
     @property
     def requirements(self) -> Requirements:

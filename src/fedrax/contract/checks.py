@@ -22,7 +22,7 @@ _SMALL = 1 << 20
 """Entries of an array in which a mark of one's own is looked for."""
 _OF_EVENTS = (
     "round", "clients", "bytes_down", "bytes_up", "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad",
-    "noted",
+    "noted", "local_loss",
 )  # fmt: skip
 _BEGINNINGS = ("train_", "test_", "seconds")
 """Names, and how names begin, that the simulator gives to numbers of its own."""

@@ -157,7 +157,9 @@ class LocalSGD:
     reduction: Reduction = "mean"
     """Whether the client's loss f_i is the mean or the sum over its samples; batches and blocks estimate it."""
     momentum: Decay | None = None
-    """Heavy-ball momentum on the gradient; the buffer is zero at the start of each round."""
+    """Heavy-ball momentum on the gradient; the buffer is zero at the start of each round. It does not see what a method
+    adds to correct drift. As ``optimizer``, ``Optax.of(optax.sgd, momentum=0.9)``, it does; ``nesterov=True`` is
+    Nesterov's."""
     weight_decay: NonNegative | None = None
     """Added to the gradient times the parameters."""
     clip: Positive | None = None

@@ -2,7 +2,8 @@
 
 The adaptive rules follow Reddi et al. 2021 (Adaptive Federated Optimization, Algorithm 2): no bias correction,
 v starts at tau^2, and tau is added outside the square root. optax's rules of the same names differ: adam and yogi
-correct the biases and start v at 0 and 1e-6, adagrad adds its eps inside the root and starts v at 0.1.
+correct the biases and start v at 0 and 1e-6, adagrad adds its eps inside the root and starts v at 0.1. So do Flower's:
+their v starts at 0, and the step of FedAdam, there alone, is corrected for the biases.
 :class:`Optax` brings any of optax's optimizers, applied to the pseudo-gradient -Delta.
 """
 

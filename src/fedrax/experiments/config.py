@@ -237,7 +237,11 @@ class Reader:
         if choice is not None:
             return self.choice(choice, value, path, base)
         if field.classes:
-            return self.fields(field.classes[0], value, path, base)
+            cls = field.classes[0]
+            if type(base) is not cls and not all(map(fits_a_file, fields_of(cls).values())):
+                remedy = "give it from Python, or as a default of an algorithm of your own"
+                raise self.error(path, f"no file can say what {cls.__name__} holds: {remedy}.")
+            return self.fields(cls, value, path, base)
         made = self._plain(field, value)
         if made is MISSING:
             wanted = f"must be {field.words}" if field.words else "cannot be set in a file"

@@ -55,6 +55,9 @@ class RunInfo:
     directory: Path | None = None
     clock: np.ndarray | None = None
     """Simulated seconds at which each round ends, [rounds], where a trace says how long clients take."""
+    loss: str = "train_loss"
+    """What events call the loss along a round's local steps: ``local_loss`` where the one over all training samples is
+    evaluated, and called ``train_loss``."""
 
 
 class Sink(Protocol):
@@ -195,7 +198,7 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
         gradients, loss = gradients + round(said.pop("gradients", 0.0)), said.pop("loss", None)
         event: Event = {"round": len(events) + r + 1}
         if loss is not None and clients:  # of a Poisson cohort nobody may be there to ask
-            event["train_loss"] = loss
+            event[info.loss] = loss
         event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients} | said
         if info.clock is not None:
             event["clock"] = float(info.clock[len(events) + r])

@@ -151,7 +151,8 @@ class ProgressSink:
 
     def _said(self, event: Event, done: int, now: float) -> list[str]:
         """What there is to say, the most wanted first."""
-        loss = f"loss {event['train_loss']:.4g}" if "train_loss" in event else ""
+        of_round = event.get("local_loss", event.get("train_loss"))
+        loss = "" if of_round is None else f"loss {of_round:.4g}"
         budget = f"ε {event['epsilon']:.3g}" if event.get("epsilon") is not None else ""
         first, began = self._first or (done, now)
         speed = (done - first) / (now - began) if now > began else 0.0

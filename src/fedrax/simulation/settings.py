@@ -104,12 +104,14 @@ class Settings:
     eval_every: Count = 10
     """Rounds between evaluations; the last round is always evaluated."""
     eval_train: bool = False
-    """Also evaluate on all clients' training data."""
+    """Also evaluate on all clients' training data: ``train_loss`` in events is then of these, and the loss along a
+    round's local steps is called ``local_loss``."""
     per_client: bool = False
     """Also report metrics per client: the worst, with its number of samples, percentiles, mean and standard deviation
     over clients."""
     finetune: Count | None = None
-    """Also report metrics of each client's own copy of the global model after so many epochs of its local steps."""
+    """Also report metrics of each client's own copy of the global model after so many epochs of its local steps, at the
+    step size of the first round."""
     target: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Stop once the test accuracy reaches this."""
     epsilon_budget: Positive | None = None
@@ -153,7 +155,8 @@ class Settings:
 class Script:
     """Given sequences in place of random draws, to compare a run number by number with another implementation.
 
-    R rounds, S the largest cohort, T the most local steps, B rows of a batch; all whole numbers from 0. Starting
+    R rounds, S the largest cohort, T the most local steps, B rows of a batch; all whole numbers from 0. What is given
+    of local steps holds for all that a client takes in a round, such as those of Ditto's own models, too. Starting
     parameters are an argument of ``simulate``, and ``trajectory=True`` returns the parameters after every round.
     """
 

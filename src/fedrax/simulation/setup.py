@@ -169,7 +169,7 @@ def prepare(
         engine=engine,
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
-        info=_info(algorithm, settings, sampler, words, traced, start, directory),
+        info=_info(algorithm, federation, settings, sampler, words, traced, start, directory),
         traced=traced,
         identity=_identity(given_so, traced, task, start, statistics, samples) if kept_in else None,
     )
@@ -281,6 +281,7 @@ def _name(algorithm: Algorithm) -> str:
 
 def _info(
     algorithm: Algorithm,
+    federation: Federation,
     settings: Settings,
     sampler: Sampler,
     plan: str,
@@ -300,6 +301,7 @@ def _info(
         parameters=sum(x.size for x in jax.tree.leaves(start)),
         directory=directory,
         clock=sampler.clock,
+        loss="local_loss" if _on_training_samples(settings, federation) else "train_loss",
     )
 
 
@@ -378,6 +380,10 @@ def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(cast, statistics)
 
 
+def _on_training_samples(settings: Settings, federation: Federation) -> bool:
+    return settings.eval_train or (settings.per_client and federation.test_offsets is None)
+
+
 def make_evaluators(
     task: Task, settings: Settings, federation: Federation, mesh: Mesh, samples: Batch, streamed: bool = False
 ) -> dict[str, Evaluator]:
@@ -387,7 +393,7 @@ def make_evaluators(
     found = {}
     if len(federation.test[1]):
         found["test"] = Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)
-    if settings.eval_train or (settings.per_client and federation.test_offsets is None):
+    if _on_training_samples(settings, federation):
         kind = StreamedEvaluator if streamed else Evaluator
         found["train"] = kind(task, mesh, samples, federation.offsets)
     return found

@@ -189,5 +189,10 @@ def _filled(params: Tree, own: dict[str, Tree]) -> Tree:
     """``own`` where something stays at home, zero where ``own`` says nothing."""
     leaves, structure = jax.tree.flatten(params, is_leaf=lambda part: isinstance(part, Stays))
     names = tree.leaf_names(structure.unflatten([0] * len(leaves)))
-    fill = lambda name, a: own.get(name, jnp.zeros(a.shape, a.dtype)) if isinstance(a, Stays) else a  # noqa: E731
+
+    def fill(name: str, a: Any) -> Any:
+        if not isinstance(a, Stays):
+            return a
+        return own[name] if name in own else jnp.zeros(a.shape, a.dtype)
+
     return structure.unflatten(map(fill, names, leaves))

@@ -6,6 +6,7 @@ import copy
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -160,7 +161,7 @@ def _copied(torch: ModuleType, module: Any) -> Any:
 
 def _check_other_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
     """Refuse a module with the example's size written into it; the tracer does not always notice."""
-    x = jax.ShapeDtypeStruct((len(batch) + 1, *batch.shape[1:]), _array(batch[:1]).dtype)
+    x = jax.ShapeDtypeStruct((len(batch) + 1, *batch.shape[1:]), jax.dtypes.canonicalize_dtype(_array(batch[:1]).dtype))
     try:
         fits = jax.eval_shape(apply, variables, x).shape[0] == len(batch) + 1
     except FedraxError:
@@ -288,17 +289,18 @@ class _State:
     def init_by(self, make: Callable[[int], Any]) -> Callable[[Array], Params]:
         """Values that ``make(seed)`` draws, for any key."""
 
-        def draw(bits: np.ndarray) -> dict[str, np.ndarray]:
+        def draw(shapes: dict[str, jax.ShapeDtypeStruct], bits: np.ndarray) -> dict[str, np.ndarray]:
             seed = int(np.asarray(bits, np.uint64) @ np.array([1 << 32, 1], np.uint64)) if np.size(bits) == 2 else 0
             made = make(seed % (1 << 63))
             found = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-            return {name: _array(found[name]) for name in self.start}
-
-        shapes = {name: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype) for name, a in self.start.items()}
+            return {name: _array(found[name]).astype(shape.dtype) for name, shape in shapes.items()}
 
         def init(key: Array) -> Params:
             bits = jax.random.bits(key, (2,), jnp.uint32)
-            return self._variables(jax.pure_callback(draw, shapes, bits, vmap_method="sequential"))
+            # JAX's type of a double is a matter of the precision in which init is called.
+            types = {name: jax.dtypes.canonicalize_dtype(a.dtype) for name, a in self.start.items()}
+            shapes = {name: jax.ShapeDtypeStruct(a.shape, types[name]) for name, a in self.start.items()}
+            return self._variables(jax.pure_callback(partial(draw, shapes), shapes, bits, vmap_method="sequential"))
 
         return init
 
@@ -361,9 +363,9 @@ def _turned(x: Any, channels_last: bool) -> Any:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    """A tensor's values; floats as float32, integers as int32: what JAX holds."""
+    """A tensor's values; integers as int32, floats as float32 or float64: what JAX holds."""
     array = tensor.detach().cpu()
-    array = array.float() if array.is_floating_point() else array
+    array = array.float() if array.is_floating_point() and array.element_size() < 8 else array
     made = array.numpy().copy()
     if made.dtype != np.int64:
         return made
