@@ -218,6 +218,19 @@ def test_tensorboard_follows_no_link(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_tensorboard_without_room(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    code = (
+        "import resource, signal; from tests.test_sinks import play, sinks\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        f"play(sinks.TensorBoardSink({str(tmp_path)!r}))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert f"FedraxError: cannot write TensorBoard's log {tmp_path}: File too large." in said.stderr
+
+
 def test_wandb(tmp_path: Path) -> None:
     """In a process of its own: the file is complete when its process has ended."""
     pytest.importorskip("wandb")

@@ -232,6 +232,7 @@ def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path, re
     with pytest.raises(Interrupted) as stopped:
         run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, sinks=[tell])
     assert stopped.value.signal == number and signal.getsignal(number) is before
+    assert "resume=True" in str(stopped.value)  # a notebook shows no more
     assert_identical(
         run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, resume=True), run(SCAFFOLD, rounds=9, eval_every=1)
     )

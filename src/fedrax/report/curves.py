@@ -23,6 +23,7 @@ METRICS = {
     "test_mse": "test mean squared error",
     "test_loss": "test loss",
     "train_loss": "training loss",
+    "local_loss": "loss along local steps",
 }
 OWN = {
     "test_personal_accuracy": "test accuracy of own models",

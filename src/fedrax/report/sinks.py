@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,19 +47,27 @@ class TensorBoardSink:
         """Open the log."""
         if Path(self._directory).is_symlink():
             raise FedraxError(f"{self._directory} is a link, into which no log is written: remove it.")
-        try:
+        with self._told_where():
             self._writer = self._module.SummaryWriter(self._directory)
-        except OSError as error:
-            raise FedraxError(f"cannot write TensorBoard's log {self._directory}: {error.strerror}.") from error
 
     def event(self, event: Event) -> None:
         """Log every number."""
-        for name, value in numbers(event).items():
-            self._writer.add_scalar(name, value, event["round"])
+        with self._told_where():
+            for name, value in numbers(event).items():
+                self._writer.add_scalar(name, value, event["round"])
 
     def finish(self, result: Any | None) -> None:
         """Close the log."""
-        self._writer.close()
+        with self._told_where():
+            self._writer.close()
+
+    @contextmanager
+    def _told_where(self) -> Iterator[None]:
+        """What the system says against writing, as a sentence."""
+        try:
+            yield
+        except OSError as error:
+            raise FedraxError(f"cannot write TensorBoard's log {self._directory}: {error.strerror}.") from error
 
 
 class WandbSink:

@@ -27,7 +27,7 @@ class Interrupted(KeyboardInterrupt):
     """Told to stop: the run was checkpointed (where it has a directory) and can be resumed."""
 
     def __init__(self, number: int = signal.SIGINT):
-        super().__init__()
+        super().__init__("what is done is kept where the run has a directory, and resume=True goes on from there")
         self.signal = number
         """Which signal said so."""
 
