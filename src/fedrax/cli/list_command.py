@@ -84,9 +84,9 @@ def entries(choice: config.Choice) -> list[dict[str, Any]]:
     """Name, one line of description, and settings of every class of a choice."""
     made = []
     for name, cls in choice.classes().items():
-        written = (
-            "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else cls.__doc__ or ""
-        )  # else a dataclass's own
+        written = cls.__doc__ or ""
+        if written.startswith(f"{cls.__name__}("):  # what dataclasses write where there is no text
+            written = ""
         text = without_markup(inspect.cleandoc(written).split("\n\n")[0])
         made.append({"name": name, "description": text, "settings": settings(cls)})
     return made
