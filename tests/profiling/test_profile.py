@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -162,6 +163,17 @@ def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(mon
     assert {("convolution", "Sequential/layers_2", way) for way in ("forward", "backward")} <= found
     assert set(re.findall(r"dim_labels=(\S+),", texts[0])) == {"b01f_01io->b01f"}
     assert len(show.draw(made).axes) == 1 + bool(made.heaviest)
+
+
+@pytest.mark.parametrize("rounds", [0, -3])
+def test_no_rounds_are_not_the_default(rounds: int):
+    with pytest.raises(FedraxError, match=f"must be 1 or more .*, not {rounds}"):
+        profile(*arguments(None, None, (20,)), rounds=rounds)
+
+
+def test_the_trace_is_kept_where_a_text_says(tmp_path: Path):
+    profile(*arguments(None, None, (20,)), rounds=1, keep_trace=str(tmp_path / "kept"))
+    assert list((tmp_path / "kept").glob("**/*.xplane.pb"))
 
 
 @pytest.mark.exhaustive
