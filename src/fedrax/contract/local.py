@@ -183,7 +183,10 @@ class LocalSGD:
         if self.steps is not None and self.epochs is not None:
             raise FedraxError("give local steps or local epochs, not both")
         if self.blocks is not None and self.steps is None:
-            raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
+            raise FedraxError(
+                f"of M fixed blocks (local.blocks = {self.blocks}; LoSAC and FedSaga have some by default) every step"
+                " draws one at random: give local steps, not epochs"
+            )
         if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
             warn(
                 f"a step sees one of local.blocks = {self.blocks}, and local.batch_size counts for nothing",
