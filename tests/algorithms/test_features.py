@@ -6,6 +6,7 @@ are as exact as float64 is.
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import MOON, FedAvg, Federation, FedMLB, LocalSGD, Result, Script, classification, simulate
+from fedrax import MOON, FedAvg, Federation, FedMLB, LocalSGD, Result, Script, Upcycled, classification, simulate
 from fedrax.algorithms.moon import cosine
 from fedrax.contract.model import Model
 from fedrax.contract.server_optimizers import SGD
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, FedraxWarning
 from fedrax.models import MLP, Linear
 
 SIZES = (4, 3, 5, 3)
@@ -180,7 +181,20 @@ def test_in_its_first_round_moon_is_fedavg():
 
 def test_a_network_of_one_block_has_no_hybrids():
     linear = Linear().build(SIZES[:1], SIZES[-1])
-    close(run(FedMLB(LOCAL), linear).params, run(FedAvg(LOCAL), linear).params)
+    with pytest.warns(FedraxWarning, match="the model has one: there is nothing to put together"):
+        found = run(FedMLB(LOCAL), linear)
+    close(found.params, run(FedAvg(LOCAL), linear).params)
+
+
+def test_features_that_are_the_samples_are_told():
+    linear = Linear().build(SIZES[:1], SIZES[-1])
+    with pytest.warns(FedraxWarning, match="made of the samples alone, .*: there is nothing to compare"):
+        found = run(Upcycled(MOON(LOCAL), a=0.0), linear)
+    close(found.params, run(FedAvg(LOCAL), linear).params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in (MOON(LOCAL), FedMLB(LOCAL)):
+            method.requirements.warn_of_task(TASK, as_fedrax(start()), samples()[0])
 
 
 @pytest.mark.few(2)

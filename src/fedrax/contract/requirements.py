@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from fedrax import tree
-from fedrax.errors import FedraxError, known_fields_only
+from fedrax.compiled.tracing import dependent
+from fedrax.contract.task_checks import MANY
+from fedrax.errors import FedraxError, known_fields_only, warn
 
 
 @known_fields_only
@@ -68,3 +72,22 @@ class Requirements:
                 f"{name} takes no care of running statistics, and the model keeps {what}: use group norm instead of"
                 " batch norm, and plain arrays for what never moves"
             )
+
+    def warn_of_task(self, task: Any, variables: tree.Tree, x: Any) -> None:
+        """Warn of a task that has what is needed of it in a form in which it changes nothing.
+
+        variables: what the task's functions take; x: samples [n, ...].
+        """
+        if self.blocks and len(task.blocks) == 1:
+            warn("the method puts networks together of blocks, and the model has one: there is nothing to put together")
+        if self.features:
+            some = jax.ShapeDtypeStruct((MANY, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+            try:
+                idle = not dependent(task.features, variables, some)
+            except Exception:  # of the user's own: what is wrong with them is said where they are used
+                return
+            if idle:
+                warn(
+                    "the method compares features, and the model's are made of the samples alone, whatever its"
+                    " parameters are: there is nothing to compare"
+                )

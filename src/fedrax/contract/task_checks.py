@@ -17,7 +17,7 @@ from fedrax.compiled.tracing import NO_MESH
 from fedrax.contract.mistakes import in_words, own_frame
 from fedrax.errors import FedraxError
 
-_MANY = 16 * TRACED
+MANY = 16 * TRACED
 """Samples for models that take them in groups of two, four, eight or sixteen only."""
 
 
@@ -49,7 +49,7 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
         if not isinstance(error.__cause__, TypeError | ValueError):
             raise
         try:
-            _check_of(_MANY, task, variables, samples, federation)
+            _check_of(MANY, task, variables, samples, federation)
         except FedraxError:
             raise error from error.__cause__
 
