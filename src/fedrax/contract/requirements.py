@@ -9,7 +9,7 @@ import jax
 
 from fedrax import tree
 from fedrax.compiled.tracing import dependent
-from fedrax.contract.task_checks import MANY
+from fedrax.contract.task_checks import MANY, traced
 from fedrax.errors import FedraxError, known_fields_only, warn
 
 
@@ -73,21 +73,24 @@ class Requirements:
                 " batch norm, and plain arrays for what never moves"
             )
 
-    def warn_of_task(self, task: Any, variables: tree.Tree, x: Any) -> None:
-        """Warn of a task that has what is needed of it in a form in which it changes nothing.
+    def check_parts(self, task: Any, variables: tree.Tree, x: Any) -> None:
+        """Refuse features and blocks that cannot be computed, and warn of those that leave nothing to do.
 
-        variables: what the task's functions take; x: samples [n, ...].
+        variables: what the task's functions take; x: samples [n, ...]. Nothing is computed.
         """
-        if self.blocks and len(task.blocks) == 1:
-            warn("the method puts networks together of blocks, and the model has one: there is nothing to put together")
+        kind, key = jax.dtypes.canonicalize_dtype(x.dtype), jax.random.key(0)
+        some = jax.ShapeDtypeStruct((MANY, *x.shape[1:]), kind)
+        about = f"x {some.dtype} {list(some.shape[1:])}"
         if self.features:
-            some = jax.ShapeDtypeStruct((MANY, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
-            try:
-                idle = not dependent(task.features, variables, some)
-            except Exception:  # of the user's own: what is wrong with them is said where they are used
-                return
-            if idle:
+            traced("features", about, task.features, variables, some, key)
+            if not dependent(task.features, variables, some):
                 warn(
                     "the method compares features, and the model's are made of the samples alone, whatever its"
                     " parameters are: there is nothing to compare"
                 )
+        if self.blocks:
+            given = some
+            for number, block in enumerate(task.blocks, 1):
+                given = traced(f"block {number}", about, block, variables, given, key)
+            if len(task.blocks) == 1:
+                warn("the method puts networks together, and the model has one block: there is nothing to put together")

@@ -131,7 +131,7 @@ def prepare(
     initial, broken = _at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     _check_needs(algorithm, settings, sampler, task, statistics)
-    algorithm.requirements.warn_of_task(task, variables, samples.x)
+    algorithm.requirements.check_parts(task, variables, samples.x)
     given = _given(algorithm, script, sampler)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
