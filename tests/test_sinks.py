@@ -251,6 +251,13 @@ def test_wandb(tmp_path: Path) -> None:
     assert b"test_accuracy" in kept.read_bytes()
 
 
+def test_wandb_keeps_its_files_where_a_text_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: asked.update(options)))
+    sinks.WandbSink("project", directory=str(tmp_path / "logs")).start(None)  # type: ignore[arg-type]
+    assert asked["dir"] == tmp_path / "logs" and asked["dir"].is_dir()
+
+
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ def methods(arguments: argparse.Namespace) -> int:
     for name, method in METHODS.items():
         kept = arguments.out / "methods" / f"{name}.json"
         asked = {"seeds": list(arguments.seeds or SEEDS), "steps": arguments.steps or STEPS, "restarts": RESTARTS}
-        row = json.loads(kept.read_text()) if kept.exists() else {}
+        row = _kept(kept) if kept.exists() else {}
         if any(row.get(key) != value for key, value in asked.items()):
             row = asked | study(method, asked["seeds"], asked["steps"])
             files.write_text(kept, json.dumps(row))
@@ -103,6 +104,16 @@ def methods(arguments: argparse.Namespace) -> int:
         arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows, "papers.dlg"
     )
     return 0
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """A row that an earlier command has written."""
+    try:
+        with files.reading(path, files.MAX_JSON) as file:
+            row = json.loads(file.read())  # NaN is among its numbers where an attack has diverged
+        return {key: row[key] for key in ("seeds", "steps", "restarts", "psnr", "labels", "sends")}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FedraxError(f"{path} holds no row of this table; take it out and go on.") from error
 
 
 def study(method: fedrax.Algorithm, seeds: list[int], steps: int) -> dict[str, Any]:

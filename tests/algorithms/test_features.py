@@ -6,6 +6,8 @@ are as exact as float64 is.
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import MOON, FedAvg, Federation, FedMLB, LocalSGD, Result, Script, classification, simulate
+from fedrax import (
+    MOON,
+    FedAvg,
+    Federation,
+    FedMLB,
+    LocalSGD,
+    Result,
+    Script,
+    Upcycled,
+    binary,
+    classification,
+    simulate,
+)
 from fedrax.algorithms.moon import cosine
 from fedrax.contract.model import Model
 from fedrax.contract.server_optimizers import SGD
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, FedraxWarning
 from fedrax.models import MLP, Linear
 
 SIZES = (4, 3, 5, 3)
@@ -180,7 +194,20 @@ def test_in_its_first_round_moon_is_fedavg():
 
 def test_a_network_of_one_block_has_no_hybrids():
     linear = Linear().build(SIZES[:1], SIZES[-1])
-    close(run(FedMLB(LOCAL), linear).params, run(FedAvg(LOCAL), linear).params)
+    with pytest.warns(FedraxWarning, match="the model has one block: there is nothing to put together"):
+        found = run(FedMLB(LOCAL), linear)
+    close(found.params, run(FedAvg(LOCAL), linear).params)
+
+
+def test_features_that_are_the_samples_are_told():
+    linear = Linear().build(SIZES[:1], SIZES[-1])
+    with pytest.warns(FedraxWarning, match="made of the samples alone, .*: there is nothing to compare"):
+        found = run(Upcycled(MOON(LOCAL), a=0.0), linear)
+    close(found.params, run(FedAvg(LOCAL), linear).params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in (MOON(LOCAL), FedMLB(LOCAL)):
+            method.requirements.check_parts(TASK, as_fedrax(start()), samples()[0])
 
 
 @pytest.mark.few(2)
@@ -206,3 +233,24 @@ def test_dead_features_have_no_slope():
 def test_models_that_cannot_are_refused(kind: Any, lacks: str):
     with pytest.raises(FedraxError, match=f"{kind.__name__} needs a model .*{lacks}"):
         run(kind(LOCAL), Model(NETWORK.init, NETWORK.apply))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "sentence"),
+    [
+        (
+            MOON,
+            dataclasses.replace(TASK, features=lambda params, x: x),
+            "task's features cannot be computed.* 3 were given",
+        ),
+        (FedMLB, dataclasses.replace(TASK, blocks=(lambda params, x: x,)), "task's block 1 cannot be computed"),
+        (FedMLB, dataclasses.replace(TASK, loss_of_outputs=None), r"give Task\(..., loss_of_outputs=...\)"),
+        (FedMLB, binary(MLP(hidden=(3,)).build(SIZES[:1], 1)), "this model gives one number a sample"),
+    ],
+    ids=["features", "block", "loss", "one output"],
+)
+def test_parts_that_cannot_be_used_are_a_sentence(kind: Any, task: Any, sentence: str):
+    x, _ = samples()
+    federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), offsets=np.array(OFFSETS))
+    with pytest.raises(FedraxError, match=sentence):
+        simulate(kind(LOCAL), task, federation, rounds=1)

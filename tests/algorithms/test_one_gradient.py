@@ -9,12 +9,27 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, FedraxError, FedSGD, LocalSGD, LoSAC, NaiveParallelClip, Optax, SignSGD
+from fedrax import (
+    Ditto,
+    FedAvg,
+    FedraxError,
+    FedSGD,
+    LocalSGD,
+    LoSAC,
+    NaiveParallelClip,
+    Optax,
+    Personalised,
+    SignSGD,
+    Upcycled,
+)
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.hyperparameters import check
 from fedrax.contract.proximal import L1
+from fedrax.contract.schedules import CosineDecay
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import make_federation, run
+
+CARRIED = LocalSGD(optimizer=Optax.of(optax.adam), carry=True)
 
 
 @pytest.mark.parametrize("method", [SignSGD, NaiveParallelClip])
@@ -58,9 +73,27 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         (SignSGD(local=LocalSGD(epochs=2)), r"SignSGD .* local.epochs = 2 counts for nothing"),
         (NaiveParallelClip(local=LocalSGD(steps=2)), r"NaiveParallelClip .* local.steps = 2 counts for nothing"),
         (FedSGD(local=LocalSGD(lr=0.5)), r"local.lr counts for nothing: set server_optimizer.lr"),
+        (FedSGD(local=LocalSGD(schedule=CosineDecay())), r"local.schedule counts .*: set server_optimizer.schedule"),
+        (FedSGD(local=LocalSGD(steps=1, blocks=2)), r"FedSGD .* and local.blocks counts for nothing"),
         (LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")), "blocks = 2, and local.batch_size counts for no"),
+        (Upcycled(FedAvg(), extrapolate="both"), "FedAvg keeps no states .* extrapolate = 'both' counts for nothing"),
+        (Personalised(FedAvg()), "nothing stays at home, so that Personalised changes nothing: set at_home"),
+        (Personalised(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry counts for nothing"),
+        (Ditto(FedAvg(), own_steps=CARRIED), r"and own_steps.carry counts for nothing"),
     ],
-    ids=["FedSGD", "SignSGD", "NaiveParallelClip", "step size", "LoSAC"],
+    ids=[
+        "FedSGD",
+        "SignSGD",
+        "NaiveParallelClip",
+        "step size",
+        "schedule",
+        "blocks",
+        "LoSAC",
+        "Upcycled",
+        "Personalised",
+        "alternate",
+        "Ditto",
+    ],
 )
 def test_what_counts_for_nothing_is_told(method: Algorithm, sentence: str):
     """A file for several methods may say it for the others."""

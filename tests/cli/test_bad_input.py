@@ -96,6 +96,10 @@ CASES = {
     "server optimizer": Case("run --algorithm.server-optimizer adma", "did you mean 'adam'?"),
     "schedule": Case("run --algorithm.local.schedule cosin_decay", "did you mean 'cosine_decay'?"),
     "flag": Case("run --algorithm.local.learning 1", "unknown option --algorithm.local.learning; did you mean"),
+    "flag of another library": Case("run --algorithm.local.nesterov true", "local.nesterov; see `fedrax run --help`."),
+    "flag of Python's": Case(
+        "run --algorithm.local.optimizer adam", "--algorithm.local.optimizer: no flag can say what Optax holds: give it"
+    ),
     "flag's value": Case("run --run.rounds ten", "--run.rounds"),
     "flag without value": Case("run --run.rounds", "--run.rounds"),
     "literal": Case("run --run.dtype float16", "--run.dtype"),

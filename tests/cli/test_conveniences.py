@@ -213,11 +213,20 @@ def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, 
     [
         ("--algorithm.local.lr -1", "command line: algorithm.local.lr must be greater than 0"),
         ("--algorithm.local.epochs 1 --algorithm.local.steps 2", "tiny.toml with the flags given: give local steps"),
+        ("--algorithm losac --algorithm.local.epochs 1", "(local.blocks = 5; LoSAC and FedSaga have some by default)"),
     ],
 )
 def test_a_file_is_not_blamed_for_a_flag(fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str) -> None:
     outcome = fedrax("run", tiny, *flags.split())
     assert outcome.status == 2 and said in outcome.err
+
+
+def test_flags_that_are_not_the_experiments_are_not_blamed(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+    tiny.write_text(TINY.replace("lr = 0.1", "lr = 0.1, epochs = 1"))
+    for flags in ("--out there", "--out=there --quiet", "--data-dir ."):
+        assert f"{tiny.name}: give local steps" in fedrax("run", tiny, *flags.split()).err
+    for flags in ("--name mine", "--run.rounds=3", "--out there --data digits"):
+        assert f"{tiny.name} with the flags given: give local" in fedrax("run", tiny, *flags.split()).err
 
 
 def test_another_key_than_name_is_told_which_one_chooses(fedrax: Callable[..., Outcome], tiny: Path) -> None:

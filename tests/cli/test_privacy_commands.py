@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fedrax import ClientDP
+from fedrax.report.forecast import noise_fields
 from fedrax.report.runs import read_run
 
 PRIVATE = """
@@ -124,3 +126,7 @@ def test_audit_prints_what_is_proven_beside_what_is_claimed(fedrax: Any, private
     assert "replacement of a client" in fedrax("audit", private, "--runs", "40").out
     drawn = ["--algorithm", "clientdp", "--run.participation", "poisson", "--runs", "40", "--drawn"]
     assert "presence of a client" in fedrax("audit", private, *drawn).out
+
+
+def test_noise_that_python_gives_as_a_whole_number_is_found():
+    assert noise_fields(ClientDP(noise=2, clip=1)) == {"noise": 2}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +39,18 @@ def test_runs_together_honour_what_runs_in_turn_do():
 
 
 # -- requirements --------------------------------------------------------------------------------------------------
+
+
+def test_samples_that_stored_order_never_comes_to_are_told():
+    """Every round begins with the first one again."""
+    twelve = np.full(3, 12)
+    stored = partial(fedrax.LocalSGD, batch_size=4, order="stored")
+    with pytest.warns(fedrax.FedraxWarning, match="2 steps come to 8, and of the largest client's 12 samples"):
+        stored(steps=2).check_sizes(twelve)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for local in (stored(steps=3), stored(epochs=1), stored(), fedrax.LocalSGD(steps=1, batch_size=4)):
+            local.check_sizes(twelve)
 
 
 def test_requirements_are_what_either_needs():

@@ -14,6 +14,7 @@ from PIL import Image
 
 from fedrax.data import load
 from fedrax.data.images import read_image_table
+from fedrax.data.tables import load_csv
 from fedrax.errors import FedraxError
 
 
@@ -277,3 +278,15 @@ def test_whole_numbers_beyond_64_bits_are_refused(column, tmp_path):
     (tmp_path / "d.csv").write_text(text)
     with pytest.raises(FedraxError, match=f"column '{column}' holds whole numbers beyond 64 bits"):
         load("csv", path=tmp_path / "d.csv", client="who", test_fraction=0.0)
+
+
+@pytest.mark.parametrize("name", [b"d\xff.csv", b"caf\xe9/d.csv"])
+def test_a_file_whose_name_is_no_text(tmp_path: Path, name: bytes):
+    path = tmp_path / os.fsdecode(name)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a,label\n1,0\n")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    with pytest.raises(FedraxError, match=r"\\x.*is no text in UTF-8: give the file another"):
+        load_csv(path)

@@ -87,6 +87,10 @@ def test_what_cannot_be_tried_is_said(digits):
     assert len(found.refused) == 1 and found.refused[0].startswith("SCAFFOLD: ") and "weights" in found.refused[0]
     with pytest.raises(FedraxError, match=r"no method can be tried: SCAFFOLD: .*weights"):
         try_methods(*digits, by_samples, LOCAL, methods=("SCAFFOLD",))
+    with pytest.raises(FedraxError, match="unknown method to try: 'scaffold'; did you mean 'SCAFFOLD'"):
+        try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg", "scaffold"))
+    with pytest.raises(FedraxError, match="no method can be tried: none is named"):
+        try_methods(*digits, SETTINGS, LOCAL, methods=())
 
 
 def test_what_diverges_at_every_step_size_is_said(digits, monkeypatch: pytest.MonkeyPatch):

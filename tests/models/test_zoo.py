@@ -9,7 +9,22 @@ import numpy as np
 import pytest
 
 from fedrax.errors import FedraxError
-from fedrax.models import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, Model, TwoNN
+from fedrax.models import (
+    CNN,
+    LSTM,
+    MLP,
+    MODELS,
+    VGG11,
+    LeNet,
+    Linear,
+    Logistic,
+    Model,
+    ResNet18,
+    ResNet20,
+    SentencePairs,
+    TraceRegression,
+    TwoNN,
+)
 
 OTHERS = {"trace_regression", "polynomial", "tinynn", "lenet5", "vgg11", "resnet18", "resnet20", "resnet50"}
 OTHERS |= {"sentence_pairs", "tweets"}  # all of which have tests of their own
@@ -30,6 +45,11 @@ def compiled(model):
 def inputs(name, batch=2):
     shape = (batch, *INPUTS.get(name, (3, 4)))
     return jnp.asarray(np.random.default_rng(0).normal(size=shape))
+
+
+def unchecked(cls, **fields):
+    """A configuration that a type checker would refuse."""
+    return cls(**fields)
 
 
 def size(params):
@@ -200,7 +220,14 @@ def test_configurations_are_hashable_values():
         (lambda: CNN(dropout=(1.0, 0.5)).build((8, 8), 10), "dropout"),
         (lambda: LSTM().build((784,), 10), "sequences"),
         (lambda: MLP(activation="rellu").build((4,), 2), "'relu'"),  # type: ignore[arg-type]
-        (lambda: MLP(hidden=(5, 0)).build((4,), 2), "positive"),
+        (lambda: MLP(hidden=(5, 0)).build((4,), 2), "hidden must hold items that must be at least 1"),
+        (lambda: unchecked(MLP, hiden=(5,)), "unknown field of MLP: 'hiden'; did you mean 'hidden'"),
+        (lambda: unchecked(MLP, start="xavier").build((4,), 2), "start must be one of 'pytorch', 'glorot', 'he'"),
+        (lambda: unchecked(ResNet18, stem="big").build((32, 32, 3), 2), "stem must be one of 'small', 'large'"),
+        (lambda: unchecked(ResNet20, norm="layer").build((8, 8, 3), 2), "norm must be one of"),
+        (lambda: VGG11(width=0).build((32, 32, 3), 2), "width must be at least 1"),
+        (lambda: unchecked(SentencePairs, activation="gelu").build((2, 5), 3, ("a",)), "must be one of 'none', 'relu'"),
+        (lambda: TraceRegression(deviation=math.nan).build((3, 3), 1), "deviation must be a finite number"),
         (lambda: Linear().build((4,), 0), "positive"),
     ],
 )

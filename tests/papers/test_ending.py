@@ -80,6 +80,19 @@ def test_results_that_cannot_be_written_are_known_at_once(
     assert f"cannot write to {tmp_path / 'file' / 'results'}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damaged", [b"", b'{"seeds": [0', b"[1]", b"{}", b"\xff", b"[" * 100_000], ids=range(6))
+def test_a_damaged_row_of_the_table_of_leaks(
+    damaged: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "methods" / "FedSGD.json"
+    kept.parent.mkdir()
+    kept.write_bytes(damaged)
+    monkeypatch.setattr(sys, "argv", ["dlg", "methods", "--out", str(tmp_path), "--results", str(tmp_path)])
+    assert dlg.main() == 1
+    assert capsys.readouterr().err == f"papers.dlg: {kept} holds no row of this table; take it out and go on.\n"
+    assert kept.read_bytes() == damaged
+
+
 def test_what_is_only_tried_is_in_no_whole_results_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

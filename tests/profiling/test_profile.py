@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -164,6 +165,17 @@ def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(mon
     assert len(show.draw(made).axes) == 1 + bool(made.heaviest)
 
 
+@pytest.mark.parametrize("rounds", [0, -3])
+def test_no_rounds_are_not_the_default(rounds: int):
+    with pytest.raises(FedraxError, match=f"must be 1 or more .*, not {rounds}"):
+        profile(*arguments(None, None, (20,)), rounds=rounds)
+
+
+def test_the_trace_is_kept_where_a_text_says(tmp_path: Path):
+    profile(*arguments(None, None, (20,)), rounds=1, keep_trace=str(tmp_path / "kept"))
+    assert list((tmp_path / "kept").glob("**/*.xplane.pb"))
+
+
 @pytest.mark.exhaustive
 def test_divergence_is_a_sentence():
     with pytest.raises(FedraxError, match="diverges"):
@@ -278,12 +290,15 @@ def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
     def advice(setup: Setup) -> str:
         return judge(setup, {"gather": 9.0, "memory": 1.0}, products_of_limit=0.1, compile_seconds=0.0).advice or ""
 
-    def of(width: int) -> Setup:
-        algorithm, task, _, settings = arguments(None, None, (width,), devices=1)
+    def of(width: int, local: fedrax.LocalSGD = LOCAL) -> Setup:
+        algorithm, task, _, settings = arguments(fedrax.FedAvg(local=local), None, (width,), devices=1)
         return prepare(algorithm, task, federation(width, sizes=(12, 24, 18)), settings)
 
-    assert "not shuffled" in advice(of(300))
-    assert "stored" not in advice(of(20)) + advice(setup)
+    epochs = dataclasses.replace(LOCAL, steps=None, epochs=1)
+    assert "not shuffled" in advice(of(300, epochs))
+    assert "not shuffled" in advice(of(300, dataclasses.replace(LOCAL, steps=24 // BATCH)))
+    assert "stored" not in advice(of(20, epochs)) + advice(setup)
+    assert "stored" not in advice(of(300, dataclasses.replace(LOCAL, steps=24 // BATCH - 1)))  # never comes to the last
 
 
 def test_advice_names_the_keys_of_the_method_inside_a_wrapper():

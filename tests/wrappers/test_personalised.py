@@ -279,8 +279,9 @@ class TwoModels(FedAvg):
         (Personalised(Scaffold()), "that do not correct for drift"),
         (Personalised(FedSGD(), at_home=("output/*",)), "methods with local steps"),
         (Personalised(FedADMM(), at_home=("output/*",)), "clients of FedADMM go on from models of their own"),
+        (Personalised(alternate=LOCAL), "the steps of alternate move what stays at home, and nothing does"),
     ],
-    ids=["TwoModels", "typo", "all", "Scaffold", "FedSGD", "FedADMM"],
+    ids=["TwoModels", "typo", "all", "Scaffold", "FedSGD", "FedADMM", "nothing"],
 )
 def test_misuse_ends_in_a_sentence(method: Personalised, sentence: str):
     with pytest.raises(FedraxError, match=sentence):

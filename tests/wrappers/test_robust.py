@@ -23,6 +23,7 @@ from fedrax import (
     Scaffold,
     Script,
     Upcycled,
+    binary,
     classification,
     hyperparameters,
     simulate,
@@ -31,7 +32,7 @@ from fedrax import (
 )
 from fedrax.contract.aggregation import GeometricMedian, Krum, Median, NormBound, TrimmedMean
 from fedrax.contract.algorithm import Algorithm, Cohort
-from fedrax.models import Logistic
+from fedrax.models import Linear, Logistic
 from fedrax.wrappers.attacked import ALittle, Gaussian, LabelFlip, Scaling
 from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, run, travels
 from tests.thinning import thinned
@@ -249,6 +250,22 @@ class First:
         return jax.tree.map(lambda u: u[jnp.argmin(cohort.clients)], cohort.uploads)
 
 
+def test_labels_of_two_classes_flip_to_one_another():
+    """One output, and the labels that its loss is meant for: no label is made that is neither."""
+    rng = np.random.default_rng(0)
+    data = Federation.from_arrays(rng.normal(size=(24, 4)), rng.integers(0, 2, 24), np.arange(24) % 4)
+    task = binary(Linear().build((4,), 1))
+    with pytest.raises(FedraxError, match="and the task has 2"):
+        simulate(Attacked(FEDAVG, LabelFlip(classes=3)), task, data, rounds=1)
+    assert simulate(Attacked(FEDAVG, LabelFlip(classes=2)), task, data, rounds=1).events
+
+
+def test_what_malicious_uploads_weigh_is_told():
+    sizes = FEDERATION.sizes
+    found = run(Attacked(FEDAVG, clients=(7,)), rounds=1, cohort_size=8, weights="samples")
+    assert found.events[-1]["malicious"] == pytest.approx(sizes[7] / sizes.sum())
+
+
 def test_a_rule_of_ones_own():
     one = run(Robust(FEDAVG, First()), rounds=1, script=Script(cohorts=[[5, 2, 4]]))  # type: ignore[arg-type]
     alone = run(FEDAVG, rounds=1, script=Script(cohorts=[[2]]))
@@ -265,8 +282,9 @@ def test_a_rule_of_ones_own():
         (Robust(FEDAVG, TrimmedMean(0.5)), "rule.trim must be less than 0.5"),
         (Attacked(FEDAVG, clients=(2, 2)), "must hold different numbers from 0"),
         (Attacked(FEDAVG, clients=(8,)), "must hold numbers from 0 to 7"),
+        (Attacked(FEDAVG, LabelFlip()), "labels of 10 classes round, and the task has 3: set classes"),
     ],
-    ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody"],
+    ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody", "classes"],
 )
 def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
     with pytest.raises(FedraxError, match=sentence):

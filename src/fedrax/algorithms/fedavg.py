@@ -15,6 +15,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD, pull
 from fedrax.contract.requirements import Requirements
+from fedrax.contract.schedules import Constant
 from fedrax.contract.server_optimizers import SGD, ServerOptimizer
 from fedrax.errors import warn
 from fedrax.tree import Tree
@@ -55,13 +56,20 @@ class FedSGD(Algorithm):
     server_optimizer: ServerOptimizer = SGD(lr=0.1)
 
     def check(self) -> None:
-        """Refuse what belongs to local steps, and warn of a step size that nothing is multiplied by."""
+        """Refuse what belongs to local steps, and warn of what has no effect on a step along whole gradients."""
         hints = {"momentum": "set server_optimizer.momentum"}
         self.local.takes_one_gradient("FedSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
         if self.local.lr not in (LocalSGD.lr, getattr(self.server_optimizer, "lr", None)):
             warn(
                 "the step size of FedSGD is the server's, and local.lr counts for nothing: set server_optimizer.lr",
             )
+        if self.local.schedule != Constant():
+            warn(
+                "the step size of FedSGD is the server's, and local.schedule counts for nothing: set"
+                " server_optimizer.schedule"
+            )
+        if self.local.blocks is not None:
+            warn("FedSGD takes the gradient of all of a client's data, and local.blocks counts for nothing")
 
     @property
     def requirements(self) -> Requirements:

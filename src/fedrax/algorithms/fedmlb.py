@@ -16,6 +16,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.requirements import Requirements
 from fedrax.contract.task import Batch
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
@@ -56,7 +57,14 @@ class FedMLB(Averaging):
 
     def _branches(self, data: ClientData, own: Tree, start: Tree, batch: Batch, key: Array) -> Array:
         """The terms of the hybrids, [B]."""
+        if data.task.loss_of_outputs is None:
+            raise FedraxError("FedMLB takes the loss of hybrid networks' outputs: give Task(..., loss_of_outputs=...)")
         *hybrids, main = outputs(data.task.blocks, data.variables(own), data.variables(start), batch.x, key)
+        if main.ndim < 2 or main.shape[-1] == 1:
+            raise FedraxError(
+                "FedMLB compares networks by the softmax of their outputs, one a class, and this model gives one number"
+                " a sample: it is for classification"
+            )
         if not hybrids:
             return jnp.zeros(len(batch.y), main.dtype)
         own_loss = jnp.stack([data.task.loss_of_outputs(hybrid, batch.y) for hybrid in hybrids]).mean(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import difflib
 import io
 import itertools
 import re
@@ -17,10 +18,10 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro import constructors
 
-from fedrax.contract.fields import fields_of, hints_of
+from fedrax.contract.fields import Field, fields_of, hints_of
 from fedrax.errors import FedraxError
 from fedrax.experiments import config, experiment, own_code
-from fedrax.experiments.config import Choice, Table, fits_a_file
+from fedrax.experiments.config import FROM_PYTHON, Choice, Table, fits_a_file, says_whole
 from fedrax.experiments.experiment import Experiment
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ _registry = constructors.ConstructorRegistry()
 def _what_a_file_holds(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
     """Flags for a user's own class with fields that hold functions, into which tyro would look and fail."""
     cls, value = info.type, info.default
-    if type(value) is not cls or not dataclasses.is_dataclass(cls) or all(map(fits_a_file, fields_of(cls).values())):
+    if type(value) is not cls or not dataclasses.is_dataclass(cls) or says_whole(cls):
         return None
     hints, names = hints_of(cls), [name for name, field in fields_of(cls).items() if fits_a_file(field)]
     flags = tuple(constructors.StructFieldSpec(name, hints[name], getattr(value, name)) for name in names)
@@ -65,8 +66,18 @@ def _sentence(box: str, prog: str) -> str:
     said = " ".join(itertools.takewhile(lambda line: not rule.fullmatch(line), started))
     said = re.sub(r"^Unrecognized options: ([^,]+),? ?.*", r"unknown option \1", said)
     near = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
-    closing = f"; did you mean {near.group(1)}?" if near else f"; see `{prog} --help`."
+    asked = re.fullmatch(r"unknown option (--[\w.-]+)", said)
+    if near and (not asked or _is_near(*(flag[2:].split(".")[-1] for flag in (asked[1], near[1])))):
+        closing = f"; did you mean {near[1]}?"
+    else:
+        closing = f"; see `{prog} --help`."
     return (said or "the arguments cannot be understood").rstrip(".") + closing
+
+
+def _is_near(asked: str, known: str) -> bool:
+    """Whether one word may be meant by the other: it is much the same, or short for it, as ``lr`` for learning."""
+    letters = iter(asked)
+    return difflib.SequenceMatcher(None, asked, known).ratio() >= 0.6 or all(letter in letters for letter in known)
 
 
 @dataclass(frozen=True)
@@ -157,14 +168,29 @@ def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
     return made
 
 
+def _field_of(made: Experiment, flag: str) -> Field | None:
+    """The field that a flag is about; None where there is none."""
+    value, (*parents, last) = made, flag.removeprefix("--").split("=")[0].replace("-", "_").split(".")
+    for parent in parents:
+        value = getattr(value, parent, None)
+    return fields_of(type(value)).get(last) if dataclasses.is_dataclass(value) else None
+
+
+def _refuse_beyond_files(made: Experiment, tokens: list[str]) -> None:
+    """Refuse flags for what only Python can say, of which no flag is offered."""
+    for flag in (token for token in tokens if token.startswith("--")):
+        field = _field_of(made, flag)
+        if field is None or not field.classes or config.choice_of(field) is not None:
+            continue
+        if not says_whole(cls := field.classes[0]):
+            raise FedraxError(f"{flag.split('=')[0]}: no flag can say what {cls.__name__} holds: {FROM_PYTHON}")
+
+
 def _as_python_says(made: Experiment, tokens: list[str]) -> list[str]:
     """``tokens`` with ``None`` for a file's ``none``, where a flag's field may have no value."""
 
     def may_be_none(flag: str) -> bool:
-        value, (*parents, last) = made, flag.removeprefix("--").replace("-", "_").split(".")
-        for parent in parents:
-            value = getattr(value, parent, None)
-        field = fields_of(type(value)).get(last) if dataclasses.is_dataclass(value) else None
+        field = _field_of(made, flag)
         return field is not None and field.optional
 
     pairs = zip(["", *tokens], tokens, strict=False)
@@ -210,6 +236,7 @@ def parse_experiment(
     reader = config.Reader(source, folder, tyro.MISSING, trust)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
     made = _as_flagged(reader.fields(Experiment, table, "", Experiment()), rest)
+    _refuse_beyond_files(made, rest)
     rest = _as_python_says(made, rest)
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
@@ -237,6 +264,7 @@ def parse_experiment(
     try:
         result.check()
     except FedraxError as error:
-        flagged = " with the flags given" if len(args) > 1 else ""
+        given = (re.split("[.=]", arg.removeprefix("--"))[0] for arg in args if arg.startswith("--"))
+        flagged = " with the flags given" if any(part in ("name", *PARTS) for part in given) else ""
         raise FedraxError(f"{source}{flagged}: {error}" if path else str(error)) from error
     return Parsed(result, parsed.options, left_out)

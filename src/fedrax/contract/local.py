@@ -153,7 +153,8 @@ class LocalSGD:
     blocks: Count | None = None
     """M: cut the client's data once into M blocks and draw one in each step, instead of batches."""
     order: Order = "shuffle"
-    """How batches walk the data: reshuffled in every epoch, as stored, or drawn with replacement."""
+    """How batches walk the data: reshuffled in every epoch, as stored and in every round from the first sample on, or
+    drawn with replacement."""
     reduction: Reduction = "mean"
     """Whether the client's loss f_i is the mean or the sum over its samples; batches and blocks estimate it."""
     momentum: Decay | None = None
@@ -182,7 +183,10 @@ class LocalSGD:
         if self.steps is not None and self.epochs is not None:
             raise FedraxError("give local steps or local epochs, not both")
         if self.blocks is not None and self.steps is None:
-            raise FedraxError("M fixed blocks are drawn at random in every step: give local steps, not epochs")
+            raise FedraxError(
+                f"of M fixed blocks (local.blocks = {self.blocks}; LoSAC and FedSaga have some by default) every step"
+                " draws one at random: give local steps, not epochs"
+            )
         if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
             warn(
                 f"a step sees one of local.blocks = {self.blocks}, and local.batch_size counts for nothing",
@@ -202,13 +206,20 @@ class LocalSGD:
             )
 
     def check_sizes(self, sizes: np.ndarray) -> None:
-        """Refuse more blocks than any client has samples; ``sizes`` [N]."""
+        """Refuse more blocks than any client has samples, and warn of samples that no round comes to; ``sizes`` [N]."""
         largest = int(sizes.max())
         if self.blocks is not None and (self.blocks > largest or self.blocks * largest > np.iinfo(np.int32).max):
             raise FedraxError(
                 f"local.blocks = {self.blocks} cuts clients' data into too many blocks: the largest client has"
                 f" {largest} samples"
             )
+        if self.order == "stored" and self.blocks is None and self.batch_size != "full" and self.steps is not None:
+            seen = self.steps * self.batch_size
+            if seen < largest:
+                warn(
+                    f"in stored order every round begins with a client's first sample: {self.steps} steps come to"
+                    f" {seen}, and of the largest client's {largest} samples the others are never seen"
+                )
 
     def step_size(self, round: Array) -> Array | float:
         """eta in this round."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from fedrax import tree
-from fedrax.errors import FedraxError, known_fields_only
+from fedrax.compiled.tracing import dependent
+from fedrax.contract.task_checks import MANY, traced
+from fedrax.errors import FedraxError, known_fields_only, warn
 
 
 @known_fields_only
@@ -68,3 +72,25 @@ class Requirements:
                 f"{name} takes no care of running statistics, and the model keeps {what}: use group norm instead of"
                 " batch norm, and plain arrays for what never moves"
             )
+
+    def check_parts(self, task: Any, variables: tree.Tree, x: Any) -> None:
+        """Refuse features and blocks that cannot be computed, and warn of those that leave nothing to do.
+
+        variables: what the task's functions take; x: samples [n, ...]. Nothing is computed.
+        """
+        kind, key = jax.dtypes.canonicalize_dtype(x.dtype), jax.random.key(0)
+        some = jax.ShapeDtypeStruct((MANY, *x.shape[1:]), kind)
+        about = f"x {some.dtype} {list(some.shape[1:])}"
+        if self.features:
+            traced("features", about, task.features, variables, some, key)
+            if not dependent(task.features, variables, some):
+                warn(
+                    "the method compares features, and the model's are made of the samples alone, whatever its"
+                    " parameters are: there is nothing to compare"
+                )
+        if self.blocks:
+            given = some
+            for number, block in enumerate(task.blocks, 1):
+                given = traced(f"block {number}", about, block, variables, given, key)
+            if len(task.blocks) == 1:
+                warn("the method puts networks together, and the model has one block: there is nothing to put together")

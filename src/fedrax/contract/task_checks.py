@@ -17,7 +17,7 @@ from fedrax.compiled.tracing import NO_MESH
 from fedrax.contract.mistakes import in_words, own_frame
 from fedrax.errors import FedraxError
 
-_MANY = 16 * TRACED
+MANY = 16 * TRACED
 """Samples for models that take them in groups of two, four, eight or sixteen only."""
 
 
@@ -49,7 +49,7 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
         if not isinstance(error.__cause__, TypeError | ValueError):
             raise
         try:
-            _check_of(_MANY, task, variables, samples, federation)
+            _check_of(MANY, task, variables, samples, federation)
         except FedraxError:
             raise error from error.__cause__
 
@@ -61,15 +61,15 @@ def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: An
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     real = {a.dtype for a in jax.tree.leaves((variables, shapes[0])) if jnp.issubdtype(a.dtype, jnp.floating)}
     about += f", and parameters {min(map(str, real - {shapes[0].dtype}))}" if len(real) > 1 else ""
-    losses = _traced("loss", about, task.loss, variables, batch, jax.random.key(0))
+    losses = traced("loss", about, task.loss, variables, batch, jax.random.key(0))
     _one_a_sample("loss", losses, rows)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise FedraxError(f"the task's loss must be floating numbers, not {losses.dtype}: others have no gradient")
     if task.one_output_a_class and task.outputs is not None:  # the metric is ours
-        _enough_outputs(_traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
+        _enough_outputs(traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
         return
     for name, metric in task.metrics.items():
-        _one_a_sample(f"metric {name!r}", _traced(f"metric {name!r}", about, metric, variables, batch), rows)
+        _one_a_sample(f"metric {name!r}", traced(f"metric {name!r}", about, metric, variables, batch), rows)
 
 
 def check_words(task: Any, federation: Any) -> None:
@@ -112,7 +112,8 @@ def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:
         raise FedraxError(f"the model has {had} outputs a sample for {num_classes} classes: it needs one for each")
 
 
-def _traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
+def traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
+    """What the task's ``what`` gives, in shapes; FedraxError, with ``about``, where it cannot be computed."""
     try:
         with use_abstract_mesh(NO_MESH):  # so that the trace is found again when gradients are laid out
             return jax.eval_shape(function, *arguments)

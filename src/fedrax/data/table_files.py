@@ -31,6 +31,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
     """
     import polars as pl
 
+    _check_name(path)
     error_output, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -42,6 +43,15 @@ def reading_parquet(path: Path) -> Iterator[None]:
         os.dup2(error_output, 2)
         os.close(error_output)
         os.close(nowhere)
+
+
+def _check_name(path: Path) -> None:
+    """Refuse a file whose name is no text: polars finds files by texts."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        name = os.fsencode(path).decode("utf-8", "backslashreplace")
+        raise FedraxError(f"the name of {name} is no text in UTF-8: give the file another") from None
 
 
 @dataclass(frozen=True)
@@ -177,6 +187,7 @@ def _reading_csv(path: Path) -> Iterator[None]:
     """What polars finds wrong with a CSV file, without its advice on arguments that users of fedrax do not have."""
     import polars as pl
 
+    _check_name(path)
     try:
         yield
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:

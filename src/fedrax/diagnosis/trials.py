@@ -20,7 +20,7 @@ from fedrax.data import Federation, hold_out
 from fedrax.data.dataset import share_of
 from fedrax.diagnosis.diagnosis import batches, plain
 from fedrax.diagnosis.methods import METHODS, RATES, Point
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, unknown
 from fedrax.simulation import Result, Settings, sweep
 from fedrax.simulation.arguments import changed_settings
 from fedrax.simulation.tuning import is_lower_better, metric_of
@@ -92,12 +92,15 @@ def try_methods(
 
     ``methods``: of `fedrax.diagnosis.methods.METHODS`. ``local``: their steps, but for the size. progress: told a
     method, how many are done and of how many. What a task or the settings do not admit, and what diverges at every step
-    size, is said among the refused; FedraxError where nothing is left, where clients hold out fewer than 20 rows, and
-    for a finished local optimizer, whose step size cannot be chosen.
+    size, is said among the refused; FedraxError for other names, where nothing is left, where clients hold out fewer
+    than 20 rows, and for a finished local optimizer, whose step size cannot be chosen.
     """
     settings = changed_settings(settings or Settings(), changes)
     settings = plain(settings, evaluated_every(settings))
     local = local or LocalSGD()
+    for name in methods:
+        if name not in METHODS:
+            raise unknown("method to try:", name, METHODS)
     if not local.lr_is_step_size:
         raise FedraxError("a finished local optimizer has its own step size, so that methods cannot be tried at others")
     rows = int(np.sum(share_of(federation.sizes, SHARE)))
@@ -129,7 +132,7 @@ def try_methods(
         found.append(Tried(name, algorithms[j], points[j], mean(scores[j]), pstdev(scores[j])))
     progress("", len(methods), len(methods))
     if not found:
-        raise FedraxError("no method can be tried: " + "; ".join(refused))
+        raise FedraxError("no method can be tried: " + ("; ".join(refused) or "none is named"))
     order = sorted(found, key=lambda trial: trial.score, reverse=not lower)
     return Trials(metric, rows, settings.rounds, tuple(order), tuple(refused))
 

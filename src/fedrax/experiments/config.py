@@ -153,9 +153,17 @@ def _own_part(kind: str, classes: tuple[type, ...], found: Any) -> type:
     return found
 
 
+FROM_PYTHON = "give it from Python, or as a default of an algorithm of your own"
+
+
 def fits_a_file(field: Field) -> bool:
     """Whether a file can say what the field holds."""
     return field.plain or field.optional or choice_of(field) is not None
+
+
+def says_whole(cls: type) -> bool:
+    """Whether a file can say all that a class holds."""
+    return all(map(fits_a_file, fields_of(cls).values()))
 
 
 def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
@@ -238,9 +246,8 @@ class Reader:
             return self.choice(choice, value, path, base)
         if field.classes:
             cls = field.classes[0]
-            if type(base) is not cls and not all(map(fits_a_file, fields_of(cls).values())):
-                remedy = "give it from Python, or as a default of an algorithm of your own"
-                raise self.error(path, f"no file can say what {cls.__name__} holds: {remedy}.")
+            if type(base) is not cls and not says_whole(cls):
+                raise self.error(path, f"no file can say what {cls.__name__} holds: {FROM_PYTHON}.")
             return self.fields(cls, value, path, base)
         made = self._plain(field, value)
         if made is MISSING:

@@ -7,19 +7,20 @@ output are its blocks. Parameters are nested dictionaries of arrays and start as
 ±1/sqrt(fan_in). Integers and bytes are read as the numbers they are.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.contract.hyperparameters import Count
+from fedrax.contract.hyperparameters import Count, check
 from fedrax.contract.model import Model, Params
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, known_fields_only
 from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
     ACTIVATIONS,
@@ -225,6 +226,23 @@ MODELS: dict[str, type] = {
 }
 
 
+def _check_first(cls: Any) -> None:
+    """Have ``cls`` look at its fields before it builds: a word that it does not know would be taken for another."""
+    build = cls.build
+
+    @functools.wraps(build)
+    def checked(self: Any, *shapes: Any, **named: Any) -> Model:
+        check(self)
+        return build(self, *shapes, **named)
+
+    cls.build = checked
+
+
+for _class in MODELS.values():
+    known_fields_only(_class)
+    _check_first(_class)
+
+
 def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, layers: list[Block]) -> Model:
     """A body of layers with a dense layer "output" on top; it reads the flattened input where there are none."""
     if num_features < 1 or num_outputs < 1:
@@ -261,8 +279,6 @@ def _numbers(params: Params, x: Array) -> Array:
 
 def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, list[Block]]:
     """Dense layers "dense1", "dense2", ... of these sizes, an activation after each; the first flattens its input."""
-    if activation not in ACTIVATIONS:
-        raise unknown("activation", activation, ACTIVATIONS)
     if min(sizes) < 1:
         raise FedraxError(f"layer sizes must be positive, not {sizes}.")
     activate = ACTIVATIONS[activation]

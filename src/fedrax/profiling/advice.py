@@ -209,11 +209,15 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
 
 
 def _are_slices(setup: Setup, local: LocalSGD) -> bool:
-    """Whether batches in stored order would be read as slices: all of them whole, and of samples that are large."""
+    """Whether batches in stored order would be read as slices: all of them whole, and of samples that are large.
+
+    And whether a round would come to all of a client's samples: it begins with the same.
+    """
     if local.batch_size == "full" or local.blocks is not None:
         return False
     layout = setup.engine.program.layout
-    return layout.divisor % min(local.batch_size, layout.largest) == 0 and is_wide(setup.samples)
+    whole = layout.divisor % min(local.batch_size, layout.largest) == 0 and is_wide(setup.samples)
+    return whole and (local.steps is None or local.steps * local.batch_size >= layout.largest)
 
 
 def _batch(setup: Setup) -> str | None:

@@ -12,6 +12,7 @@ from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
+from fedrax.errors import FedraxError
 from fedrax.profiling import limits
 from fedrax.profiling.advice import Heavy, Verdict, heaviest, judge
 from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, Spent, attribute
@@ -83,18 +84,20 @@ def profile(
     settings: Settings | None = None,
     *,
     rounds: int | None = None,
-    keep_trace: Path | None = None,
+    keep_trace: Path | str | None = None,
 ) -> Profile:
     """Run some rounds of the setup that ``simulate`` would run with these arguments, and say what takes time.
 
     rounds: to time; by default as many as take about two seconds. keep_trace: where to keep the raw trace. Nothing
-    else is kept. Raises FedraxError for settings that ``simulate`` refuses, and for rounds that diverge.
+    else is kept. Raises FedraxError for settings that ``simulate`` refuses, and for rounds that diverge or are none.
     """
     settings = settings or Settings()
+    if rounds is not None and not 1 <= rounds < 2**31:
+        raise FedraxError(f"the rounds to time must be 1 or more and fit into 32 bits, not {rounds}")
     use_all_cores()
     with arithmetic(settings.dtype):
         setup = prepare(algorithm, task, federation, settings)
-        measured = Stopwatch(setup, rounds, keep_trace).measure()
+        measured = Stopwatch(setup, rounds, None if keep_trace is None else Path(keep_trace)).measure()
         return assemble(setup, measured, limits.measure(setup.engine.mesh, settings.dtype, settings.precision))
 
 

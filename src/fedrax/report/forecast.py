@@ -114,11 +114,11 @@ def _answer(epsilon: float, ledger: Ledger, sampler: Sampler, most: int) -> Answ
 
 
 def noise_fields(algorithm: Algorithm) -> dict[str, float]:
-    """The floats among the method's hyper-parameters, by their path, with which all noise grows in proportion."""
+    """The numbers among the method's leaves, by their path, with which all noise grows in proportion."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(algorithm)
     before, found = [release.noise for release in private_releases(algorithm)], {}
     for i, (path, value) in enumerate(leaves):
-        if isinstance(value, float) and value > 0:
+        if isinstance(value, int | float) and value > 0:
             doubled = [2 * v if i == k else v for k, (_, v) in enumerate(leaves)]
             after = [release.noise for release in private_releases(jax.tree.unflatten(structure, doubled))]
             if len(after) == len(before) and all(math.isclose(b, 2 * a) for a, b in zip(before, after, strict=True)):

@@ -81,10 +81,11 @@ class WandbSink:
         project: str,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
-        directory: Path | None = None,
+        directory: Path | str | None = None,
     ):
         self._module = _optional("wandb", "Weights & Biases", "wandb")
-        self._options = {"project": project, "name": name, "config": dict(config or {}), "dir": directory}
+        self._options: dict[str, Any] = {"project": project, "name": name, "config": dict(config or {})}
+        self._options["dir"] = None if directory is None else Path(directory)
         self._run: Any = None
 
     def start(self, run: RunInfo) -> None:

@@ -7,8 +7,8 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,29 @@ def arithmetic(dtype: str) -> Iterator[None]:
         jax.default_matmul_precision("highest"),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
-        _one_lapack_thread(),
+        _lapack,
     ):
         yield
+
+
+class _Shared:
+    """A context of the process: the first run to come enters what ``make`` gives, and the last to go leaves it."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager]):
+        self._make, self._inside = make, 0
+        self._entered, self._lock = ExitStack(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._entered.enter_context(self._make())
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._entered.close()
 
 
 _THREADS = "OPENBLAS_NUM_THREADS"
@@ -155,27 +175,8 @@ def _one_lapack_thread() -> Iterator[None]:
     """On CPU, XLA takes singular values from LAPACK, whose own threads would compete with the devices'.
 
     On small matrices they take many times as long to meet as the work itself does. XLA loads the library (SciPy's
-    OpenBLAS) with the first program that needs it; it then reads the variable. Both are the process's: the first of
-    the runs that are under way sets them, and the last to end puts them back.
+    OpenBLAS) with the first program that needs it; it then reads the variable. Both are the process's.
     """
-    with _limiting:
-        if not _limited:
-            _limits.enter_context(_one_thread_in_the_process())
-        _limited.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _limiting:
-            _limited.pop()
-            if not _limited:
-                _limits.close()
-
-
-_limits, _limited, _limiting = ExitStack(), list[int](), threading.Lock()
-
-
-@contextmanager
-def _one_thread_in_the_process() -> Iterator[None]:
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "1"
     try:
@@ -186,6 +187,9 @@ def _one_thread_in_the_process() -> Iterator[None]:
             os.environ.pop(_THREADS, None)
         else:
             os.environ[_THREADS] = before
+
+
+_lapack = _Shared(_one_lapack_thread)
 
 
 def write_environment(directory: Path) -> None:

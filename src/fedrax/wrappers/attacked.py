@@ -16,7 +16,7 @@ from fedrax.contract.aggregation import weighted
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import Count, Fraction, Positive, Whole, hyperparameters
-from fedrax.contract.task import Batch
+from fedrax.contract.task import Batch, Task
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -105,7 +105,8 @@ class Attacked(Wrapper):
 
     Who is malicious depends on a client's number alone: round(share N) of the N clients, drawn by ``draw``, or the list
     ``clients``. ``inner``'s server sees their uploads as it would receive them, so that a wrapper ``Robust`` belongs
-    inside. Statistics of batch norm are not attacked. Events hold the share of the round's uploads that were malicious.
+    inside. Statistics of batch norm are not attacked. Events hold as ``malicious`` what the malicious uploads of the
+    round weigh, the sum of their p_i: with uniform weights their share.
     """
 
     inner: Algorithm = FedAvg()
@@ -148,6 +149,7 @@ class Attacked(Wrapper):
 
             def with_flipped(losses: Callable) -> Callable:
                 def loss(params: Tree, batch: Batch, key: Array) -> Array:
+                    _refuse_new_classes(flip.classes, data.task, data.variables(params), batch.x)
                     return losses(params, batch._replace(y=jnp.where(malicious, flip.flipped(batch.y), batch.y)), key)
 
                 return loss
@@ -170,6 +172,17 @@ class Attacked(Wrapper):
             cohort = cohort._replace(uploads=uploads, mean=weighted(uploads, cohort.weights))
         state, info = server(state, cohort)
         return state, own, info
+
+
+def _refuse_new_classes(classes: int, task: Task, variables: Tree, x: Any) -> None:
+    """Refuse to make labels of classes that the task has not: their losses would be numbers, and wrong."""
+    known = None
+    if task.labels_within is not None:
+        known = int(task.labels_within[1]) + 1
+    elif task.one_output_a_class and task.outputs is not None:
+        known = jax.eval_shape(task.outputs, variables, x).shape[-1]
+    if known is not None and classes > known:
+        raise FedraxError(f"LabelFlip turns labels of {classes} classes round, and the task has {known}: set classes")
 
 
 def refuse_other_ways(inner: Algorithm, output: ClientOutput, who: str) -> None:

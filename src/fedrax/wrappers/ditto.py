@@ -12,7 +12,7 @@ from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.local import LocalSGD, pull
 from fedrax.contract.wrapper import Wrapped, Wrapper, model_in
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
 
 
@@ -29,12 +29,15 @@ class Ditto(Wrapper):
     lam: NonNegative = 1.0
     """lambda: how near a client's own model stays to the global one."""
     own_steps: LocalSGD | None = None
-    """The steps of v_i; by default as those of ``inner``, on the same batches."""
+    """The steps of v_i; by default as those of ``inner``, on the same batches. Their optimizer, if they have one,
+    begins anew in every round."""
 
     def check(self) -> None:
-        """Refuse a method without local steps where it is to say what the own ones are."""
+        """Refuse a method without local steps where it is to say what the own ones are; warn of a state to carry."""
         if self._steps is None:
             raise FedraxError(f"{type(self.inner).__name__} has no local steps that Ditto could take: set own_steps")
+        if self.own_steps is not None and self.own_steps.carry:
+            warn("the optimizer of own_steps begins anew in every round, and own_steps.carry counts for nothing")
 
     @property
     def _steps(self) -> LocalSGD | None:

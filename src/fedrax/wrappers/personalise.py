@@ -21,7 +21,7 @@ from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.local import LocalResult, LocalSGD
 from fedrax.contract.rules import like
 from fedrax.contract.wrapper import Wrapped, Wrapper
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
 
 _SENDS = "Personalised needs parameters sent down and an update of them sent up: {} sends something else {}"
@@ -57,10 +57,11 @@ class Personalised(Wrapper):
     statistics: bool = False
     """Whether the model's running statistics (batch norm) stay too."""
     alternate: LocalSGD | None = None
-    """Local steps of what stays, the rest held fixed; ``inner``'s then move the rest alone."""
+    """Local steps of what stays, the rest held fixed; ``inner``'s then move the rest alone. Their optimizer, if they
+    have one, begins anew in every round."""
 
     def check(self) -> None:
-        """Refuse methods whose states or phases know the parameters that stay."""
+        """Refuse methods whose states or phases know the parameters that stay, and warn of what has no effect."""
         if len(self.inner.phases) > 1 or self.inner.corrections:
             raise FedraxError("Personalised goes around methods of one phase that do not correct for drift")
         if self.inner.requirements.own_models:
@@ -73,6 +74,12 @@ class Personalised(Wrapper):
                 f"the steps of alternate look at samples without the noise of {type(self.inner).__name__}, and what"
                 " goes up starts from where they end: leave alternate out"
             )
+        if self.alternate is not None and not self.at_home:
+            raise FedraxError("the steps of alternate move what stays at home, and nothing does: set at_home")
+        if not (self.at_home or self.statistics):
+            warn("nothing stays at home, so that Personalised changes nothing: set at_home")
+        if self.alternate is not None and self.alternate.carry:
+            warn("the optimizer of alternate begins anew in every round, and alternate.carry counts for nothing")
 
     @property
     def statistics_at_home(self) -> bool:

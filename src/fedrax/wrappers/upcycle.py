@@ -13,7 +13,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.schedules import Constant, Schedule
 from fedrax.contract.wrapper import Wrapper
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
 
 
@@ -33,6 +33,14 @@ class Upcycled(Wrapper):
     """Factor on ``a`` by round."""
     extrapolate: Literal["none", "server", "both"] = "none"
     """Also extrapolate the inner method's correction states: the server's, or the server's and the clients'."""
+
+    def check(self) -> None:
+        """Warn of states to extrapolate where there are none."""
+        if self.extrapolate != "none" and not self.inner.corrections:
+            warn(
+                f"{type(self.inner).__name__} keeps no states that correct for drift, and extrapolate ="
+                f" {self.extrapolate!r} counts for nothing"
+            )
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
