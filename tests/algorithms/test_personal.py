@@ -68,6 +68,15 @@ def test_personal_models_beat_the_global_one_on_contradicting_clients(restart: b
         assert max(jax.tree.leaves(differences)) > 0.1
 
 
+def test_clients_are_evaluated_on_no_more_rows_than_they_have(monkeypatch: pytest.MonkeyPatch):
+    """A federation of many clients with few samples each would spend its time on padding."""
+    rows, evaluate = set(), personal.sample_values
+    monkeypatch.setattr(personal, "sample_values", lambda t, p, s: [rows.add(len(s.y)), evaluate(t, p, s)][1])
+    run(PFedMe(local=LOCAL, lam=1.0), rounds=1)
+    assert FEDERATION.test_offsets is not None
+    assert rows == {int(np.diff(FEDERATION.test_offsets).max())}
+
+
 def test_a_client_that_never_took_part_has_the_initial_model():
     result = run(PFedMe(LOCAL), rounds=2, script=Script(cohorts=[[0, 1, 2]] * 2))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(5)))

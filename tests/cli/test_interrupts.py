@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +45,27 @@ def test_an_interrupt_that_a_callback_swallows_comes_again(
     assert fedrax("list") == Outcome(130, "", "fedrax: interrupted\n")
     assert time.monotonic() - began < 20 and len(sent) > lost
     assert sys.unraisablehook is before and signal.getsignal(signal.SIGINT) is handler
+
+
+WAITING = """
+import atexit, sys, time
+from fedrax import cli
+from fedrax.cli import list_command
+
+def interrupted(arguments):
+    print("at work")
+    raise KeyboardInterrupt
+
+atexit.register(time.sleep, 1000)
+list_command.main, sys.argv = interrupted, ["fedrax", "list"]
+sys.exit(cli.main())
+"""
+
+
+def test_an_interrupted_command_waits_for_nobody() -> None:
+    """A round of a million steps may take an hour, for whose end JAX waits before a process may go."""
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "at work\n", "fedrax: interrupted\n")
 
 
 def test_other_errors_of_such_functions_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

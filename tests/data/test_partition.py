@@ -175,6 +175,15 @@ def test_dirichlet_clients_spreads_each_class_by_alpha(alpha):
     assert share.var() == pytest.approx(0.05 * 0.95 / (20 * alpha + 1), rel=0.1)
 
 
+@pytest.mark.parametrize("alpha", [0.5, 100.0])
+def test_dirichlet_clients_has_no_favourites_where_classes_have_fewer_rows_than_clients(alpha):
+    """Rounded alike, all classes would go to the same few of the first and of the last clients."""
+    dataset, rule = labelled(np.arange(6000) % 60, 60), DirichletClients(300, alpha, min_size=1)
+    sizes = np.mean([rule._draw(np.bincount(dataset.train.y), np.random.default_rng(s)).sum(1) for s in range(20)], 0)
+    ends = sizes[[0, 1, 2, -3, -2, -1]]
+    assert ends.min() > 16 and ends.max() < 24  # 20 each in the mean
+
+
 def test_dirichlet_clients_keeps_min_size_or_says_no():
     dataset = balanced(2000)
     assert np.diff(DirichletClients(20, 0.5, min_size=20).assign(dataset, 0).offsets).min() >= 20

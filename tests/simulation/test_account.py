@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ import fedrax
 from fedrax import memory
 from fedrax.compiled.alive import most_alive
 from fedrax.simulation import plans, storage, sweep
+from fedrax.simulation import run as running
 from fedrax.simulation.account import Account
 from fedrax.simulation.process import runtime_errors_explained
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import prepare
-from tests.simulation.problems import FEDERATION, LOCAL, TASK, run
+from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, run
 
 
 def test_where_things_lie_by_default():
@@ -105,6 +107,22 @@ def test_too_little_memory_is_a_sentence(side_by_side: int, less: str, tmp_path:
         runtime_errors_explained(True, tmp_path / "run", side_by_side),
     ):
         raise full
+
+
+def test_a_server_beyond_memory_is_a_sentence():
+    """Before any of it is made: GradMA's inner products of the updates of 400,000 clients alone are 640 GB."""
+    federation = make_federation((1,) * 400_000)
+    with pytest.raises(fedrax.FedraxError, match=r"GradMA's server would keep .* for 400,000 clients, more"):
+        run(fedrax.GradMA(local=LOCAL, memory=400_000), federation)
+
+
+def test_memory_that_the_start_of_a_run_lacks_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    def begin(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 40000000000 bytes.")
+
+    monkeypatch.setattr(running, "begin", begin)
+    with pytest.raises(fedrax.FedraxError, match="the memory of a device is too small"):
+        run()
 
 
 def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ import fedrax
 from fedrax.models import MLP
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation import run as running
+from fedrax.simulation.process import arithmetic
 from fedrax.simulation.setup import prepare
 from tests.simulation.problems import (
     CLASSES,
@@ -99,6 +100,15 @@ def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCap
             ends.append(result.params["output"]["weight"])
             assert compiled() == 4
     assert not np.allclose(ends[0], ends[1])
+
+
+def test_programs_of_other_static_fields_are_apart():
+    """JAX keeps all that it compiles for one function: those of many settings are to be forgotten one by one."""
+    with arithmetic("float32"):
+        engine = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3)).engine
+    other, longer = (dataclasses.replace(LOCAL, **change) for change in ({"lr": 0.1}, {"steps": 5}))
+    own, same, apart = (engine.block(fedrax.Scaffold(local=local)) for local in (LOCAL, other, longer))
+    assert own is same and own is not apart
 
 
 def test_one_setup_runs_twice():

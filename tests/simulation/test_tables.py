@@ -126,7 +126,7 @@ def test_a_simulation_does_not_copy_tables(algorithm, monkeypatch):
     sizes = []
 
     def measured(self, algorithm, carry, key, xs, rounds):
-        compiled = self._block.lower(algorithm, carry, self.samples, key, xs, np.int32(rounds)).compile()
+        compiled = self.block(algorithm).lower(algorithm, carry, self.samples, key, xs, np.int32(rounds)).compile()
         table = max(a.nbytes // a.shape[0] for a in jax.tree.leaves(carry.store))
         sizes.append((compiled.memory_analysis().temp_size_in_bytes, table))
         return original(self, algorithm, carry, key, xs, rounds)

@@ -5,6 +5,7 @@ Each command is a module of this package, imported when it is asked for, so that
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import io
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         tell("fedrax: interrupted")
+        if arguments is None:  # the command is all that this process does
+            atexit.register(_leave, 130)
         return 130
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():  # such as head, which has had enough
@@ -74,6 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(f"fedrax: {plain_lines(sentence)}")  # it may hold names that files have
         return 2
+
+
+def _leave(status: int) -> None:
+    """End the process: what the devices are at work on may take hours yet, and JAX would wait for it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def tell(text: str) -> None:

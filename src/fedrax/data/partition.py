@@ -20,8 +20,7 @@ MAX_TABLE = 100_000_000  # entries of a clients x classes table: 800 MB of int64
 class Partition(NamedTuple):
     """Rows of the training set, grouped by client (compressed sparse rows, no object per client).
 
-    Client i of N owns rows ``indices[offsets[i]:offsets[i + 1]]``; ``indices`` is int64 [total], ``offsets``
-    int64 [N + 1].
+    Client i owns rows ``indices[offsets[i]:offsets[i + 1]]``; ``indices`` is int64 [total], ``offsets`` int64 [N + 1].
     """
 
     indices: np.ndarray
@@ -161,8 +160,9 @@ class DirichletClasses:
 class DirichletClients:
     """Each class is divided over the clients in proportions drawn from Dir(alpha, ..., alpha).
 
-    Yurochkin et al. 2019; Li et al. 2022 (NIID-Bench). Both labels and sizes are uneven. Draws again, at most
-    100 times, until every client has ``min_size`` rows; raises FedraxError if that does not happen.
+    Yurochkin et al. 2019; Li et al. 2022 (NIID-Bench). Labels and sizes are uneven. Draws again, at most 100 times,
+    until every client has ``min_size`` rows, or ends in a FedraxError. The rounding of a class with fewer rows than
+    there are clients begins at a place that is drawn: all such classes would go to the same clients otherwise.
     """
 
     clients: int = 100
@@ -183,10 +183,9 @@ class DirichletClients:
             counts = self._draw(np.bincount(labels, minlength=num_classes), rng)
             if counts.sum(axis=1).min() >= self.min_size:
                 return _deal(labels, counts, rng)
-        raise FedraxError(
-            f"none of {DIRICHLET_ATTEMPTS} draws gave each of {self.clients} clients {self.min_size} rows at "
-            f"alpha={self.alpha:g}; raise alpha, lower clients or min_size, or use dirichlet_classes."
-        )
+        failed = f"none of {DIRICHLET_ATTEMPTS} draws gave each of {self.clients} clients {self.min_size} rows"
+        remedy = "raise alpha, lower clients or min_size, or use dirichlet_classes"
+        raise FedraxError(f"{failed} at alpha={self.alpha:g}; {remedy}.")
 
     def _draw(self, stock: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Rows of each class [C] for each client: int64 [N, C]."""
@@ -198,7 +197,8 @@ class DirichletClients:
                 hungry = sizes * self.clients < stock.sum()
                 share = share * hungry
                 share = share / share.sum() if share.sum() > 0 else hungry / max(hungry.sum(), 1)
-            edges = np.floor(np.cumsum(share) * available + 0.5).astype(np.int64)
+            start = rng.random() if 0 < available < self.clients else 0.5
+            edges = np.floor(np.cumsum(share) * available + start).astype(np.int64)
             edges[-1] = available  # the cumulative sum ends at 1 only up to rounding
             counts[:, c] = np.diff(np.minimum(edges, available), prepend=0)
             sizes += counts[:, c]

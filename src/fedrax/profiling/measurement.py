@@ -17,7 +17,6 @@ from fedrax.errors import FedraxError
 from fedrax.profiling import trace
 from fedrax.profiling.program import ProgramText
 from fedrax.profiling.trace import Timeline
-from fedrax.simulation.engine import compiled_block
 from fedrax.simulation.events import events_of
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.run import storage_of
@@ -117,7 +116,7 @@ class Stopwatch:
     def _compile(self, made: Measurement, portion: Portion) -> None:
         sim = self.setup
         self._bring(portion)
-        program = compiled_block(sim.engine.program, sim.engine.mesh)
+        program = sim.engine.block(sim.algorithm)
         began = time.perf_counter()
         with compiling_anew():
             lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, portion.xs, np.int32(1))

@@ -10,7 +10,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
 from fedrax.data.federation import ALIGNMENT
+from fedrax.errors import FedraxError
 from fedrax.memory import host_memory
 from fedrax.tree import Tree
 
@@ -48,6 +51,16 @@ class Account:
     def spend(self, size: int) -> None:
         """Promise so many bytes."""
         self.promised += size
+
+    def check_server(self, algorithm: Algorithm, params: Tree, num_clients: int, devices: int) -> None:
+        """Refuse a server whose state all ``devices`` together have no room for, before any of it is made."""
+        state = jax.eval_shape(lambda x: algorithm.init(x, num_clients), params)
+        needed, there = tree.num_bytes(state), devices * self.whole
+        if needed > there:
+            raise FedraxError(
+                f"{type(algorithm).__name__}'s server would keep {needed / 1e9:.3g} GB for {num_clients:,} clients,"
+                f" more than the {there / 1e9:.3g} GB of memory: let it remember less, or take a method that does"
+            )
 
     def copied(self, samples: Tree) -> int:
         """Bytes that arrays of the host take on the device.

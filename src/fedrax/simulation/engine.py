@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax import tree
 from fedrax.compiled.pieces import AXIS
 from fedrax.compiled.scopes import AGGREGATE, SERVER, phase_scope, scope
-from fedrax.compiled.tracing import IN_PLACE, uncollected
+from fedrax.compiled.tracing import IN_PLACE, KEPT, uncollected
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
@@ -177,9 +177,13 @@ def run_block(
     return carry, records
 
 
-@lru_cache(maxsize=16)
-def compiled_block(program: Program, mesh: Mesh) -> Callable:
-    """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats."""
+@lru_cache(KEPT)
+def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
+    """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats.
+
+    ``form`` is the algorithm's structure, with its static fields: JAX would keep what it compiles for each of them as
+    long as the function, and a study of many settings in one process would hold all of their programs.
+    """
     by_device: Any = P(None, AXIS)
     specs = Rounds(P(), P(), by_device, by_device, P())
 
@@ -283,10 +287,10 @@ class Engine:
         self.devices = mesh.devices.size
         self.samples = None if samples is None else jax.device_put(samples, NamedSharding(mesh, P()))
         self.store_sharding = NamedSharding(mesh, P(AXIS))
-        self._block = self._compile()
 
-    def _compile(self) -> Callable:
-        return compiled_block(self.program, self.mesh)
+    def block(self, algorithm: Algorithm) -> Callable:
+        """The compiled program of a block of rounds of this algorithm."""
+        return compiled_block(self.program, self.mesh, jax.tree.structure(algorithm))
 
     def put(self, server: Any, statistics: Tree, store: Tree) -> Carry:
         """Server, statistics and store on the mesh; the arrays are given away to the next block."""
@@ -314,7 +318,7 @@ class Engine:
         Where clients are recorded, ``NOTED`` holds a list [rounds] of what was noted in each phase.
         """
         with uncollected():  # the first time it is traced
-            carry, records, noted = self._block(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+            carry, records, noted = self.block(algorithm)(algorithm, carry, self.samples, key, xs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
         if noted:
             found[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]

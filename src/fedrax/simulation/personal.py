@@ -37,7 +37,7 @@ from fedrax.simulation.storage import release
 from fedrax.tree import Tree
 
 _ROWS = 100
-"""Samples evaluated at a time."""
+"""Samples evaluated at a time, of clients that have as many."""
 _AT_ONCE_BYTES = 64 << 20
 """Of what the clients of one call keep, and of their streamed samples on a device."""
 
@@ -219,16 +219,16 @@ class PersonalEvaluator:
     def _sums(self, model: Tree, statistics: Tree, samples: Batch, start: Array, size: Array) -> dict[str, Array]:
         if statistics and not isinstance(model, Variables):
             model = Variables(model, statistics)
-        last = len(samples.y) - 1
+        last, rows = len(samples.y) - 1, min(_ROWS, int(np.diff(self._offsets).max()))
 
         def values(i: Array | int) -> dict[str, Array]:
-            lanes = i * _ROWS + jnp.arange(_ROWS)
+            lanes = i * rows + jnp.arange(rows)
             part = jax.tree.map(lambda a: a[jnp.minimum(start + lanes, last)], samples)
             found = sample_values(self.task, model, part)
             return {name: jnp.where(lanes < size, value, 0).sum() for name, value in found.items()}
 
         zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(values, 0))
-        return jax.lax.fori_loop(0, -(-size // _ROWS), lambda i, total: tree.add(total, values(i)), zero)
+        return jax.lax.fori_loop(0, -(-size // rows), lambda i, total: tree.add(total, values(i)), zero)
 
     def _finetuned(self, algorithm: Algorithm, params: Tree, statistics: Tree, client: Array, train: Batch) -> Tree:
         """The global model after some epochs of the client's local steps."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,7 +174,9 @@ class Run:
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
         setup, result = self.setup, None
-        begun = self._begin(resume)
+        explaining = partial(runtime_errors_explained, setup.alone, setup.directory, setup.engine.program.chunk)
+        with explaining():
+            begun = self._begin(resume)
         started: list[Sink] = []
         try:
             for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
@@ -184,8 +187,7 @@ class Run:
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
                 write_clients(setup.directory, setup.federation)
-            explaining = runtime_errors_explained(setup.alone, setup.directory, setup.engine.program.chunk)
-            with interrupt_flag() as interrupted, explaining:
+            with interrupt_flag() as interrupted, explaining():
                 carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
             if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too

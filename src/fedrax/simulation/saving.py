@@ -21,7 +21,7 @@ from fedrax.simulation.engine import Carry
 from fedrax.simulation.events import Event, digest_of, read_events
 from fedrax.simulation.identity import difference
 from fedrax.simulation.setup import Setup
-from fedrax.simulation.states import moves, rehoused
+from fedrax.simulation.states import Shards, moves, rehoused
 from fedrax.simulation.storage import Storage
 from fedrax.tree import Tree
 
@@ -111,7 +111,7 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
     if done > rounds:
         raise FedraxError(f"{setup.kept_in} is at round {done}, beyond the {rounds} asked for")
     like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
-    saved = checkpoint.load(where, like, in_pieces="store" if setup.spilled else None)[0]
+    saved = checkpoint.load(where, like, in_pieces="store" if setup.stateful else None)[0]
     events = read_events(setup.kept_in)
     if len(events) < done:
         raise FedraxError(f"{setup.kept_in} has {len(events)} events, fewer than its checkpoint's {done}")
@@ -124,7 +124,7 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
         ledger.restore(saved.ledger, done)
     has_clients = not setup.stateful or meta["rows"] > 0
     store = _stored(setup, storage, saved) if has_clients else ()
-    carry = setup.engine.put(saved.server, saved.statistics, store)
+    carry = setup.engine.put(saved.server, saved.statistics, ())._replace(store=store)
     return Begun(carry, events[:done], has_clients, meta.get("stopped") == "budget")
 
 
@@ -168,7 +168,7 @@ def _like(setup: Setup, rows: int, ledger: Ledger | None) -> Saved:
 def _stored(setup: Setup, storage: Storage, saved: Saved) -> Tree:
     owners = setup.planner.owners()
     if storage.spill is None:
-        return rehoused(saved.store, saved.owners, owners, setup.initial)
+        return rehoused(saved.store, saved.owners, owners, setup.initial, setup.engine.mesh)
     storage.spill.fill(saved.store, *moves(saved.owners, owners))
     return ()
 
@@ -190,6 +190,7 @@ def save(
     if setup.directory is None:
         return
     owners, store = setup.planner.owners(), storage.store(carry)
+    store = jax.tree.map(lambda a: Shards(a) if isinstance(a, jax.Array) else a, store)
     if not clients:
         owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
     meta = {"round": done, "rows": len(owners), "identity": setup.identity, "algorithm": setup.info.algorithm}

@@ -142,6 +142,7 @@ def prepare(
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
+    account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
     if plan == "vmap":
         program = _side_by_side(program, settings, planner, account, traced)
     start, statistics = drawn()  # until here shapes were enough

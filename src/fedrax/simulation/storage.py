@@ -28,6 +28,7 @@ from fedrax.simulation.planner import Planner, rounded_up
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.row_file import RowFile
 from fedrax.simulation.settings import Settings
+from fedrax.simulation.states import moved
 from fedrax.tree import Tree
 
 _BLOCK_BYTES = 64 << 20
@@ -214,13 +215,10 @@ class Spill:
         """Rows ``old`` (rising) of saved leaves become rows ``new``; initial ones need no place on disk."""
 
         def one(file: RowFile, leaf: Any) -> None:
-            first, start = 0, file.initial.reshape(-1).view(np.uint8)
-            for piece in leaf.pieces():
-                mine = slice(*np.searchsorted(old, (first, first + len(piece))))
-                values = piece[old[mine] - first]
+            start = file.initial.reshape(-1).view(np.uint8)
+            for mine, values in moved(leaf, old, new):
                 changed = (values.reshape(len(values), file.initial.size).view(np.uint8) != start).any(1)
-                file.write(new[mine][changed], values[changed])
-                first += len(piece)
+                file.write(mine[changed], values[changed])
 
         jax.tree.map(one, self.files, leaves)
 
