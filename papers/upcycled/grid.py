@@ -114,7 +114,11 @@ METHODS = {
         steps=(1e-4, 1e-3, 1e-2, 0.1, 1.0),
         allowed=_contracts,
     ),
-    "FedYogi": Method(_fedyogi, {"server lr": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)}, steps=STEPS[:7]),
+    "FedYogi": Method(
+        _fedyogi,
+        {"server lr": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)},
+        steps=STEPS[:7],
+    ),
 }
 SERVER_STEP = Method(_server_step, {"server lr": SERVER_STEPS}, upcycled=False)
 """FedAvg with a tuned server step and nothing upcycled."""
