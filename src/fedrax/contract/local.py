@@ -216,9 +216,10 @@ class LocalSGD:
         if self.order == "stored" and self.blocks is None and self.batch_size != "full" and self.steps is not None:
             seen = self.steps * self.batch_size
             if seen < largest:
+                come = "one step comes" if self.steps == 1 else f"{self.steps} steps come"
                 warn(
-                    f"in stored order every round begins with a client's first sample: {self.steps} steps come to"
-                    f" {seen}, and of the largest client's {largest} samples the others are never seen"
+                    f"in stored order every round begins with a client's first sample: {come} to {seen}, and of the"
+                    f" largest client's {largest} samples the others are never seen"
                 )
 
     def step_size(self, round: Array) -> Array | float:
