@@ -123,6 +123,7 @@ CASES: dict[str, Any] = {
             "erfinv, exp2": lambda y: torch.erfinv(torch.tanh(y) * 0.9) + torch.exp2(y),
             "bessel functions": lambda y: torch.special.i0(y) + torch.special.i1e(y),
             "hypot, copysign, ldexp": lambda y: torch.ldexp(torch.hypot(y, torch.copysign(y, -y + 1)), torch.tensor(2)),
+            "powers of whole numbers": lambda y: y * y.argsort(1).add(1) ** -1.0 + torch.arange(8) ** 2.0 * 0.1,
             "fmin, fmax": lambda y: torch.fmin(y, 2 * y) - torch.fmax(y, 3 * y),
             "cummax, cummin": lambda y: y.cummax(1)[0] - 2 * y.flip(1).cummin(1)[0],
             "logcumsumexp": lambda y: torch.logcumsumexp(y, 1),

@@ -241,7 +241,8 @@ def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
 
 @operator("pow")
 def _pow(x: Any, exponent: Any) -> Array:
-    if isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
+    real = jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # of whole numbers PyTorch makes real ones
+    if real and isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
         exponent = int(exponent)  # a product, whose gradient is right at zero too
     return jnp.power(x, exponent)
 
