@@ -240,9 +240,8 @@ def parse_experiment(
     rest = _as_python_says(made, rest)
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
-    fields.append(
-        ("name", Annotated[str, tyro.conf.arg(help="What to call it.")], dataclasses.field(default=made.name))
-    )
+    name = Annotated[str, tyro.conf.arg(help="What to call it.")]
+    fields.append(("name", name, dataclasses.field(default=made.name)))
     for chosen in choices_in(made):
         if chosen.path.split(".")[0] in parts:
             known = ", ".join(chosen.choice.classes())

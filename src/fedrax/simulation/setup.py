@@ -131,19 +131,17 @@ def prepare(
     sampler = Sampler(settings, federation.sizes, script)
     _check_needs(algorithm, settings, sampler, task, statistics)
     algorithm.requirements.check_parts(task, variables, samples.x)
-    given = _given(algorithm, script, sampler)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
     streamed, spilled = _room(algorithm, federation, settings, sampler, initial, mesh, account)
-    planner = _planner(algorithm, federation, sampler, given, initial, mesh.devices.size)
+    planner = _planner(algorithm, federation, sampler, _given(algorithm, script, sampler), initial, mesh.devices.size)
     _check_processes(planner, directory)
     known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(algorithm, task))
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
-    if plan == "vmap":
-        program = _side_by_side(program, settings, planner, account, traced)
+    program = _side_by_side(program, settings, planner, account, traced) if plan == "vmap" else program
     start, statistics = drawn()  # until here shapes were enough
     initial = computed(partial(Kept.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
