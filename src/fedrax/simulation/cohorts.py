@@ -176,13 +176,18 @@ class Sampler:
         if self.arrivals is not None:
             return self.arrivals.cohorts[round]
         if self.trace is not None:
-            available = self.trace[round % len(self.trace)]
-            return np.sort(rng.choice(available, min(size, len(available)), replace=False))
+            return self.cohort_among(round, self.trace[round % len(self.trace)])
         if self.by_chance:  # a uniform draw of a binomial number: the same as a coin for each client
             size = self._size_by_chance(rng)
         if self._unequal:
             return np.sort(rng.choice(self.num_clients, size, replace=False, p=self._chances))
         return np.sort(rng.choice(self.num_clients, size, replace=False))
+
+    def cohort_among(self, round: int, clients: np.ndarray) -> np.ndarray:
+        """The clients of a round where only ``clients`` (sorted) can be asked; with all of them, those of a draw
+        without replacement."""
+        rng, size = generator(self.settings.seed, _COHORT, round), min(self.settings.cohort_size, len(clients))
+        return np.sort(rng.choice(clients, size, replace=False))
 
     def work(self, round: int, size: int) -> np.ndarray:
         """The share of the local work each client of the cohort does: float [S] in (0, 1].

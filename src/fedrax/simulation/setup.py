@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,16 @@ from fedrax.compiled.edits import Code
 from fedrax.compiled.pieces import Cut, cuts_in, speed_of
 from fedrax.compiled.tracing import computed, uncollected
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.checks import check_method
 from fedrax.contract.client_data import Layout
-from fedrax.contract.hyperparameters import check
-from fedrax.contract.mistakes import noted
 from fedrax.contract.model import with_statistics
 from fedrax.contract.seeds import RUN, START, seeded
-from fedrax.contract.starting import start_of
 from fedrax.contract.table import holds_tables
-from fedrax.contract.task import Batch, Task, Variables
+from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.simulation.account import Account
+from fedrax.simulation.beginning import at_first, check_needs, check_run, start_and_statistics
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.communication import TracedRound, trace_round
 from fedrax.simulation.debug import DebugEngine
@@ -123,13 +120,13 @@ def prepare(
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
     algorithm = jax.tree.map(_anywhere, algorithm)
-    _check(algorithm, settings, federation)
-    drawn, start, statistics, widened = _start(task, params, settings)
+    check_run(algorithm, settings, federation.sizes)
+    drawn, start, statistics, widened = start_and_statistics(task, seeded(settings.seed, START), params, settings.dtype)
     samples, variables = Batch(*federation.train), with_statistics(start, statistics)
     check_task(task, variables, samples, federation)
-    initial, broken = _at_first(algorithm, start, statistics)
+    initial, broken = at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
-    _check_needs(algorithm, settings, sampler, task, statistics)
+    check_needs(algorithm, settings, sampler, task, statistics)
     algorithm.requirements.check_parts(task, variables, samples.x)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
@@ -209,50 +206,10 @@ def _identity(
     return identify(*given, traced.program, evaluation, start)
 
 
-def _at_first(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kept, list[FedraxError]]:
-    """(the shapes of what clients keep at first, nothing where that fails; what the failure was)."""
-    broken: list[FedraxError] = []
-    initial = Kept((), ())
-    with noted(algorithm, broken):
-        initial = jax.eval_shape(partial(Kept.at_first, algorithm), params, statistics)
-    return initial, broken
-
-
 def _anywhere(leaf: Any) -> Any:
     """An array that lies on the devices of an earlier run, as its parameters do, without its place."""
     committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
     return np.asarray(leaf) if committed and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-def _check(algorithm: Algorithm, settings: Settings, federation: Federation) -> None:
-    """Refuse what no run can be made of."""
-    check(algorithm)
-    check(settings, "run")
-    check_method(algorithm)
-    if algorithm.local_steps is not None:
-        algorithm.local_steps.check_sizes(federation.sizes)
-
-
-def _check_needs(algorithm: Algorithm, settings: Settings, sampler: Sampler, task: Task, statistics: Tree) -> None:
-    """Refuse a run and a task that the method cannot take, by the name of the one that cannot: wrappers pass on what
-    the method inside needs."""
-
-    def unmet(method: Algorithm, name: str) -> FedraxError | None:
-        try:
-            method.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)
-            method.requirements.check_task(name, task, statistics)
-        except FedraxError as error:
-            return error
-        return None
-
-    error = unmet(algorithm, _name(algorithm))
-    if error is None:
-        return
-    inner = getattr(algorithm, "inner", None)
-    while inner is not None and str(unmet(inner, _name(algorithm))) == str(error):
-        algorithm, inner = inner, getattr(inner, "inner", None)
-        error = unmet(algorithm, _name(algorithm)) or error
-    raise error
 
 
 def _check_delays(algorithm: Algorithm, longest: int) -> None:
@@ -350,33 +307,6 @@ def _joining(planner: Planner, cuts: Sequence[Cut], initial: Kept) -> int:
     """How many devices work together on some clients; tables stay on one device, and processes wait for nobody."""
     alone = holds_tables(initial) or jax.process_count() > 1
     return 0 if alone else planner.join(speed_of(cuts, planner.devices))
-
-
-def _start(
-    task: Task, given: Tree | None, settings: Settings
-) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
-    """(what waits for starting parameters and statistics, their shapes, words on types that are not kept)."""
-    start = start_of(task, seeded(settings.seed, START), given)
-    parted = partial(_parted, dtype=settings.dtype)
-    params, statistics = jax.eval_shape(parted, start.shapes)
-    halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})
-    widened = f", parameters of {' and '.join(halves)} held as {settings.dtype}" if halves else ""
-    return lambda: parted(start.values()), params, statistics, widened
-
-
-def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
-    """Parameters and statistics; floating numbers in the run's type."""
-
-    def cast(x: Any) -> Array:
-        x = jnp.asarray(x)
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    params, statistics = found if isinstance(found, Variables) else (found, ())
-    if hasattr(statistics, "dtype"):
-        raise FedraxError("running statistics are arrays by name: give Variables a dictionary of them, not an array")
-    if not tree.num_bytes(params):
-        raise FedraxError("the model has no parameters: there is nothing to train")
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(cast, statistics)
 
 
 def _on_training_samples(settings: Settings, federation: Federation) -> bool:

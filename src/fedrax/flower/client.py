@@ -1,0 +1,225 @@
+"""The client's end: a ClientApp of Flower that does an algorithm's local work on data that never leave it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedrax.compiled.cores import use_all_cores
+from fedrax.compiled.edits import Code
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import check_method, checked_personal
+from fedrax.contract.client_data import Layout
+from fedrax.contract.hyperparameters import check
+from fedrax.contract.model import with_statistics
+from fedrax.contract.place import Place
+from fedrax.contract.seeds import RUN, START, seeded
+from fedrax.contract.task import Batch, Task
+from fedrax.contract.task_checks import check_task
+from fedrax.data import Dataset, Federation
+from fedrax.errors import FedraxError
+from fedrax.flower.memory import Memory
+from fedrax.flower.orders import Order
+from fedrax.flower.records import packed, unpacked
+from fedrax.flower.travelling import Travelling, needs_start, shapes_of_samples, travelling
+from fedrax.simulation.beginning import at_first, start_and_statistics
+from fedrax.simulation.evaluate import sample_values
+from fedrax.simulation.process import arithmetic
+from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
+from fedrax.tree import Tree
+
+Data = Callable[[Context], Any]
+"""What a client's own samples come from: (x, y), ((x, y), (x_test, y_test)) or a :class:`fedrax.Dataset`."""
+
+_ROWS = 500
+"""Samples evaluated at a time."""
+
+
+def client_app(algorithm: Algorithm, task: Task, data: Data, *, seed: int | None = None) -> ClientApp:
+    """A ClientApp that takes part in a federation of ``algorithm`` and ``task``, as :func:`fedrax.flower.server_app`
+    leads it; both ends are given the same two.
+
+    data: called with the app's Context, gives the client's samples: (x [n, ...], y [n, ...]), or a pair of these for
+    training and test, or a :class:`fedrax.Dataset`. Its ``node_config["partition-id"]``, if it has one, is the client's
+    number, from 0. What the client keeps from round to round stays in the Context.
+    seed: draw batches and noise as ``fedrax.simulate`` does with this seed, to compare the two. By default they are
+    drawn from a secret of the client's own: noise that others can draw, too, protects nothing.
+    """
+    check(algorithm)
+    check_method(algorithm)
+    client, app = _Client(algorithm, task, data, seed), ClientApp()
+    app.query()(client.introduce)
+    app.train()(client.work)
+    app.evaluate()(client.evaluate)
+    return app
+
+
+@dataclass(frozen=True, eq=False)
+class _Client:
+    algorithm: Algorithm
+    task: Task
+    data: Data
+    seed: int | None
+
+    def introduce(self, message: Message, context: Context) -> Message:
+        """Who this is, and the kind and number of its samples."""
+        use_all_cores()
+        own = own_federation(self.data, context)
+        facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y)}
+        for name, part in zip("xy", own.train, strict=True):
+            facts |= {f"{name}_type": str(part.dtype), f"{name}_shape": list(part.shape[1:])}
+        if (number := context.node_config.get("partition-id")) is not None:
+            facts["client"] = int(number)
+        return Message(RecordDict({"client": ConfigRecord(facts)}), reply_to=message)
+
+    def work(self, message: Message, context: Context) -> Message:
+        """One phase of a round."""
+        use_all_cores()
+        order = Order.of(message.content)
+        with arithmetic(order.dtype):
+            return Message(self._work(order, message.content, context), reply_to=message)
+
+    def _work(self, order: Order, content: RecordDict, context: Context) -> RecordDict:
+        own, memory = own_federation(self.data, context), Memory(context.state)
+        samples = Batch(*own.train)
+        begun = _Begun.of(self.algorithm, self.task, samples, own, order)
+        if order.phase >= len(begun.phases):
+            raise FedraxError(f"the server asks for part {order.phase + 1} of a round of {len(begun.phases)}")
+        phase = begun.phases[order.phase]
+        received = memory.receive(order, content)
+        sent_down = unpacked(received, (phase.message, begun.down), "what the server sent")
+        down, statistics = jax.tree.map(jnp.asarray, sent_down)
+        like = begun.phases[order.phase - 1].kept if order.phase else begun.initial
+        kept = memory.kept(order, like, partial(self._at_first, begun, content))
+        turn = Turn(
+            _place(order, len(samples.y)),
+            jnp.int32(order.round),
+            jnp.asarray(order.cohort_size, float),
+            self._key(order, memory),
+            jax.random.wrap_key_data(jnp.asarray(order.shared, jnp.uint32)),
+        )
+        run = _compiled(begun.program, order.phase)
+        done: Finished = run(self.algorithm, down, kept, statistics, jax.tree.map(jnp.asarray, samples), turn)
+        memory.keep(order, done.kept, last=order.phase == len(begun.phases) - 1)
+        up = done.statistics if order.phase == len(begun.phases) - 1 else ()
+        sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)
+        return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
+
+    def _at_first(self, begun: _Begun, content: RecordDict) -> Kept:
+        """What a client keeps that has not taken part: where it is made of the start, the server sends that."""
+        like = (begun.params, begun.statistics)
+        if needs_start(self.algorithm, *like):
+            if "start" not in content:
+                raise FedraxError("this client has lost what it kept, and needs the start anew")
+            start = unpacked(content["start"], like, "the start")  # type: ignore[arg-type]
+        else:
+            start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        params, statistics = jax.tree.map(jnp.asarray, start)
+        return Kept.at_first(self.algorithm, params, statistics)
+
+    def _key(self, order: Order, memory: Memory) -> jax.Array:
+        if self.seed is not None:
+            return jax.random.fold_in(jax.random.fold_in(seeded(self.seed, RUN), order.round), order.client)
+        secret = jnp.asarray(np.frombuffer(memory.secret(lambda: os.urandom(8)), np.uint32))
+        return jax.random.fold_in(jax.random.wrap_key_data(secret), order.round)
+
+    def evaluate(self, message: Message, context: Context) -> Message:
+        """Sums of the task's metrics over the client's test samples, of the global model and of its own."""
+        use_all_cores()
+        order = Order.of(message.content)
+        with arithmetic(order.dtype):
+            own = own_federation(self.data, context)
+            sums = self._sums(order, own, message.content, Memory(context.state)) if len(own.test.y) else {}
+        rows = ConfigRecord({"test": len(own.test.y)})
+        return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
+
+    def _sums(self, order: Order, own: Federation, content: RecordDict, memory: Memory) -> dict[str, float]:
+        begun = _Begun.of(self.algorithm, self.task, Batch(*own.train), own, order)
+        like = (begun.params, begun.statistics)
+        params, statistics = jax.tree.map(jnp.asarray, unpacked(content["model"], like, "the model"))  # type: ignore[arg-type]
+        kept = memory.kept(order, begun.initial, partial(self._at_first, begun, content))
+        models = {"": with_statistics(params, kept.statistics if self.algorithm.statistics_at_home else statistics)}
+        personal = checked_personal(self.algorithm, self.algorithm.personal(params, kept.state), params)
+        if personal is not None:
+            models["personal_"] = with_statistics(personal, statistics)
+        sums: dict[str, float] = {}
+        for kind, model in models.items():
+            for first in range(0, len(own.test.y), _ROWS):
+                part = jax.tree.map(lambda a, first=first: jnp.asarray(a[first : first + _ROWS]), Batch(*own.test))
+                for name, values in _values(self.task, Code(self.task))(model, part).items():
+                    sums[f"{kind}{name}"] = sums.get(f"{kind}{name}", 0.0) + float(np.asarray(values, float).sum())
+        return sums
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """What this process knows of the federation before its part."""
+
+    program: Program
+    phases: list[Travelling]
+    params: Tree
+    statistics: Tree
+    initial: Kept
+    """All three in shapes."""
+    down: Tree
+    """The statistics that come with a message: none where they stay at home."""
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, order: Order) -> _Begun:
+        """From the shapes of the task's parameters and of the client's samples, which fit each other."""
+        start = start_and_statistics(task, seeded(0, START), None, order.dtype)
+        _, params, statistics, _ = start
+        check_task(task, with_statistics(params, statistics), samples, own)
+        initial, broken = at_first(algorithm, params, statistics)
+        if broken:
+            raise broken[0]
+        layout = Layout.of(np.array([len(samples.y)]))
+        program = Program(task, layout, order.num_clients, chunk=0, code=Code(algorithm, task))
+        phases = travelling(program, algorithm, params, statistics, shapes_of_samples(samples))
+        down = () if algorithm.statistics_at_home else statistics
+        return cls(program, phases, params, statistics, initial, down)
+
+
+def own_federation(data: Data, context: Context) -> Federation:
+    """A client's own data as a federation of one, checked as all data are."""
+    found: Any = data(context)
+    more: dict[str, Any] = {}
+    if isinstance(found, Dataset):
+        more = {"num_classes": found.num_classes, "padding": found.padding, "pixels": found.pixels}
+        found = (found.train, found.test)
+    try:
+        first, second = found
+        (x, y), test = (first, tuple(second)) if isinstance(first, tuple | list) else (found, None)
+        rows = len(y)
+    except (TypeError, ValueError):
+        raise FedraxError(
+            "the function data gives a client's samples as (x, y), as ((x, y), (x_test, y_test)) or as a Dataset, not"
+            f" a {type(found).__name__}"
+        ) from None
+    if np.asarray(y).dtype.kind not in "iufb":
+        raise FedraxError("labels are numbers, which mean the same on every client: number the classes")
+    return Federation.from_arrays(x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **more)
+
+
+def _place(order: Order, rows: int) -> Place:
+    zero = jnp.int32(0)
+    return Place(jnp.int32(order.client), zero, zero, jnp.int32(rows), jnp.ones(()))
+
+
+@lru_cache(maxsize=16)
+def _compiled(program: Program, p: int) -> Callable:
+    return jax.jit(partial(run_client, program, p))
+
+
+@lru_cache(maxsize=8)
+def _values(task: Task, code: Code) -> Callable:
+    return jax.jit(partial(sample_values, task))

@@ -1,0 +1,86 @@
+"""What the global model is worth: on the server's test samples, or on those that the clients have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flwr.app import ConfigRecord, MessageType, RecordDict
+
+from fedrax.contract.model import with_statistics
+from fedrax.contract.task import Batch, Task
+from fedrax.data.dataset import as_samples
+from fedrax.errors import FedraxError
+from fedrax.flower.network import Traffic
+from fedrax.flower.nodes import Nodes
+from fedrax.flower.orders import Order
+from fedrax.flower.records import packed
+from fedrax.simulation.evaluate import Evaluator, is_lower_better, measured, over_clients
+from fedrax.simulation.plans import make_mesh
+from fedrax.tree import Tree
+
+Evaluate = Callable[[Tree, Tree, Order, np.ndarray], dict[str, float]]
+"""(parameters, statistics, the order of a round, clients that are there) -> metrics by the names that events have."""
+
+
+def on_the_server(task: Task, test: tuple[Any, Any]) -> Evaluate:
+    """On test samples (x [n, ...], y [n, ...])."""
+    x, y = (np.asarray(part) for part in test)
+    evaluator = Evaluator(task, make_mesh(1), Batch(*as_samples(x, y)))
+
+    def evaluate(params: Tree, statistics: Tree, order: Order, there: np.ndarray) -> dict[str, float]:
+        return measured(task, params) | evaluator(with_statistics(params, statistics), "test")
+
+    return evaluate
+
+
+def on_the_clients(task: Task, nodes: Nodes, traffic: Traffic, per_client: bool) -> Evaluate:
+    """On the test samples of all clients that are there and have some: means over samples, and what is said of the
+    clients where ``per_client``. No more than sums over a client's samples leave it."""
+
+    def evaluate(params: Tree, statistics: Tree, order: Order, there: np.ndarray) -> dict[str, float]:
+        model, contents = packed((params, statistics)), {}
+        for client in map(int, there):
+            own = Order(**{**vars(order), "client": client, "counted": traffic.counted.get(client, -1)})
+            contents[client] = RecordDict({"model": model, **own.record()})
+            traffic.introduce(client, nodes.node_of[client], contents[client])
+        replies = nodes.ask(MessageType.EVALUATE, contents, f"evaluation {order.round + 1}")
+        found = [one for one in map(_sums_of, replies.values()) if one is not None]
+        return measured(task, params) | _metrics(task, found, per_client)
+
+    return evaluate
+
+
+def _sums_of(reply: RecordDict) -> tuple[int, dict[str, float]] | None:
+    """(test samples of a client, sums of metrics over them); None where it has none, or makes no sense."""
+    rows, sums = reply.get("rows"), reply.get("sums")
+    if not isinstance(rows, ConfigRecord) or not isinstance(sums, ConfigRecord):
+        return None
+    count = rows.get("test")
+    numbers = all(isinstance(value, float) for value in sums.values())
+    return (count, dict(sums)) if type(count) is int and 0 < count < 2**31 and sums and numbers else None  # type: ignore[return-value]
+
+
+def _metrics(task: Task, found: list[tuple[int, dict[str, float]]], per_client: bool) -> dict[str, float]:
+    """Means over all samples of those clients that say them."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for _, sums in found for name in sums}):
+        mine = [(rows, sums[name]) for rows, sums in found if name in sums]
+        rows, values = np.array([r for r, _ in mine]), np.array([value for _, value in mine])
+        metrics[f"test_{name}"] = float(values.sum() / rows.sum())
+        if per_client:
+            lower = is_lower_better(task, name.removeprefix("personal_"))
+            metrics |= over_clients(values, rows, f"test_{name}", lower)
+    return metrics
+
+
+def check_test(test: Any, samples: Batch) -> None:
+    """FedraxError for test samples that are no pair, or of another shape than the clients'."""
+    if not isinstance(test, tuple | list) or len(test) != 2:
+        raise FedraxError("test is a pair (x, y) of the server's own test samples; None has the clients evaluate")
+    shapes = [jax.numpy.shape(part)[1:] for part in test]
+    wanted = [part.shape[1:] for part in samples]
+    if shapes != wanted:
+        raise FedraxError(f"test has samples of shape {shapes}, and the clients' are {wanted}")

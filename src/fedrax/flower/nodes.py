@@ -1,0 +1,137 @@
+"""Who the clients of a federation are: nodes of Flower that have said what they have, and the messages to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
+
+import jax
+import numpy as np
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedrax.errors import FedraxError
+
+log = getLogger("flwr")
+"""Flower's own, which reaches whoever follows the run."""
+_LARGEST = 1 << 31
+_PAUSE = 1.0
+"""Seconds between two looks at who is there."""
+
+
+@dataclass
+class Nodes:
+    """The clients 0 to N - 1 and the nodes that they are on."""
+
+    grid: Grid
+    timeout: float
+    """Seconds to wait for answers."""
+    sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    """n_i, [N]."""
+    samples: Any = None
+    """Shapes and types of one sample, x [1, ...] and y [1, ...]."""
+    node_of: dict[int, int] = field(default_factory=dict)
+    """The node of each client."""
+    by_number: bool = False
+    """Whether nodes know their client's number, so that one that comes back is known again."""
+    asked: set[int] = field(default_factory=set)
+    """Nodes that have said who they are, or were not to be understood."""
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.sizes)
+
+    def gather(self, count: int, wait: float) -> None:
+        """Wait until ``count`` nodes have said who they are, for so many seconds at most; they are the clients."""
+        found: dict[int, Mapping[str, Any]] = {}
+        due = time.monotonic() + wait
+        while len(found) < count:
+            found |= self._introductions(self.grid.get_node_ids())
+            if len(found) < count:
+                if time.monotonic() > due:
+                    raise FedraxError(f"{len(found)} of {count} clients were there after {wait:g} seconds")
+                time.sleep(_PAUSE)
+        chosen = sorted(found)[:count]
+        self.by_number = all("client" in found[node] for node in chosen)
+        numbers = [found[node]["client"] if self.by_number else k for k, node in enumerate(chosen)]
+        if sorted(numbers) != list(range(count)):
+            raise FedraxError(
+                f"the partition-id of {count} clients must be the numbers 0 to {count - 1}, and these are"
+                f" {', '.join(map(str, sorted(numbers)))}"
+            )
+        self.node_of = dict(zip(numbers, chosen, strict=True))
+        self.sizes = np.array([found[self.node_of[client]]["size"] for client in range(count)], int)
+        kinds = {_kind(found[node]) for node in chosen}
+        if len(kinds) > 1:
+            raise FedraxError(f"clients have samples of different kinds: {' and '.join(map(str, sorted(kinds)[:2]))}")
+        x_type, x_shape, y_type, y_shape = kinds.pop()
+        struct = lambda shape, kind: jax.ShapeDtypeStruct((1, *shape), _dtype(kind))  # noqa: E731
+        self.samples = (struct(x_shape, x_type), struct(y_shape, y_type))
+
+    def available(self) -> np.ndarray:
+        """The clients whose nodes are there now, sorted; one that has come back under another number is known again."""
+        there = set(self.grid.get_node_ids())
+        if self.by_number and (new := there - self.asked):
+            for node, facts in self._introductions(new).items():
+                client = facts.get("client")
+                if client in self.node_of and self.node_of[client] not in there:
+                    self.node_of[client] = node
+        return np.array(sorted(client for client, node in self.node_of.items() if node in there), int)
+
+    def ask(self, kind: str, contents: Mapping[int, RecordDict], group: str) -> dict[int, RecordDict]:
+        """Send each client its content and wait for the answers: those that came, and were no errors, by client."""
+        messages = [
+            Message(content, self.node_of[client], kind, ttl=self.timeout, group_id=group)
+            for client, content in contents.items()
+        ]
+        client_of = {self.node_of[client]: client for client in contents}
+        return {client_of[node]: content for node, content in self._exchange(messages).items()}
+
+    def _exchange(self, messages: Iterable[Message]) -> dict[int, RecordDict]:
+        found = {}
+        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                log.warning("node %d could not answer: %s", node, reply.error.reason)
+            else:
+                found[node] = reply.content
+        return found
+
+    def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
+        """What nodes that were not asked before say of themselves."""
+        new = sorted(set(nodes) - self.asked)
+        messages = [Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new]
+        answers = self._exchange(messages) if messages else {}
+        self.asked |= set(answers)
+        found = {node: content.get("client") for node, content in answers.items()}
+        wrong = [node for node, facts in found.items() if not _makes_sense(facts)]
+        for node in wrong:
+            log.warning("node %d is none of a fedrax client of this version", node)
+        return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
+
+
+def _makes_sense(facts: Any) -> bool:
+    if not isinstance(facts, ConfigRecord):
+        return False
+    whole: list[Any] = [facts.get(name, 0) for name in ("client", "test_size", "size")]
+    shapes = [facts.get(f"{part}_shape") for part in "xy"]
+    try:
+        types = [_dtype(facts.get(f"{part}_type")) for part in "xy"]
+    except TypeError:
+        return False
+    lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _LARGEST for n in s) for s in shapes)
+    numbers = all(type(n) is int and 0 <= n < _LARGEST for n in whole) and whole[-1] > 0
+    return lists and numbers and all(dtype.kind in "iufbVc" for dtype in types)
+
+
+def _dtype(name: Any) -> np.dtype:
+    """A type by its name, those of JAX among them."""
+    return np.dtype(jax.numpy.dtype(name)) if isinstance(name, str) else np.dtype(object)
+
+
+def _kind(facts: Mapping[str, Any]) -> tuple[str, tuple[int, ...], str, tuple[int, ...]]:
+    return facts["x_type"], tuple(facts["x_shape"]), facts["y_type"], tuple(facts["y_shape"])
