@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from fedrax.contract.place import Place
 from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
-from fedrax.data import Dataset, Federation
+from fedrax.data import Dataset, Federation, Samples
 from fedrax.errors import FedraxError
 from fedrax.flower.memory import Memory
 from fedrax.flower.orders import Order
@@ -37,8 +37,8 @@ from fedrax.simulation.process import arithmetic
 from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
 from fedrax.tree import Tree
 
-Data = Callable[[Context], Any]
-"""What a client's own samples come from: (x, y), ((x, y), (x_test, y_test)) or a :class:`fedrax.Dataset`."""
+Data = Callable[[Context], Any] | Federation
+"""What a client's own samples come from."""
 
 _ROWS = 500
 """Samples evaluated at a time."""
@@ -49,8 +49,9 @@ def client_app(algorithm: Algorithm, task: Task, data: Data, *, seed: int | None
     leads it; both ends are given the same two.
 
     data: called with the app's Context, gives the client's samples: (x [n, ...], y [n, ...]), or a pair of these for
-    training and test, or a :class:`fedrax.Dataset`. Its ``node_config["partition-id"]``, if it has one, is the client's
-    number, from 0. What the client keeps from round to round stays in the Context.
+    training and test, or a :class:`fedrax.Dataset`. To try things out it may be a :class:`fedrax.Federation`, of which
+    each client takes its own part. ``node_config["partition-id"]``, where nodes have it, is the client's number, from
+    0. What the client keeps from round to round stays in the Context.
     seed: draw batches and noise as ``fedrax.simulate`` does with this seed, to compare the two. By default they are
     drawn from a secret of the client's own: noise that others can draw, too, protects nothing.
     """
@@ -191,6 +192,8 @@ class _Begun:
 
 def own_federation(data: Data, context: Context) -> Federation:
     """A client's own data as a federation of one, checked as all data are."""
+    if isinstance(data, Federation):
+        return _part(data, context)
     found: Any = data(context)
     more: dict[str, Any] = {}
     if isinstance(found, Dataset):
@@ -208,6 +211,26 @@ def own_federation(data: Data, context: Context) -> Federation:
     if np.asarray(y).dtype.kind not in "iufb":
         raise FedraxError("labels are numbers, which mean the same on every client: number the classes")
     return Federation.from_arrays(x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **more)
+
+
+def _part(federation: Federation, context: Context) -> Federation:
+    """One client's part of a federation."""
+    number = context.node_config.get("partition-id")
+    if type(number) is not int or not 0 <= number < federation.num_clients:
+        raise FedraxError(
+            f"a client of {federation.name!r} needs a partition-id from 0 to {federation.num_clients - 1} in its node"
+            f" config, and has {number!r}"
+        )
+    rows = slice(*federation.offsets[number : number + 2])
+    mine = slice(0) if federation.test_offsets is None else slice(*federation.test_offsets[number : number + 2])
+    return replace(
+        federation,
+        train=Samples(*(a[rows] for a in federation.train)),
+        test=Samples(*(a[mine] for a in federation.test)),
+        offsets=np.array([0, rows.stop - rows.start]),
+        test_offsets=None,
+        client_names=(),
+    )
 
 
 def _place(order: Order, rows: int) -> Place:

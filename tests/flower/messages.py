@@ -1,0 +1,88 @@
+"""Six clients of unlike size, and a grid between them whose messages pass as bytes and get lost as told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flwr.app import Context, Error, Message
+from flwr.common.serde import message_from_proto, message_to_proto
+
+from fedrax import Algorithm, Result, Task, classification
+from fedrax.data import Federation
+from fedrax.flower import LocalGrid, client_app, federate
+from fedrax.models import Logistic
+from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
+
+SIZES = (3, 7, 4, 12, 6, 5)
+ROUNDS, COHORT = 4, 3
+TASK = classification(Logistic().build((4,), 3))
+
+
+def start(task: Task) -> Any:
+    """Starting parameters of which no two arrays are alike."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: a + 0.1 * rng.normal(size=a.shape).astype(a.dtype), task.init(jax.random.key(0)))
+
+
+START = start(TASK)
+
+
+def samples() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of six clients, and whose they are."""
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    x = rng.normal(size=(len(owner), 4)).astype(np.float32)
+    return x, (x @ rng.normal(size=(4, 3))).argmax(1), owner
+
+
+X, Y, OWNER = samples()
+FEDERATION = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
+
+
+def own(context: Context) -> Any:
+    """A client's rows."""
+    mine = int(context.node_config["partition-id"]) == OWNER
+    return X[mine], Y[mine]
+
+
+def example(kind: type[Algorithm]) -> Algorithm:
+    """The method with a step size at which nothing diverges."""
+    if kind is ObjectivePerturbation:  # whose theorem is for other models than this one
+        return ObjectivePerturbation(guarantee="none")
+    algorithm = kind()
+    local = getattr(algorithm, "local", None)
+    if local is None:
+        return algorithm
+    return dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
+
+
+class Serialized(LocalGrid):
+    """Messages pass as the bytes that a network would carry; ``lose`` says which answers never arrive."""
+
+    lose: Callable[[Message, int], bool] = staticmethod(lambda message, client: False)
+    change: Callable[[Message, int], None] = staticmethod(lambda reply, client: None)
+    """What is done to answers on the way."""
+
+    def _answer(self, message: Message) -> Message:
+        client = message.metadata.dst_node_id - 2
+        reply = super()._answer(message_from_proto(message_to_proto(message)))
+        self.change(reply, client)
+        if self.lose(message, client):
+            return Message(Error(3, "it took too long"), reply_to=message)
+        return message_from_proto(message_to_proto(reply))
+
+
+def deployed(algorithm: Algorithm, grid: Any = None, task: Task = TASK, **changes: Any) -> Result:
+    """A short run over messages."""
+    grid = grid or Serialized(client_app(algorithm, task, own, seed=0), len(SIZES))
+    settings = {"rounds": ROUNDS, "cohort_size": COHORT, "test": (X, Y), "seed": 0, "timeout": 30.0}
+    return federate(grid, algorithm, task, clients=len(SIZES), **(settings | changes))  # type: ignore[arg-type]
+
+
+def assert_close(a: Any, b: Any, tolerance: float = 2e-5) -> None:
+    """The same tree up to rounding."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)

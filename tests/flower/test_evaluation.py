@@ -1,0 +1,168 @@
+"""Metrics of a federation over messages, models with running statistics, private methods, and what a run leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import (
+    ClientDP,
+    Ditto,
+    FedAvg,
+    FedraxError,
+    FedraxWarning,
+    LocalSGD,
+    Mime,
+    Personalised,
+    SampleDP,
+    Scaffold,
+    classification,
+    simulate,
+)
+from fedrax.data import Federation
+from fedrax.flower import LocalGrid, client_app, federate
+from fedrax.models import MLP, Model
+from fedrax.simulation import read_events
+from tests.flower.messages import OWNER, ROUNDS, SIZES, START, TASK, Serialized, X, Y, assert_close, deployed, own, start
+
+LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
+OWN_TEST = Federation.from_arrays(
+    X, Y, OWNER, test=(X[::-1], Y[::-1]), test_client_ids=OWNER[::-1], num_classes=3, shuffle=False
+)
+SIMULATED: dict[str, Any] = {"rounds": ROUNDS, "cohort_size": 3, "plan": "scan", "devices": 1}
+
+
+def grid_of(algorithm: Any, data: Any = own, task: Any = TASK) -> Serialized:
+    """Six clients of a method."""
+    return Serialized(client_app(algorithm, task, data, seed=0), len(SIZES))
+
+
+def of_clients(events: list[dict]) -> dict[str, float]:
+    """The last event's metrics."""
+    return {name: value for name, value in events[-1].items() if name.startswith("test_")}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Scaffold(local=LOCAL), Ditto(FedAvg(local=LOCAL)), Personalised(FedAvg(local=LOCAL), at_home=("*weight",))],
+    ids=lambda method: type(method).__name__,
+)
+def test_clients_evaluate_on_their_own(method: Any):
+    """The global model and their own ones, over all samples and over clients."""
+    there = simulate(method, TASK, OWN_TEST, params=START, per_client=True, **SIMULATED)
+    here = deployed(method, grid_of(method, OWN_TEST), test=None, params=START, per_client=True)
+    ours, theirs = of_clients(here.events), of_clients(there.events)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["global", "at home"])
+@pytest.mark.filterwarnings("ignore:a batch of one row")
+def test_running_statistics_travel_or_stay(kind: str):
+    task = classification(with_norm())
+    local = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
+    method = local if kind == "global" else Personalised(local, keep="norm")
+    federation = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
+    there = simulate(method, task, federation, **SIMULATED)
+    here = deployed(method, grid_of(method, task=task), task)
+    assert jax.tree.leaves(there.statistics)
+    assert_close((here.params, here.statistics), (there.params, there.statistics), 5e-5)
+
+
+def with_norm() -> Model:
+    """A layer, its batch norm, and another layer."""
+    return MLP(hidden=(5,), norm="batch").build((4,), 3)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float64"}, {"weights": "samples"}])
+def test_settings_mean_the_same(changes: dict[str, Any]):
+    task, method = classification(MLP(hidden=(5,)).build((4,), 3)), FedAvg(local=LOCAL)
+    federation = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
+    there = simulate(method, task, federation, **SIMULATED, **changes)
+    here = deployed(method, grid_of(method, task=task), task, **changes)
+    assert_close(here.params, there.params, 1e-12 if "dtype" in changes else 2e-5)
+
+
+def test_what_clients_have_by_the_second_part_is_not_sent_again():
+    """Mime sends x, s and c: in its second part c alone."""
+    task, method = classification(MLP(hidden=(5,)).build((4,), 3)), Mime(local=LOCAL)
+    federation = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
+    params = start(task)
+    there = simulate(method, task, federation, params=params, **SIMULATED)
+    here = deployed(method, grid_of(method, task=task), task, params=params)
+    sent, counted = (np.diff([event["bytes_down"] for event in run.events]).tolist() for run in (here, there))
+    assert sent == counted
+    assert_close(here.params, there.params)
+
+
+def test_a_run_leaves_events_and_its_model(tmp_path: Path):
+    method = Scaffold(local=LOCAL)
+    here = deployed(method, grid_of(method), directory=tmp_path / "run", eval_every=2)
+    events = read_events(tmp_path / "run")
+    assert [event["round"] for event in events] == [1, 2, 3, 4] and events == here.events
+    assert ["test_loss" in event for event in events] == [False, True, False, True]
+    model = fedrax.load(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
+    assert_close(model, here.params, 0)
+    assert (tmp_path / "run" / "environment.json").is_file()
+    with pytest.raises(FedraxError, match="holds a run already"):
+        deployed(method, grid_of(method), directory=tmp_path / "run")
+
+
+def test_it_ends_at_a_target_or_where_a_callback_says_so():
+    method = Scaffold(local=LOCAL)
+    reached = deployed(method, grid_of(method), target=0.01, eval_every=1)
+    asked = deployed(method, grid_of(method), callbacks=[lambda snapshot: snapshot.event["round"] == 2], eval_every=1)
+    assert (reached.stopped, len(reached.events)) == ("target", 1)
+    assert (asked.stopped, len(asked.events)) == ("callback", 2)
+
+
+def test_a_private_run_spends_for_all_that_were_asked_and_ends_with_its_budget():
+    method = ClientDP(FedAvg(local=LOCAL), clip=1.0, noise=5.0)
+    grid = grid_of(method)
+    grid.lose = lambda message, client: client == 0
+    whole = deployed(method, grid, rounds=6, cohort_size=6, seed=None)
+    assert whole.spent is not None and whole.spent.count == 6
+    budget = whole.events[2]["epsilon"] + 1e-6
+    ended = deployed(method, grid_of(method), rounds=6, cohort_size=6, seed=None, epsilon_budget=budget)
+    assert (ended.stopped, len(ended.events)) == ("budget", 3)
+    assert ended.spent is not None and ended.spent.epsilon <= budget
+
+
+def test_noise_that_others_can_draw_is_warned_of():
+    method = SampleDP(FedAvg(local=LocalSGD(lr=0.05, steps=2)), noise=2.0)
+    with pytest.warns(FedraxWarning, match="leave seed out"):
+        deployed(method, grid_of(method), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stragglers": 0.5}, "stragglers is a setting of simulations"),
+        ({"plan": "vmap"}, "plan is a setting of simulations"),
+        ({"round": 5}, "did you mean 'rounds'"),
+        ({"cohort_size": 9}, "cannot sample 9 clients a round"),
+        ({"test": X}, "test is a pair"),
+        ({"test": (X[:, :2], Y)}, "the clients' are"),
+        ({"settings": fedrax.Settings(seed=3)}, "seed is a setting of simulations"),
+    ],
+)
+def test_settings_of_simulations_and_wrong_ones_are_a_sentence(changes: dict[str, Any], words: str):
+    method = Scaffold(local=LOCAL)
+    with pytest.raises(FedraxError, match=words):
+        deployed(method, grid_of(method), **changes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lambda context: 3, lambda context: (X, Y, X), lambda context: (X, Y[:3]), lambda context: (X, Y.astype(str))],
+)
+def test_data_that_are_none_are_a_sentence_of_the_client(data: Any):
+    grid = LocalGrid(client_app(Scaffold(local=LOCAL), TASK, data), 1)
+    with pytest.raises(FedraxError, match="0 of 1 clients were there"):
+        federate(grid, Scaffold(local=LOCAL), TASK, clients=1, wait=0)

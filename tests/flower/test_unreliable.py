@@ -1,0 +1,219 @@
+"""Clients that fail, come back, lose their memory or send what makes no sense."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+
+from fedrax import Episode, FedAvg, FedraxError, LocalSGD, LoSAC, PFedMe, Scaffold, Script, simulate
+from fedrax.flower import client_app, federate
+from fedrax.flower.orders import Order
+from tests.flower.messages import FEDERATION, SIZES, START, TASK, Serialized, assert_close, deployed, own
+
+METHOD = Scaffold(local=LocalSGD(lr=0.05, steps=3, batch_size=4))
+ALL = list(range(len(SIZES)))
+ORDER = Order(0, 0, 1, 6, 3.0, -1, [1, 2], "float32")
+
+
+def grid_of(algorithm: Any = METHOD, seed: int | None = 0) -> Serialized:
+    """Six clients of a method."""
+    return Serialized(client_app(algorithm, TASK, own, seed=seed), len(SIZES))
+
+
+def simulated(cohorts: list[list[int]], algorithm: Any = METHOD) -> Any:
+    """The parameters after rounds of these clients."""
+    settings: dict[str, Any] = {"plan": "scan", "devices": 1, "params": START, "rounds": len(cohorts)}
+    return simulate(algorithm, TASK, FEDERATION, script=Script(cohorts=cohorts), **settings).params
+
+
+def is_round(message: Message, number: int) -> bool:
+    """Whether a message belongs to this round, as events count them."""
+    return message.metadata.message_type == MessageType.TRAIN and message.metadata.group_id == f"round {number}"
+
+
+def spoiled(how: str) -> Any:
+    """Changes client 2's answer in round 2."""
+
+    def change(reply: Message, client: int) -> None:
+        if client != 2 or not reply.has_content() or reply.metadata.group_id != "round 2":
+            return
+        sent = reply.content["sent"]
+        assert isinstance(sent, ArrayRecord)
+        name, array = next(iter(sent.items()))
+        if how == "missing":
+            del sent[name]
+        elif how == "more":
+            sent["99 more"] = array
+        elif how == "no record":
+            del reply.content["sent"]
+        elif how == "another record":
+            reply.content["sent"] = ConfigRecord({"upload": 1.0})
+        elif how == "not finite":
+            numbers = np.frombuffer(array.data, array.dtype).copy()
+            numbers[0] = np.nan
+            sent[name] = Array(array.dtype, array.shape, array.stype, numbers.tobytes())
+        else:
+            parts = {"type": array.dtype, "shape": array.shape, "stype": array.stype, "data": array.data}
+            parts |= {"type": {"type": "float64"}, "shape": {"shape": (7, 7)}, "stype": {"stype": "numpy.ndarray"}}.get(
+                how, {"data": array.data[:-4]}
+            )
+            sent[name] = Array(*parts.values())
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "how", ["missing", "more", "no record", "another record", "not finite", "type", "shape", "stype", "data"]
+)
+def test_an_answer_that_makes_no_sense_is_left_out(how: str, caplog: pytest.LogCaptureFixture):
+    grid = grid_of()
+    grid.change = spoiled(how)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6)
+    assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL]))
+    assert "round 2: client 2 is left out: its answer" in caplog.text
+
+
+def test_who_is_away_is_not_asked_and_comes_back_under_another_number():
+    grid = grid_of()
+    node = next(node for node in grid.contexts if grid.contexts[node].node_config["partition-id"] == 3)
+
+    def moving(event: Any) -> None:
+        if event.event["round"] == 1:
+            grid.away = grid.contexts.pop(node)  # type: ignore[attr-defined]
+        elif event.event["round"] == 2:
+            grid.contexts[99] = grid.away  # type: ignore[attr-defined]
+
+    here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6, eval_every=1, callbacks=[moving])
+    assert [event["clients"] for event in here.events] == [6, 5, 6]
+    assert_close(here.params, simulated([ALL, [c for c in ALL if c != 3], ALL]))
+
+
+def test_who_has_lost_its_memory_begins_anew(caplog: pytest.LogCaptureFixture):
+    grid = grid_of()
+
+    def forget(event: Any) -> None:
+        grid.contexts[2].state.clear()
+
+    with caplog.at_level(logging.WARNING, "flwr"):
+        here = deployed(METHOD, grid, params=START, rounds=2, cohort_size=6, eval_every=1, callbacks=[forget])
+    assert "has lost what it kept" in caplog.text
+    assert [event["clients"] for event in here.events] == [6, 6] and np.isfinite(here.events[-1]["test_loss"])
+
+
+def test_who_has_lost_the_start_is_sent_it_again():
+    """pFedMe's clients begin with the starting parameters: one without them is left out once."""
+    method = PFedMe()
+    grid = grid_of(method)
+
+    def forget(event: Any) -> None:
+        if event.event["round"] == 1:
+            grid.contexts[2].state.clear()
+
+    here = deployed(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[forget])
+    assert [event["clients"] for event in here.events] == [6, 5, 6]
+
+
+def test_a_round_without_anybody_changes_nothing():
+    grid = grid_of()
+    grid.lose = lambda message, client: is_round(message, 2)
+    here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6)
+    assert [event["clients"] for event in here.events] == [6, 0, 6]
+    assert np.isfinite(here.events[-1]["test_loss"])
+
+
+def test_a_method_for_a_fixed_cohort_leaves_such_a_round_out():
+    method = LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))
+    grid = grid_of(method)
+    grid.lose = lambda message, client: is_round(message, 2) and client == 4
+    here = deployed(method, grid, rounds=3, cohort_size=6)
+    assert [event["clients"] for event in here.events] == [6, 0, 6]
+
+
+def test_who_answers_one_part_of_a_round_alone_is_as_before():
+    """EPISODE's second part without client 1, which then goes on from what it kept."""
+    method = Episode(local=LocalSGD(lr=0.05, steps=2, batch_size=4))
+    grid = grid_of(method)
+    parts: list[int] = []
+
+    def lose(message: Message, client: int) -> bool:
+        if client == 1 and is_round(message, 2):
+            parts.append(1)
+        return client == 1 and len(parts) == 2 and is_round(message, 2)
+
+    grid.lose = lose
+    here = deployed(method, grid, params=START, rounds=3, cohort_size=6)
+    assert len(parts) == 2 and here.events[-1]["clients"] == 6 and np.isfinite(here.events[-1]["test_loss"])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"round": -1},
+        {"round": 2**40},
+        {"phase": 9},
+        {"client": 6},
+        {"client": -1},
+        {"num_clients": 0},
+        {"dtype": "object"},
+        {"shared": [2**40, 1]},
+        {"shared": "no"},
+        {"cohort_size": float("nan")},
+        {"cohort_size": 3},
+        {"counted": "x"},
+        {"round": None},
+    ],
+)
+def test_a_client_refuses_orders_that_make_no_sense(order: dict[str, Any]):
+    grid = grid_of()
+    facts = {k: v for k, v in (vars(ORDER) | order).items() if v is not None}
+    content = RecordDict({"order": ConfigRecord(facts), "down": ArrayRecord()})
+    (reply,) = grid.send_and_receive([Message(content, 3, MessageType.TRAIN)])
+    assert reply.has_error() and "FedraxError" in str(reply.error.reason)
+
+
+@pytest.mark.parametrize("content", [{}, {"down": ArrayRecord()}, {"order": ConfigRecord({"round": 1})}])
+def test_a_client_refuses_messages_of_others(content: dict[str, Any]):
+    grid = grid_of()
+    for kind in (MessageType.TRAIN, MessageType.EVALUATE):
+        (reply,) = grid.send_and_receive([Message(RecordDict(content), 3, kind)])
+        assert reply.has_error() and "none of a fedrax server" in str(reply.error.reason)
+
+
+def test_too_few_clients_are_a_sentence():
+    with pytest.raises(FedraxError, match="6 of 7 clients were there after 0 seconds"):
+        federate(grid_of(), METHOD, TASK, clients=7, wait=0)
+
+
+def test_numbers_that_do_not_fit_are_a_sentence():
+    grid = Serialized(client_app(METHOD, TASK, own), [{"partition-id": k} for k in (0, 2, 2)])
+    with pytest.raises(FedraxError, match="must be the numbers 0 to 2, and these are 0, 2, 2"):
+        federate(grid, METHOD, TASK, clients=3)
+
+
+def test_samples_of_different_kinds_are_a_sentence():
+    def data(context: Any) -> Any:
+        x, y = own(context)
+        return (x[:, :2] if context.node_config["partition-id"] == 1 else x), y
+
+    grid = Serialized(client_app(METHOD, TASK, data), len(SIZES))
+    with pytest.raises(FedraxError, match="clients have samples of different kinds"):
+        federate(grid, METHOD, TASK, clients=6)
+
+
+def farthest(a: Any, b: Any) -> float:
+    """The largest difference between two trees."""
+    return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_noise_and_batches_are_secret_unless_a_seed_is_given():
+    batches = FedAvg(local=LocalSGD(lr=0.5, steps=2, batch_size=2))
+    secret = [deployed(batches, grid_of(batches, seed=None), params=START, rounds=1, cohort_size=6) for _ in range(2)]
+    given = [deployed(batches, grid_of(batches), params=START, rounds=1, cohort_size=6) for _ in range(2)]
+    assert farthest(secret[0].params, secret[1].params) > 1e-3
+    assert farthest(given[0].params, given[1].params) == 0
