@@ -79,7 +79,7 @@ class Serialized(LocalGrid):
 def deployed(algorithm: Algorithm, grid: Any = None, task: Task = TASK, **changes: Any) -> Result:
     """A short run over messages."""
     grid = grid or Serialized(client_app(algorithm, task, own, seed=0), len(SIZES))
-    settings = {"rounds": ROUNDS, "cohort_size": COHORT, "test": (X, Y), "seed": 0, "timeout": 30.0}
+    settings = {"rounds": ROUNDS, "cohort_size": COHORT, "test": (X, Y), "seed": 0, "timeout": 30.0, "wait": 30.0}
     return federate(grid, algorithm, task, clients=len(SIZES), **(settings | changes))  # type: ignore[arg-type]
 
 

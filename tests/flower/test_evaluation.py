@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flwr.app import MessageType
 
 import fedrax
 from fedrax import (
@@ -26,9 +28,22 @@ from fedrax import (
 )
 from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
-from fedrax.models import MLP, Model
+from fedrax.models import MLP, from_linen
 from fedrax.simulation import read_events
-from tests.flower.messages import OWNER, ROUNDS, SIZES, START, TASK, Serialized, X, Y, assert_close, deployed, own, start
+from tests.flower.messages import (
+    OWNER,
+    ROUNDS,
+    SIZES,
+    START,
+    TASK,
+    Serialized,
+    X,
+    Y,
+    assert_close,
+    deployed,
+    own,
+    start,
+)
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
 OWN_TEST = Federation.from_arrays(
@@ -62,22 +77,27 @@ def test_clients_evaluate_on_their_own(method: Any):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["global", "at home"])
-@pytest.mark.filterwarnings("ignore:a batch of one row")
-def test_running_statistics_travel_or_stay(kind: str):
-    task = classification(with_norm())
-    local = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
-    method = local if kind == "global" else Personalised(local, keep="norm")
-    federation = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
-    there = simulate(method, task, federation, **SIMULATED)
-    here = deployed(method, grid_of(method, task=task), task)
+class Normed(nn.Module):
+    """A layer, its batch norm, and another layer."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        """Logits."""
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(5)(x))
+        return nn.Dense(3)(nn.relu(x))
+
+
+@pytest.mark.parametrize("where", ["with the mean", "at home"])
+def test_running_statistics_travel_or_stay(where: str):
+    task, inner = classification(from_linen(Normed(), X[:1])), FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
+    at_home = Personalised(inner, at_home=("*BatchNorm*",), statistics=True)
+    method = inner if where == "with the mean" else at_home
+    there = simulate(method, task, OWN_TEST, **SIMULATED)
+    here = deployed(method, grid_of(method, OWN_TEST, task), task, test=None)
     assert jax.tree.leaves(there.statistics)
     assert_close((here.params, here.statistics), (there.params, there.statistics), 5e-5)
-
-
-def with_norm() -> Model:
-    """A layer, its batch norm, and another layer."""
-    return MLP(hidden=(5,), norm="batch").build((4,), 3)
+    for name, value in of_clients(there.events).items():
+        np.testing.assert_allclose(of_clients(here.events)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "float64"}, {"weights": "samples"}])
@@ -123,9 +143,9 @@ def test_it_ends_at_a_target_or_where_a_callback_says_so():
 
 
 def test_a_private_run_spends_for_all_that_were_asked_and_ends_with_its_budget():
-    method = ClientDP(FedAvg(local=LOCAL), clip=1.0, noise=5.0)
+    method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
     grid = grid_of(method)
-    grid.lose = lambda message, client: client == 0
+    grid.lose = lambda message, client: client == 0 and message.metadata.message_type == MessageType.TRAIN
     whole = deployed(method, grid, rounds=6, cohort_size=6, seed=None)
     assert whole.spent is not None and whole.spent.count == 6
     budget = whole.events[2]["epsilon"] + 1e-6

@@ -148,10 +148,11 @@ class _Client:
         like = (begun.params, begun.statistics)
         params, statistics = jax.tree.map(jnp.asarray, unpacked(content["model"], like, "the model"))  # type: ignore[arg-type]
         kept = memory.kept(order, begun.initial, partial(self._at_first, begun, content))
-        models = {"": with_statistics(params, kept.statistics if self.algorithm.statistics_at_home else statistics)}
+        models = {"": with_statistics(params, statistics)}
         personal = checked_personal(self.algorithm, self.algorithm.personal(params, kept.state), params)
         if personal is not None:
-            models["personal_"] = with_statistics(personal, statistics)
+            at_home = self.algorithm.statistics_at_home
+            models["personal_"] = with_statistics(personal, kept.statistics if at_home else statistics)
         sums: dict[str, float] = {}
         for kind, model in models.items():
             for first in range(0, len(own.test.y), _ROWS):
