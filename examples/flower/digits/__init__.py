@@ -1,0 +1,1 @@
+"""A federation of clients that hold handwritten digits."""

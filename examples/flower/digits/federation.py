@@ -1,0 +1,8 @@
+"""What both ends share: the method, the task, and how many clients there are."""
+
+from fedrax import LocalSGD, Scaffold, classification
+from fedrax.models import MLP
+
+CLIENTS = 4
+METHOD = Scaffold(local=LocalSGD(lr=0.05, steps=10))
+TASK = classification(MLP(hidden=(32,)).build((8, 8, 1), 10))
