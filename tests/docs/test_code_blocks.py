@@ -93,6 +93,8 @@ def test_blocks_of_page_run(
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     module = types.ModuleType(f"page_{page.stem.replace('-', '_').lower()}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # type hints are looked up in a module
+    monkeypatch.syspath_prepend(tmp_path)  # for blocks that import the files of earlier ones
+    before = set(sys.modules)
     for block in blocks(page):
         if block.file:
             Path(block.file).write_text(block.text, encoding="utf-8")
@@ -104,6 +106,8 @@ def test_blocks_of_page_run(
             run_shell(block)
         else:
             assert block.language.startswith(NOT_CODE), f"line {block.line}: no test runs {block.language!r}"
+    for name in {Path(block.file).stem for block in blocks(page) if block.file} - before:
+        sys.modules.pop(name, None)
     assert "Traceback" not in capsys.readouterr().err
     assert all(Path(made).stat().st_size > 1000 for made in MADE.get(page.stem, ()))
 

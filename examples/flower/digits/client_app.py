@@ -1,7 +1,6 @@
 """The client: its own digits, which never leave it. Here they are its part of scikit-learn's, by its number."""
 
 from digits.federation import CLIENTS, METHOD, TASK
-
 from fedrax import Federation
 from fedrax.data import Shards, load
 from fedrax.flower import client_app

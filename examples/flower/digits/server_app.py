@@ -1,7 +1,6 @@
 """The server: it leads the rounds, evaluates on test samples of its own, and keeps the model."""
 
 from digits.federation import CLIENTS, METHOD, TASK
-
 from fedrax.data import load
 from fedrax.flower import server_app
 
