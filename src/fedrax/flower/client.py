@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Dataset, Federation, Samples
 from fedrax.errors import FedraxError
+from fedrax.flower.keeping import kept_in
 from fedrax.flower.memory import Memory
 from fedrax.flower.orders import Order
 from fedrax.flower.records import packed, unpacked
@@ -44,20 +46,25 @@ _ROWS = 500
 """Samples evaluated at a time."""
 
 
-def client_app(algorithm: Algorithm, task: Task, data: Data, *, seed: int | None = None) -> ClientApp:
+def client_app(
+    algorithm: Algorithm, task: Task, data: Data, *, seed: int | None = None, directory: Path | str | None = None
+) -> ClientApp:
     """A ClientApp that takes part in a federation of ``algorithm`` and ``task``, as :func:`fedrax.flower.server_app`
     leads it; both ends are given the same two.
 
     data: called with the app's Context, gives the client's samples: (x [n, ...], y [n, ...]), or a pair of these for
     training and test, or a :class:`fedrax.Dataset`. To try things out it may be a :class:`fedrax.Federation`, of which
     each client takes its own part. ``node_config["partition-id"]``, where nodes have it, is the client's number, from
-    0. What the client keeps from round to round stays in the Context.
+    0.
     seed: draw batches and noise as ``fedrax.simulate`` does with this seed, to compare the two. By default they are
-    drawn from a secret of the client's own: noise that others can draw, too, protects nothing.
+    drawn from secrets of the client's own: noise that others can draw, too, protects nothing.
+    directory: where to keep what the client keeps from round to round, so that it outlives a run of Flower and the
+    federation can go on (``federate(..., resume=True)``); by default it stays in the Context, and ends with the run.
     """
     check(algorithm)
     check_method(algorithm)
-    client, app = _Client(algorithm, task, data, seed), ClientApp()
+    client = _Client(algorithm, task, data, seed, None if directory is None else Path(directory))
+    app = ClientApp()
     app.query()(client.introduce)
     app.train()(client.work)
     app.evaluate()(client.evaluate)
@@ -70,6 +77,7 @@ class _Client:
     task: Task
     data: Data
     seed: int | None
+    directory: Path | None
 
     def introduce(self, message: Message, context: Context) -> Message:
         """Who this is, and the kind and number of its samples."""
@@ -86,11 +94,11 @@ class _Client:
         """One phase of a round."""
         use_all_cores()
         order = Order.of(message.content)
-        with arithmetic(order.dtype):
-            return Message(self._work(order, message.content, context), reply_to=message)
+        with arithmetic(order.dtype), kept_in(self._folder(context), context.state) as state:
+            return Message(self._work(order, message.content, context, Memory(state)), reply_to=message)
 
-    def _work(self, order: Order, content: RecordDict, context: Context) -> RecordDict:
-        own, memory = own_federation(self.data, context), Memory(context.state)
+    def _work(self, order: Order, content: RecordDict, context: Context, memory: Memory) -> RecordDict:
+        own = own_federation(self.data, context)
         samples = Batch(*own.train)
         begun = _Begun.of(self.algorithm, self.task, samples, own, order)
         if order.phase >= len(begun.phases):
@@ -130,16 +138,23 @@ class _Client:
     def _key(self, order: Order, memory: Memory) -> jax.Array:
         if self.seed is not None:
             return jax.random.fold_in(jax.random.fold_in(seeded(self.seed, RUN), order.round), order.client)
-        secret = jnp.asarray(np.frombuffer(memory.secret(lambda: os.urandom(8)), np.uint32))
-        return jax.random.fold_in(jax.random.wrap_key_data(secret), order.round)
+        words = memory.key(order, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
+        return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
+
+    def _folder(self, context: Context) -> Path | None:
+        """Where the client's memory lies; None: with Flower."""
+        number = context.node_config.get("partition-id")
+        if self.directory is None:
+            return None
+        return self.directory if number is None else self.directory / f"client-{int(number)}"
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Sums of the task's metrics over the client's test samples, of the global model and of its own."""
         use_all_cores()
         order = Order.of(message.content)
-        with arithmetic(order.dtype):
+        with arithmetic(order.dtype), kept_in(self._folder(context), context.state) as state:
             own = own_federation(self.data, context)
-            sums = self._sums(order, own, message.content, Memory(context.state)) if len(own.test.y) else {}
+            sums = self._sums(order, own, message.content, Memory(state)) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
         return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
 

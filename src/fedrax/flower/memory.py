@@ -82,12 +82,15 @@ class Memory:
             self.state[_RECEIVED] = ArrayRecord(known | {f"{order.phase} {name}": a for name, a in received.items()})
         return received
 
-    def secret(self, make: Callable[[], bytes]) -> bytes:
-        """Eight bytes of the client's own."""
+    def key(self, order: Order, make: Callable[[], list[int]]) -> list[int]:
+        """The words of the client's random key in a round: drawn anew whenever its first part is asked for, so that
+        nobody gets two answers with the same noise, and the same in the parts that follow."""
+        if not order.phase:
+            self.state[_SECRET] = ConfigRecord({"round": order.round, "words": make()})
         found = self.state.get(_SECRET)
-        if not isinstance(found, ConfigRecord):
-            found = self.state[_SECRET] = ConfigRecord({"bytes": make()})
-        return bytes(found["bytes"])  # type: ignore[arg-type]
+        if not isinstance(found, ConfigRecord) or found.get("round") != order.round:
+            raise FedraxError(f"this client has no part in what went before in round {order.round + 1}")
+        return list(found["words"])  # type: ignore[arg-type]
 
     def _read(self, name: str, like: Kept) -> Kept:
         return jax.tree.map(jnp.asarray, unpacked(self.state[name], like, "what this client keeps"))  # type: ignore[arg-type]

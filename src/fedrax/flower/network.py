@@ -44,8 +44,10 @@ class NobodyAnswered(Exception):
 class Traffic:
     """What is known of the clients from round to round."""
 
-    start: dict[str, ArrayRecord]
-    """The starting parameters as a part of a message, where clients need them; else nothing."""
+    start: Tree = ()
+    """The starting parameters and statistics, where clients need them; else nothing."""
+    start_record: ArrayRecord | None = None
+    """The same as a part of a message."""
     counted: dict[int, int] = field(default_factory=dict)
     """The last round of each client that the server made use of."""
     introduced: dict[int, int] = field(default_factory=dict)
@@ -55,12 +57,16 @@ class Traffic:
     up: int = 0
     """Bytes of arrays that came from them."""
 
+    def begin(self, start: Tree) -> None:
+        """With these starting parameters and statistics."""
+        self.start = start
+        self.start_record = packed(start) if jax.tree.leaves(start) else None
+
     def introduce(self, client: int, node: int, content: RecordDict) -> None:
         """Put the start into a message to a client that needs it and does not have it yet."""
-        if self.start and self.introduced.get(client) != node:
+        if self.start_record is not None and self.introduced.get(client) != node:
             self.introduced[client] = node
-            for name, record in self.start.items():
-                content[name] = record
+            content["start"] = self.start_record
 
 
 class Arithmetic:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,23 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_init, require_finite_start
 from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
-from fedrax.contract.place import Place
 from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError, warn
-from fedrax.flower.evaluation import Evaluate, check_test, on_the_clients, on_the_server
-from fedrax.flower.network import Arithmetic, Network, NobodyAnswered, Traffic
-from fedrax.flower.nodes import Nodes, log
-from fedrax.flower.orders import Order
-from fedrax.flower.records import packed
+from fedrax.flower.evaluation import check_test, on_the_clients, on_the_server
+from fedrax.flower.leading import Leading
+from fedrax.flower.network import Arithmetic, Traffic
+from fedrax.flower.nodes import Nodes
 from fedrax.flower.travelling import any_place, needs_start, shapes_of_samples, travelling
-from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.arguments import changed_settings, check_lists
 from fedrax.simulation.beginning import at_first, check_needs, check_run, start_and_statistics
 from fedrax.simulation.cohorts import Sampler
 from fedrax.simulation.communication import trace_round
-from fedrax.simulation.debug import NonFiniteError
-from fedrax.simulation.directory import owned
-from fedrax.simulation.events import Event, EventFile, RunInfo, Sink, events_of, report
-from fedrax.simulation.process import arithmetic, write_environment
-from fedrax.simulation.result import Result, Snapshot
-from fedrax.simulation.round import Program, Rounds, run_round
+from fedrax.simulation.events import RunInfo, Sink
+from fedrax.simulation.identity import of_method
+from fedrax.simulation.process import arithmetic
+from fedrax.simulation.result import Result
+from fedrax.simulation.round import Program
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.spending import ledger_of
@@ -50,7 +45,6 @@ from fedrax.tree import Tree
 
 _OURS = ("rounds", "cohort_size", "weights", "eval_every", "per_client", "target", "epsilon_budget", "delta", "dtype")
 """Settings that mean something here; the others are a simulator's."""
-MODEL = "model.safetensors"
 
 
 def server_app(
@@ -88,6 +82,7 @@ def federate(
     params: Tree | None = None,
     seed: int | None = None,
     directory: Path | str | None = None,
+    resume: bool = False,
     wait: float = 600.0,
     timeout: float = 600.0,
     sinks: Sequence[Sink] = (),
@@ -100,8 +95,9 @@ def federate(
     budget and delta, and dtype. clients: N, how many there are; rounds begin when so many are there. test: the server's
     own test samples (x, y); without them the clients evaluate on theirs. params: starting parameters, instead of
     ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
-    for what others can draw, too, protects nothing. directory: where to keep events and the model as of the last
-    evaluation, ``model.safetensors``. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
+    for what others can draw, too, protects nothing. directory: where to keep events, a checkpoint and the model as of
+    the last evaluation (``model.safetensors``). resume: go on from the directory's checkpoint, if it has one, over
+    clients that have a directory, too. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
     answers. Clients that do not answer in that time, or nothing that makes sense, are left out of the round as if they
     had not been asked; a round that nobody answers changes nothing, as does one with too few clients for a method that
     needs the same number in each. sinks, callbacks: as of ``simulate``.
@@ -112,6 +108,8 @@ def federate(
     the server's stops being finite.
     """
     check_lists(sinks=sinks, callbacks=callbacks)
+    if resume and directory is None:
+        raise FedraxError("there is no directory to resume a run from")
     settings = _settings(settings, changes, seed)
     use_all_cores()
     nodes = Nodes(grid, timeout)
@@ -119,7 +117,7 @@ def federate(
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
         run = _prepare(nodes, algorithm, task, settings, params, seed, test, path)
-        return replace(run, sinks=sinks, callbacks=callbacks).finish()
+        return replace(run, sinks=sinks, callbacks=callbacks, resume=resume).finish()
 
 
 def _settings(settings: Settings | None, changes: dict[str, Any], seed: int | None) -> Settings:
@@ -131,163 +129,6 @@ def _settings(settings: Settings | None, changes: dict[str, Any], seed: int | No
             raise FedraxError(f"{one.name} is a setting of simulations, not of a federation{hint}")
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     return replace(settings, seed=drawn, amplification="none")
-
-
-@dataclass(frozen=True, eq=False)
-class Leading:
-    """A federation whose rounds are under way. Made by ``_prepare``."""
-
-    nodes: Nodes
-    algorithm: Algorithm
-    task: Task
-    settings: Settings
-    sampler: Sampler
-    arithmetic: Arithmetic
-    traffic: Traffic
-    key: jax.Array
-    server: Any
-    """The state before the first round."""
-    statistics: Tree
-    evaluate: Evaluate
-    ledger: Ledger | None
-    info: RunInfo
-    sinks: Sequence[Sink] = ()
-    callbacks: Sequence[Callback] = ()
-    events: list[Event] = field(default_factory=list)
-
-    def finish(self) -> Result:
-        """All rounds."""
-        directory, started = self.info.directory, []
-        if directory is None:
-            return self._reported(None, started)
-        with owned(directory, False):
-            file = EventFile(directory, [])
-            write_environment(directory)
-            try:
-                return self._reported(file, started)
-            finally:
-                file.close()
-
-    def _reported(self, file: EventFile | None, started: list[Sink]) -> Result:
-        result = None
-        try:
-            for sink in self.sinks:
-                sink.start(self.info)
-                started.append(sink)
-            result = self._rounds(file)
-            return result
-        finally:
-            for sink in started:
-                sink.finish(result)
-
-    def _rounds(self, file: EventFile | None) -> Result:
-        server, statistics, stopped = self.server, self.statistics, "rounds"
-        for r in range(self.settings.rounds):
-            began, there = time.monotonic(), self.nodes.available()
-            cohort = self.sampler.cohort_among(r, there)
-            if not self._affordable(cohort):
-                stopped = "budget"
-                break
-            before = server, statistics
-            server, statistics, record, answered = self._round(r, cohort, *before)
-            if not bool(self.arithmetic.sound((server, statistics))):
-                raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
-            event = self._event(record, cohort, answered, time.monotonic() - began)
-            over = r + 1 == self.settings.rounds
-            if over or (r + 1) % self.settings.eval_every == 0:
-                event |= self._evaluated(r, server, statistics, there)
-            report([event], self.events, file, self.sinks)
-            log.info("fedrax: %s", _line(event))
-            if self._reached(event):
-                stopped = "target"
-            elif any(name.startswith("test_") for name in event) and self._stops(event, server, statistics):
-                stopped = "callback"
-            if stopped != "rounds":
-                break
-        return self._result(server, statistics, stopped)
-
-    def _round(
-        self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
-    ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
-        """(the server's state, the statistics, the round's record, the clients that it is made of); as before where the
-        round comes to nothing."""
-        if not len(cohort):
-            log.warning("round %d: no client is there", r + 1)
-            time.sleep(min(self.nodes.timeout, 10.0))
-            return server, statistics, {}, []
-        network = Network(self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic)
-        try:
-            after, moved, record, _ = run_round(network, server, statistics)
-        except NobodyAnswered:
-            log.warning("round %d: %d of %d clients have answered: it changes nothing", r + 1, 0, len(cohort))
-            return server, statistics, {}, []
-        self.traffic.counted |= dict.fromkeys(network.answered, r)
-        return after, moved, record, network.answered
-
-    def _here(self, r: int, cohort: np.ndarray) -> Rounds:
-        kind = np.dtype(self.settings.dtype)
-        sizes = self.nodes.sizes[cohort]
-        shares = sizes / sizes.sum() if self.settings.weights == "samples" else np.full(len(cohort), 1 / len(cohort))
-        zeros = np.zeros(len(cohort), np.int32)
-        place = Place(cohort.astype(np.int32), zeros, zeros, sizes.astype(np.int32), shares.astype(kind))
-        return Rounds(np.int32(r), kind.type(len(cohort)), np.int32(len(cohort)), place)
-
-    def _affordable(self, cohort: np.ndarray) -> bool:
-        """Whether the privacy budget allows one more round with these clients."""
-        budget = self.settings.epsilon_budget
-        if self.ledger is None or budget is None or not len(cohort):
-            return True
-        accountant = self.ledger.accountant
-        counted = self.ledger.rounds if accountant.by_rounds else int(self.ledger.counts[cohort].max())
-        return counted < accountant.counts_within(budget, counted + 1)
-
-    def _event(self, record: dict[str, Any], cohort: np.ndarray, answered: list[int], seconds: float) -> Event:
-        """What is told of a round; bytes are those of the arrays that did travel, errors and all."""
-        records = {name: np.asarray(value)[None] for name, value in record.items()} | {"sound": np.ones(1, bool)}
-        event = events_of(self.info, records, np.array([[len(answered)]]), self.events, seconds)[0]
-        event |= {"bytes_down": self.traffic.down, "bytes_up": self.traffic.up}
-        if self.ledger is not None:  # whoever was asked may have answered, and somebody else may have heard it
-            event |= self.ledger.spend(cohort)
-        return event
-
-    def _evaluated(self, r: int, server: Any, statistics: Tree, there: np.ndarray) -> dict[str, float]:
-        params = self.algorithm.params(server)
-        order = Order(r, 0, 0, self.nodes.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
-        metrics = self.evaluate(params, statistics, order, there)
-        if self.info.directory is not None:
-            Snapshot({"round": r + 1}, *_on_host(params, statistics)).save(self.info.directory / MODEL)
-        return {name: value for name, value in metrics.items() if np.isfinite(value)}
-
-    def _reached(self, event: Event) -> bool:
-        target = self.settings.target
-        return target is not None and event.get("test_accuracy", -1.0) >= target
-
-    def _stops(self, event: Event, server: Any, statistics: Tree) -> bool:
-        snapshot = Snapshot(event, *_on_host(self.algorithm.params(server), statistics))
-        return any([bool(callback(snapshot)) for callback in self.callbacks])  # noqa: C419 - each is to see it
-
-    def _result(self, server: Any, statistics: Tree, stopped: str) -> Result:
-        return Result(
-            params=self.algorithm.params(server),
-            server=server,
-            events=self.events,
-            plan=self.info.plan,
-            stopped=stopped,
-            directory=self.info.directory,
-            spent=None if self.ledger is None else self.ledger.spent,
-            lower_is_better=self.task.lower_is_better,
-            statistics=statistics,
-        )
-
-
-def _on_host(*trees: Tree) -> tuple[Tree, ...]:
-    return jax.tree.map(np.asarray, trees)
-
-
-def _line(event: Event) -> str:
-    shown = {k: v for k, v in event.items() if k not in ("bytes_down", "bytes_up", "gradients", "seconds")}
-    said = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
-    return ", ".join(f"{name} {said(value)}" for name, value in shown.items())
 
 
 def _prepare(
@@ -318,7 +159,8 @@ def _prepare(
         warn("the noise of a private method is drawn from the seed, which whoever knows it can do, too: leave seed out")
     wanted = needs_start(algorithm, start, statistics)
     start, statistics = drawn()
-    traffic = Traffic({"start": packed((start, statistics))} if wanted else {})
+    traffic = Traffic()
+    traffic.begin((start, statistics) if wanted else ())
     server = computed(lambda params: algorithm.init(params, nodes.num_clients), start)
     checked_init(algorithm, start, server)
     require_finite_start(algorithm, server)
@@ -340,6 +182,7 @@ def _prepare(
         statistics=statistics,
         evaluate=evaluate,
         ledger=ledger,
+        known_by={"method": of_method(algorithm), "number of clients": str(nodes.num_clients), "task": task.name},
         info=RunInfo(
             algorithm=type(algorithm).__name__,
             plan=f"Flower, {nodes.num_clients} clients",

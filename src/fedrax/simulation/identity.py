@@ -49,7 +49,7 @@ def identify(
         settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
     return {
         **of_data(federation),
-        "method": _digest([_without_places(repr(algorithm)), *jax.tree.leaves(algorithm)]),
+        "method": of_method(algorithm),
         **{_SETTING + f.name: _digest([repr(_plain(getattr(settings, f.name)))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"trace of who takes part": _digest(from_file)} if from_file else {}),
@@ -77,6 +77,11 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)})
     return value
+
+
+def of_method(algorithm: Algorithm) -> str:
+    """A digest of a method and its hyper-parameters."""
+    return _digest([_without_places(repr(algorithm)), *jax.tree.leaves(algorithm)])
 
 
 def of_data(federation: Federation) -> dict[str, str]:

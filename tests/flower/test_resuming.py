@@ -1,0 +1,119 @@
+"""A federation that was stopped goes on: the server from its checkpoint, the clients from their folders."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+from flwr.app import Message, MessageType
+
+from fedrax import Algorithm, ClientDP, Episode, FedAvg, FedraxError, GradMA, LocalSGD, Optax, PFedMe, Scaffold
+from fedrax.flower import client_app
+from fedrax.simulation import read_events
+from tests.flower.messages import SIZES, START, TASK, Serialized, assert_close, deployed, own
+
+LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
+MOMENTUM = dataclasses.replace(LOCAL, optimizer=Optax(optax.adam(0.01)), carry=True)
+METHODS = [
+    Scaffold(local=LOCAL),
+    PFedMe(),
+    GradMA(previous="local", local=LOCAL),
+    FedAvg(local=MOMENTUM),
+    Episode(local=LOCAL),
+]
+
+
+class PowerCut(Exception):
+    """The end of the server."""
+
+
+def grid_of(algorithm: Algorithm, folder: Path, stop_at: int | None = None) -> Serialized:
+    """Six clients with folders of their own, under new numbers; the server ends before a round."""
+    app = client_app(algorithm, TASK, own, seed=0, directory=folder)
+    grid = Serialized(app, len(SIZES))
+
+    def lose(message: Message, client: int) -> bool:
+        training = message.metadata.message_type == MessageType.TRAIN
+        if training and stop_at is not None and message.metadata.group_id == f"round {stop_at}" and client == 4:
+            raise PowerCut  # when some clients have done their work already
+        return False
+
+    grid.lose = lose
+    return grid
+
+
+def run(algorithm: Algorithm, folder: Path, stop_at: int | None = None, **changes: Any) -> Any:
+    """Five rounds of all clients, in a directory."""
+    grid = grid_of(algorithm, folder / "clients", stop_at)
+    settings = {"rounds": 5, "cohort_size": 6, "params": START, "directory": folder / "server", "eval_every": 2}
+    return deployed(algorithm, grid, **(settings | changes))
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint after every round."""
+    monkeypatch.setattr("fedrax.flower.leading._CHECKPOINT_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
+def test_what_was_stopped_goes_on_as_if_it_were_not(
+    algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fedrax.flower.leading._CHECKPOINT_SECONDS", 0.0)
+    whole = run(algorithm, tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        run(algorithm, tmp_path / "cut", stop_at=4)
+    assert len(read_events(tmp_path / "cut" / "server")) == 3
+    gone_on = run(algorithm, tmp_path / "cut", resume=True)
+    assert_close((gone_on.server, gone_on.statistics), (whole.server, whole.statistics), 0)
+    assert [event["round"] for event in gone_on.events] == [1, 2, 3, 4, 5]
+    assert gone_on.events[-1]["test_loss"] == whole.events[-1]["test_loss"]
+
+
+def test_more_rounds_go_on_from_the_end(tmp_path: Path):
+    method = Scaffold(local=LOCAL)
+    whole = run(method, tmp_path / "whole", rounds=7)
+    run(method, tmp_path / "more", rounds=5)
+    more = run(method, tmp_path / "more", rounds=7, resume=True)
+    assert_close(more.server, whole.server, 0)
+
+
+def test_a_budget_goes_on_from_what_was_spent(tmp_path: Path):
+    method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
+    whole = run(method, tmp_path / "whole", seed=None)
+    run(method, tmp_path / "more", rounds=2, seed=None)
+    more = run(method, tmp_path / "more", resume=True, seed=None)
+    assert more.events[-1]["epsilon"] == whole.events[-1]["epsilon"]
+
+
+def test_another_run_is_not_gone_on_with(tmp_path: Path):
+    run(Scaffold(local=LOCAL), tmp_path)
+    with pytest.raises(FedraxError, match="belongs to another run: its method is another"):
+        run(Scaffold(local=dataclasses.replace(LOCAL, lr=0.1)), tmp_path, resume=True)
+    with pytest.raises(FedraxError, match="holds a run already"):
+        run(Scaffold(local=LOCAL), tmp_path)
+    with pytest.raises(FedraxError, match="no directory to resume"):
+        run(Scaffold(local=LOCAL), tmp_path, directory=None, resume=True)
+
+
+def test_a_new_run_does_not_take_up_what_clients_kept_in_an_old_one(tmp_path: Path):
+    method = Scaffold(local=LOCAL)
+    first = run(method, tmp_path, directory=None)
+    again = run(method, tmp_path, directory=None)
+    assert_close(again.server, first.server, 0)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no archive", None])
+def test_a_damaged_memory_is_a_sentence_of_the_client(
+    damage: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    method = Scaffold(local=LOCAL)
+    run(method, tmp_path, directory=None, rounds=1)
+    (file,) = (tmp_path / "clients" / "client-2").iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:-40] + b"x" * 40 if damage is None else damage)
+    again = run(method, tmp_path, directory=None, rounds=1)
+    assert again.events[0]["clients"] == 5 and "client-2" in caplog.text
