@@ -90,7 +90,7 @@ class _Client:
             return Message(self._work(order, message.content, context), reply_to=message)
 
     def _work(self, order: Order, content: RecordDict, context: Context) -> RecordDict:
-        own, memory = own_federation(self.data, context), Memory(context.state)
+        own, memory = own_federation(self.data, context), Memory(context.state, content)
         samples = Batch(*own.train)
         begun = _Begun.of(self.algorithm, self.task, samples, own, order)
         if order.phase >= len(begun.phases):
@@ -100,7 +100,7 @@ class _Client:
         sent_down = unpacked(received, (phase.message, begun.down), "what the server sent")
         down, statistics = jax.tree.map(jnp.asarray, sent_down)
         like = begun.phases[order.phase - 1].kept if order.phase else begun.initial
-        kept = memory.kept(order, like, partial(self._at_first, begun, content))
+        kept = memory.kept(order, like, partial(self._at_first, begun, memory))
         turn = Turn(
             _place(order, len(samples.y)),
             jnp.int32(order.round),
@@ -115,13 +115,11 @@ class _Client:
         sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)
         return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
 
-    def _at_first(self, begun: _Begun, content: RecordDict) -> Kept:
+    def _at_first(self, begun: _Begun, memory: Memory) -> Kept:
         """What a client keeps that has not taken part: where it is made of the start, the server sends that."""
         like = (begun.params, begun.statistics)
         if needs_start(self.algorithm, *like):
-            if "start" not in content:
-                raise FedraxError("this client has lost what it kept, and needs the start anew")
-            start = unpacked(content["start"], like, "the start")  # type: ignore[arg-type]
+            start = unpacked(memory.start, like, "the start")
         else:
             start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         params, statistics = jax.tree.map(jnp.asarray, start)
@@ -130,16 +128,16 @@ class _Client:
     def _key(self, order: Order, memory: Memory) -> jax.Array:
         if self.seed is not None:
             return jax.random.fold_in(jax.random.fold_in(seeded(self.seed, RUN), order.round), order.client)
-        secret = jnp.asarray(np.frombuffer(memory.secret(lambda: os.urandom(8)), np.uint32))
-        return jax.random.fold_in(jax.random.wrap_key_data(secret), order.round)
+        secret = memory.secret(order, lambda: os.urandom(8))
+        return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(secret, np.uint32)))
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Sums of the task's metrics over the client's test samples, of the global model and of its own."""
         use_all_cores()
         order = Order.of(message.content)
         with arithmetic(order.dtype):
-            own = own_federation(self.data, context)
-            sums = self._sums(order, own, message.content, Memory(context.state)) if len(own.test.y) else {}
+            own, memory = own_federation(self.data, context), Memory(context.state, message.content)
+            sums = self._sums(order, own, message.content, memory) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
         return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
 
@@ -147,7 +145,7 @@ class _Client:
         begun = _Begun.of(self.algorithm, self.task, Batch(*own.train), own, order)
         like = (begun.params, begun.statistics)
         params, statistics = jax.tree.map(jnp.asarray, unpacked(content["model"], like, "the model"))  # type: ignore[arg-type]
-        kept = memory.kept(order, begun.initial, partial(self._at_first, begun, content))
+        kept = memory.kept(order, begun.initial, partial(self._at_first, begun, memory))
         models = {"": with_statistics(params, statistics)}
         personal = checked_personal(self.algorithm, self.algorithm.personal(params, kept.state), params)
         if personal is not None:

@@ -49,7 +49,7 @@ class Traffic:
     counted: dict[int, int] = field(default_factory=dict)
     """The last round of each client that the server made use of."""
     introduced: dict[int, int] = field(default_factory=dict)
-    """The nodes that have been sent the start, by client."""
+    """The nodes that have the start, by client."""
     down: int = 0
     """Bytes of arrays sent to clients so far."""
     up: int = 0
@@ -57,10 +57,16 @@ class Traffic:
 
     def introduce(self, client: int, node: int, content: RecordDict) -> None:
         """Put the start into a message to a client that needs it and does not have it yet."""
-        if self.start and self.introduced.get(client) != node:
-            self.introduced[client] = node
+        if self.introduced.get(client) != node:
             for name, record in self.start.items():
                 content[name] = record
+
+    def heard(self, client: int, node: int, answered: bool) -> None:
+        """Who has answered a message has kept the start; of others nobody knows."""
+        if answered:
+            self.introduced[client] = node
+        else:
+            self.introduced.pop(client, None)
 
 
 class Arithmetic:
@@ -156,8 +162,8 @@ class Network(Executor):
         found = {}
         for client in self.answered:
             self.traffic.down += sum(map(record_bytes, contents[client].array_records.values()))
+            self.traffic.heard(client, self.nodes.node_of[client], client in replies)
             if client not in replies:
-                self.traffic.introduced.pop(client, None)
                 log.warning("%s: client %d has not answered", name, client)
                 continue
             try:
