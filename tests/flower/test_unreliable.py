@@ -166,6 +166,30 @@ def test_a_round_without_anybody_changes_nothing():
     assert np.isfinite(here.events[-1]["test_loss"])
 
 
+def test_a_round_waits_for_as_many_as_it_needs():
+    """All clients of a method for a fixed cohort, one of any other; and not for ever."""
+    fixed = LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))
+    for method, leaving, counted in ((fixed, [2], [6, 0, 6]), (METHOD, [2, 3, 4, 5, 6, 7], [6, 0, 6])):
+        grid, away, looks = grid_of(method), {}, []
+
+        def come_back(grid: Any = grid, away: Any = away, looks: Any = looks) -> Any:
+            looks.append(len(grid.contexts))
+            grid.contexts |= away if len(looks) > 4 else {}  # twice at the start and in round 1, twice in round 2
+            return list(grid.contexts)
+
+        def leave(event: Any, grid: Any = grid, away: Any = away, leaving: Any = leaving) -> None:
+            if event.event["round"] == 1:
+                away |= {node: grid.contexts.pop(node) for node in leaving}
+
+        grid.get_node_ids = come_back  # type: ignore[method-assign]
+        here = deployed(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=0.1)
+        assert [event["clients"] for event in here.events] == counted
+        looks.clear()
+        grid.contexts |= away
+        here = deployed(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=30.0)
+        assert [event["clients"] for event in here.events] == [6, 6, 6] and 6 - len(leaving) in looks
+
+
 def test_a_method_for_a_fixed_cohort_leaves_such_a_round_out():
     method = LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))
     grid = grid_of(method)

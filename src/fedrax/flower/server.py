@@ -28,7 +28,7 @@ from fedrax.contract.task import Task
 from fedrax.errors import FedraxError, warn
 from fedrax.flower.evaluation import Evaluate, check_test, on_the_clients, on_the_server
 from fedrax.flower.network import Arithmetic, Network, NobodyAnswered, Traffic
-from fedrax.flower.nodes import Nodes, log
+from fedrax.flower.nodes import PAUSE, Nodes, log
 from fedrax.flower.orders import Order
 from fedrax.flower.records import packed
 from fedrax.flower.travelling import any_place, needs_start, shapes_of_samples, travelling
@@ -102,7 +102,7 @@ def federate(
     ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
     for what others can draw, too, protects nothing. directory: where to keep events and the model as of the last
     evaluation, ``model.safetensors``. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
-    answers. Clients that do not answer in that time, or nothing that makes sense, are left out of the round as if they
+    answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing that makes sense, are left out of the round as if they
     had not been asked; a round that nobody answers changes nothing, as does one with too few clients for a method that
     needs the same number in each. sinks, callbacks: as of ``simulate``.
 
@@ -183,7 +183,7 @@ class Leading:
     def _rounds(self, file: EventFile | None) -> Result:
         server, statistics, stopped = self.server, self.statistics, "rounds"
         for r in range(self.settings.rounds):
-            began, there = time.monotonic(), self.nodes.available()
+            began, there = time.monotonic(), self._there(r)
             cohort = self.sampler.cohort_among(r, there)
             if not self._affordable(cohort):
                 stopped = "budget"
@@ -206,14 +206,24 @@ class Leading:
                 break
         return self._result(server, statistics, stopped)
 
+    def _there(self, r: int) -> np.ndarray:
+        """The clients that can be asked; nobody where fewer are there than a round needs, and no more come in time."""
+        needed = self.sampler.largest if self.algorithm.requirements.fixed_cohort else 1
+        due = time.monotonic() + self.nodes.timeout
+        while len(there := self.nodes.available()) < needed:
+            if time.monotonic() > due:
+                words = "round %d: %d of %d clients that it needs are there after %g seconds: it changes nothing"
+                log.warning(words, r + 1, len(there), needed, self.nodes.timeout)
+                return there[:0]
+            time.sleep(min(PAUSE, self.nodes.timeout))
+        return there
+
     def _round(
         self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
     ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
         """(the server's state, the statistics, the round's record, the clients that it is made of); as before where the
         round comes to nothing."""
         if not len(cohort):
-            log.warning("round %d: no client is there", r + 1)
-            time.sleep(min(self.nodes.timeout, 10.0))
             return server, statistics, {}, []
         network = Network(self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic)
         try:
@@ -237,9 +247,8 @@ class Leading:
         budget = self.settings.epsilon_budget
         if self.ledger is None or budget is None or not len(cohort):
             return True
-        accountant = self.ledger.accountant
-        counted = self.ledger.rounds if accountant.by_rounds else int(self.ledger.counts[cohort].max())
-        return counted < accountant.counts_within(budget, counted + 1)
+        counted = int(self.ledger.counts[cohort].max())
+        return counted < self.ledger.accountant.counts_within(budget, counted + 1)
 
     def _event(self, record: dict[str, Any], cohort: np.ndarray, answered: list[int], seconds: float) -> Event:
         """What is told of a round; bytes are those of the arrays that did travel, errors and all."""
@@ -313,6 +322,11 @@ def _prepare(
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)
     phases = travelling(program, algorithm, start, statistics, samples)
+    if any(release.apart > 1 for release in algorithm.releases()):
+        raise FedraxError(
+            "noise in bands is for clients that take part so many rounds apart, which is not for the server to promise"
+            " where clients come and go: set bands to 1"
+        )
     ledger = ledger_of(algorithm, settings, sampler)
     if ledger is not None and seed is not None:
         warn("the noise of a private method is drawn from the seed, which whoever knows it can do, too: leave seed out")
