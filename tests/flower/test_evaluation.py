@@ -160,6 +160,13 @@ def test_noise_that_others_can_draw_is_warned_of():
         deployed(method, grid_of(method), rounds=1)
 
 
+def test_noise_in_bands_is_refused():
+    """It is for rounds that lie apart, and who will be there then is not known."""
+    method = ClientDP(FedAvg(local=LOCAL), noise=5.0, bands=2)
+    with pytest.raises(FedraxError, match="set bands to 1"):
+        deployed(method, grid_of(method), rounds=1)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

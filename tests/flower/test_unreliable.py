@@ -10,12 +10,26 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
-from fedrax import Episode, FedAvg, FedraxError, LocalSGD, LoSAC, PFedMe, Scaffold, Script, simulate
+from fedrax import (
+    Algorithm,
+    Episode,
+    FedAvg,
+    FedraxError,
+    LocalSGD,
+    LoSAC,
+    Mime,
+    PFedMe,
+    SampleDP,
+    Scaffold,
+    Script,
+    simulate,
+)
 from fedrax.flower import client_app, federate
 from fedrax.flower.orders import Order
 from tests.flower.messages import FEDERATION, SIZES, START, TASK, Serialized, assert_close, deployed, own
 
-METHOD = Scaffold(local=LocalSGD(lr=0.05, steps=3, batch_size=4))
+LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
+METHOD = Scaffold(local=LOCAL)
 ALL = list(range(len(SIZES)))
 ORDER = Order(0, 0, 1, 6, 3.0, -1, [1, 2], "float32")
 
@@ -119,12 +133,61 @@ def test_who_has_lost_the_start_is_sent_it_again():
     assert [event["clients"] for event in here.events] == [6, 5, 6]
 
 
+def test_who_has_been_evaluated_first_has_the_start():
+    """A client is sent the start once, with its first message of either kind, and needs it until its round counts."""
+    method = PFedMe()
+    both = lambda context: (own(context), own(context))  # noqa: E731
+    grid = Serialized(client_app(method, TASK, both, seed=0), len(SIZES))
+    grid.lose = lambda message, client: client == 1 and is_round(message, 2)
+    grid.change = spoiled("data")
+    here = deployed(method, grid, test=None, rounds=4, cohort_size=6, eval_every=1)
+    assert [event["clients"] for event in here.events] == [6, 4, 6, 6]
+
+
+def test_who_worked_for_nothing_still_has_the_start():
+    """A first round of which the server can make no use leaves the clients as they were."""
+    method = PFedMe()
+    grid = grid_of(method)
+
+    def spoil(reply: Message, client: int) -> None:
+        if reply.metadata.group_id == "round 1":
+            del reply.content["sent"]
+
+    grid.change = spoil
+    here = deployed(method, grid, rounds=3, cohort_size=6)
+    assert [event["clients"] for event in here.events] == [0, 6, 6]
+
+
 def test_a_round_without_anybody_changes_nothing():
     grid = grid_of()
     grid.lose = lambda message, client: is_round(message, 2)
     here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6)
     assert [event["clients"] for event in here.events] == [6, 0, 6]
     assert np.isfinite(here.events[-1]["test_loss"])
+
+
+def test_a_round_waits_for_as_many_as_it_needs():
+    """All clients of a method for a fixed cohort, one of any other; and not for ever."""
+    fixed = LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))
+    for method, leaving, counted in ((fixed, [2], [6, 0, 6]), (METHOD, [2, 3, 4, 5, 6, 7], [6, 0, 6])):
+        grid, away, looks = grid_of(method), {}, []
+
+        def come_back(grid: Any = grid, away: Any = away, looks: Any = looks) -> Any:
+            looks.append(len(grid.contexts))
+            grid.contexts |= away if len(looks) > 4 else {}  # twice at the start and in round 1, twice in round 2
+            return list(grid.contexts)
+
+        def leave(event: Any, grid: Any = grid, away: Any = away, leaving: Any = leaving) -> None:
+            if event.event["round"] == 1:
+                away |= {node: grid.contexts.pop(node) for node in leaving}
+
+        grid.get_node_ids = come_back  # type: ignore[method-assign]
+        here = deployed(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=0.1)
+        assert [event["clients"] for event in here.events] == counted
+        looks.clear()
+        grid.contexts |= away
+        here = deployed(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=30.0)
+        assert [event["clients"] for event in here.events] == [6, 6, 6] and 6 - len(leaving) in looks
 
 
 def test_a_method_for_a_fixed_cohort_leaves_such_a_round_out():
@@ -209,6 +272,45 @@ def test_samples_of_different_kinds_are_a_sentence():
 def farthest(a: Any, b: Any) -> float:
     """The largest difference between two trees."""
     return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def asked(grid: Serialized, orders: list[Message]) -> list[Message]:
+    """Client 0's answers to these messages, one after another."""
+    return [next(iter(grid.send_and_receive([Message(one.content, 2, MessageType.TRAIN)]))) for one in orders]
+
+
+def recorded(method: Algorithm) -> tuple[Serialized, list[Message]]:
+    """A grid, and the messages of its one round to client 0, before it got them."""
+    grid, seen = grid_of(method, seed=None), []
+
+    def note(message: Message, client: int) -> bool:
+        if client == 0 and is_round(message, 1):
+            seen.append(message)
+        return False
+
+    grid.lose = note
+    deployed(method, grid, rounds=1, cohort_size=6, seed=None)
+    grid.contexts[2].state.clear()
+    return grid, seen
+
+
+def test_a_round_that_is_asked_for_twice_has_other_noise():
+    """Else the difference of the two would have none."""
+    method = SampleDP(FedAvg(local=LocalSGD(lr=0.05, steps=1)), noise=2.0)
+    grid, (order,) = recorded(method)
+    sent = [reply.content.array_records["sent"] for reply in asked(grid, [order, order])]
+    first, second = (np.concatenate([np.frombuffer(a.data, "f4") for a in one.values()]) for one in sent)
+    assert np.abs(first - second).min() > 1e-6
+
+
+@pytest.mark.parametrize("method", [Mime(local=LOCAL), METHOD, Episode(local=LOCAL)], ids=lambda m: type(m).__name__)
+def test_no_part_of_a_round_is_done_twice(method: Algorithm):
+    """The key of a round's later parts is that of its first."""
+    grid, orders = recorded(method)
+    again = [*orders, *orders[1:]]
+    assert [reply.has_error() for reply in asked(grid, again)] == [False] * len(orders) + [True] * len(orders[1:])
+    left = set(grid.contexts[2].state)
+    assert not left & {"fedrax.received", "fedrax.secret"}, left
 
 
 def test_noise_and_batches_are_secret_unless_a_seed_is_given():

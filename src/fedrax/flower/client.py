@@ -95,7 +95,9 @@ class _Client:
         use_all_cores()
         order = Order.of(message.content)
         with arithmetic(order.dtype), kept_in(self._folder(context), context.state) as state:
-            return Message(self._work(order, message.content, context, Memory(state)), reply_to=message)
+            return Message(
+                self._work(order, message.content, context, Memory(state, message.content)), reply_to=message
+            )
 
     def _work(self, order: Order, content: RecordDict, context: Context, memory: Memory) -> RecordDict:
         own = own_federation(self.data, context)
@@ -108,7 +110,7 @@ class _Client:
         sent_down = unpacked(received, (phase.message, begun.down), "what the server sent")
         down, statistics = jax.tree.map(jnp.asarray, sent_down)
         like = begun.phases[order.phase - 1].kept if order.phase else begun.initial
-        kept = memory.kept(order, like, partial(self._at_first, begun, content))
+        kept = memory.kept(order, like, partial(self._at_first, begun, memory))
         turn = Turn(
             _place(order, len(samples.y)),
             jnp.int32(order.round),
@@ -123,13 +125,11 @@ class _Client:
         sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)
         return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
 
-    def _at_first(self, begun: _Begun, content: RecordDict) -> Kept:
+    def _at_first(self, begun: _Begun, memory: Memory) -> Kept:
         """What a client keeps that has not taken part: where it is made of the start, the server sends that."""
         like = (begun.params, begun.statistics)
         if needs_start(self.algorithm, *like):
-            if "start" not in content:
-                raise FedraxError("this client has lost what it kept, and needs the start anew")
-            start = unpacked(content["start"], like, "the start")  # type: ignore[arg-type]
+            start = unpacked(memory.start, like, "the start")
         else:
             start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         params, statistics = jax.tree.map(jnp.asarray, start)
@@ -153,8 +153,8 @@ class _Client:
         use_all_cores()
         order = Order.of(message.content)
         with arithmetic(order.dtype), kept_in(self._folder(context), context.state) as state:
-            own = own_federation(self.data, context)
-            sums = self._sums(order, own, message.content, Memory(state)) if len(own.test.y) else {}
+            own, memory = own_federation(self.data, context), Memory(state, message.content)
+            sums = self._sums(order, own, message.content, memory) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
         return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
 
@@ -162,7 +162,7 @@ class _Client:
         begun = _Begun.of(self.algorithm, self.task, Batch(*own.train), own, order)
         like = (begun.params, begun.statistics)
         params, statistics = jax.tree.map(jnp.asarray, unpacked(content["model"], like, "the model"))  # type: ignore[arg-type]
-        kept = memory.kept(order, begun.initial, partial(self._at_first, begun, content))
+        kept = memory.kept(order, begun.initial, partial(self._at_first, begun, memory))
         models = {"": with_statistics(params, statistics)}
         personal = checked_personal(self.algorithm, self.algorithm.personal(params, kept.state), params)
         if personal is not None:

@@ -47,6 +47,8 @@ def on_the_clients(task: Task, nodes: Nodes, traffic: Traffic, per_client: bool)
             contents[client] = RecordDict({"model": model, **own.record()})
             traffic.introduce(client, nodes.node_of[client], contents[client])
         replies = nodes.ask(MessageType.EVALUATE, contents, f"evaluation {order.round + 1}")
+        for client in contents:
+            traffic.heard(client, nodes.node_of[client], client in replies)
         found = [one for one in map(_sums_of, replies.values()) if one is not None]
         return measured(task, params) | _metrics(task, found, per_client)
 

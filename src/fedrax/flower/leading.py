@@ -17,7 +17,7 @@ from fedrax.contract.task import Task
 from fedrax.flower.evaluation import Evaluate
 from fedrax.flower.keeping import Saved, restored, save
 from fedrax.flower.network import Arithmetic, Network, NobodyAnswered, Traffic
-from fedrax.flower.nodes import Nodes, log
+from fedrax.flower.nodes import PAUSE, Nodes, log
 from fedrax.flower.orders import Order
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.cohorts import Sampler
@@ -114,7 +114,7 @@ class Leading:
     def _rounds(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
         stopped, due = "rounds", time.monotonic() + _CHECKPOINT_SECONDS
         for r in range(len(self.events), self.settings.rounds):
-            began, there = time.monotonic(), self.nodes.available()
+            began, there = time.monotonic(), self._there(r)
             cohort = self.sampler.cohort_among(r, there)
             if not self._affordable(cohort):
                 stopped = "budget"
@@ -147,14 +147,24 @@ class Leading:
             file.sync()
             save(self.info.directory, self._saved(server, statistics), self.known_by, self.events)
 
+    def _there(self, r: int) -> np.ndarray:
+        """The clients that can be asked; nobody where fewer are there than a round needs, and no more come in time."""
+        needed = self.sampler.largest if self.algorithm.requirements.fixed_cohort else 1
+        due = time.monotonic() + self.nodes.timeout
+        while len(there := self.nodes.available()) < needed:
+            if time.monotonic() > due:
+                words = "round %d: %d of %d clients that it needs are there after %g seconds: it changes nothing"
+                log.warning(words, r + 1, len(there), needed, self.nodes.timeout)
+                return there[:0]
+            time.sleep(min(PAUSE, self.nodes.timeout))
+        return there
+
     def _round(
         self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
     ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
         """(the server's state, the statistics, the round's record, the clients that it is made of); as before where the
         round comes to nothing."""
         if not len(cohort):
-            log.warning("round %d: no client is there", r + 1)
-            time.sleep(min(self.nodes.timeout, 10.0))
             return server, statistics, {}, []
         network = Network(self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic)
         try:
@@ -178,9 +188,8 @@ class Leading:
         budget = self.settings.epsilon_budget
         if self.ledger is None or budget is None or not len(cohort):
             return True
-        accountant = self.ledger.accountant
-        counted = self.ledger.rounds if accountant.by_rounds else int(self.ledger.counts[cohort].max())
-        return counted < accountant.counts_within(budget, counted + 1)
+        counted = int(self.ledger.counts[cohort].max())
+        return counted < self.ledger.accountant.counts_within(budget, counted + 1)
 
     def _event(self, record: dict[str, Any], cohort: np.ndarray, answered: list[int], seconds: float) -> Event:
         """What is told of a round; bytes are those of the arrays that did travel, errors and all."""

@@ -20,17 +20,28 @@ from fedrax.flower.records import packed, unpacked
 from fedrax.simulation.round import Kept
 
 _BEFORE, _AFTER, _ROUNDS = "fedrax.before", "fedrax.after", "fedrax.rounds"
-_RECEIVED, _SECRET = "fedrax.received", "fedrax.secret"
+_RECEIVED, _SECRET, _START = "fedrax.received", "fedrax.secret", "fedrax.start"
 _NEVER = -1
 
 
 class Memory:
     """A client's part of ``context.state``."""
 
-    def __init__(self, state: RecordDict):
+    def __init__(self, state: RecordDict, content: RecordDict):
+        """content: a message, whose start, if there is one, the client needs until a round of its own is counted."""
         self.state = state
         self.lost = False
         """Whether something that was kept is not there any more."""
+        if isinstance(start := content.get("start"), ArrayRecord):
+            state[_START] = start
+
+    @property
+    def start(self) -> ArrayRecord:
+        """The start, as it was sent."""
+        found = self.state.get(_START)
+        if not isinstance(found, ArrayRecord):
+            raise FedraxError("this client has lost what it kept, and needs the start anew")
+        return found
 
     @property
     def _rounds(self) -> dict[str, int]:
@@ -41,15 +52,16 @@ class Memory:
 
     def kept(self, order: Order, like: Kept, at_first: Callable[[], Kept]) -> Kept:
         """What the client goes on from; what is out of date is forgotten. like: its shapes."""
-        if not jax.tree.leaves(like):
-            return like
-        rounds = self._rounds
+        rounds, anything = self._rounds, bool(jax.tree.leaves(like))
         if order.phase:
             if (rounds.get("after"), rounds.get("phase")) != (order.round, order.phase - 1):
                 raise FedraxError(f"this client has no part in what went before in round {order.round + 1}")
-            return self._read(_AFTER, like)
+            return self._read(_AFTER, like) if anything else like
+        if not anything:
+            return like
         if rounds.get("after", _NEVER) == order.counted != _NEVER and rounds["phase"] == _NEVER:
-            self.state[_BEFORE] = self.state[_AFTER]
+            self.state[_BEFORE] = self.state.pop(_AFTER)
+            self.state.pop(_START, None)
             rounds = {"before": order.counted}
             self.state[_ROUNDS] = ConfigRecord(rounds)  # type: ignore[arg-type]
         if order.counted == _NEVER or rounds.get("before", _NEVER) != order.counted:
@@ -59,13 +71,12 @@ class Memory:
 
     def keep(self, order: Order, kept: Kept, last: bool) -> None:
         """What the client has after a phase, the round's last one or not."""
-        if not jax.tree.leaves(kept):
-            return
-        self.state[_AFTER] = packed(kept)
+        if jax.tree.leaves(kept):
+            self.state[_AFTER] = packed(kept)
         after = {"after": order.round, "phase": _NEVER if last else order.phase}
         self.state[_ROUNDS] = ConfigRecord({"before": self._rounds.get("before", _NEVER), **after})
-        if last:
-            self.state.pop(_RECEIVED, None)
+        for name in (_RECEIVED, _SECRET) if last else ():
+            self.state.pop(name, None)
 
     def receive(self, order: Order, content: RecordDict) -> dict[str, Any]:
         """The arrays that belong to a phase: those that came with it, and those of earlier ones that it names again."""
@@ -83,8 +94,8 @@ class Memory:
         return received
 
     def key(self, order: Order, make: Callable[[], list[int]]) -> list[int]:
-        """The words of the client's random key in a round: drawn anew whenever its first part is asked for, so that
-        nobody gets two answers with the same noise, and the same in the parts that follow."""
+        """The words of the client's own random key in a round. A round that is asked for again gets another: of two
+        answers with the same noise the difference has none. No later phase can be asked for again, see ``kept``."""
         if not order.phase:
             self.state[_SECRET] = ConfigRecord({"round": order.round, "words": make()})
         found = self.state.get(_SECRET)

@@ -51,7 +51,7 @@ class Traffic:
     counted: dict[int, int] = field(default_factory=dict)
     """The last round of each client that the server made use of."""
     introduced: dict[int, int] = field(default_factory=dict)
-    """The nodes that have been sent the start, by client."""
+    """The nodes that have the start, by client."""
     down: int = 0
     """Bytes of arrays sent to clients so far."""
     up: int = 0
@@ -65,8 +65,14 @@ class Traffic:
     def introduce(self, client: int, node: int, content: RecordDict) -> None:
         """Put the start into a message to a client that needs it and does not have it yet."""
         if self.start_record is not None and self.introduced.get(client) != node:
-            self.introduced[client] = node
             content["start"] = self.start_record
+
+    def heard(self, client: int, node: int, answered: bool) -> None:
+        """Who has answered a message has kept the start; of others nobody knows."""
+        if answered:
+            self.introduced[client] = node
+        else:
+            self.introduced.pop(client, None)
 
 
 class Arithmetic:
@@ -162,8 +168,8 @@ class Network(Executor):
         found = {}
         for client in self.answered:
             self.traffic.down += sum(map(record_bytes, contents[client].array_records.values()))
+            self.traffic.heard(client, self.nodes.node_of[client], client in replies)
             if client not in replies:
-                self.traffic.introduced.pop(client, None)
                 log.warning("%s: client %d has not answered", name, client)
                 continue
             try:

@@ -18,7 +18,7 @@ from fedrax.errors import FedraxError
 log = getLogger("flwr")
 """Flower's own, which reaches whoever follows the run."""
 _LARGEST = 1 << 31
-_PAUSE = 1.0
+PAUSE = 1.0
 """Seconds between two looks at who is there."""
 
 
@@ -54,7 +54,7 @@ class Nodes:
             if len(found) < count:
                 if time.monotonic() > due:
                     raise FedraxError(f"{len(found)} of {count} clients were there after {wait:g} seconds")
-                time.sleep(_PAUSE)
+                time.sleep(PAUSE)
         chosen = sorted(found)[:count]
         self.by_number = all("client" in found[node] for node in chosen)
         numbers = [found[node]["client"] if self.by_number else k for k, node in enumerate(chosen)]

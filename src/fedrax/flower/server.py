@@ -98,7 +98,8 @@ def federate(
     for what others can draw, too, protects nothing. directory: where to keep events, a checkpoint and the model as of
     the last evaluation (``model.safetensors``). resume: go on from the directory's checkpoint, if it has one, over
     clients that have a directory, too. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
-    answers. Clients that do not answer in that time, or nothing that makes sense, are left out of the round as if they
+    answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing
+    that makes sense, are left out of the round as if they
     had not been asked; a round that nobody answers changes nothing, as does one with too few clients for a method that
     needs the same number in each. sinks, callbacks: as of ``simulate``.
 
@@ -154,6 +155,11 @@ def _prepare(
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)
     phases = travelling(program, algorithm, start, statistics, samples)
+    if any(release.apart > 1 for release in algorithm.releases()):
+        raise FedraxError(
+            "noise in bands is for clients that take part so many rounds apart, which is not for the server to promise"
+            " where clients come and go: set bands to 1"
+        )
     ledger = ledger_of(algorithm, settings, sampler)
     if ledger is not None and seed is not None:
         warn("the noise of a private method is drawn from the seed, which whoever knows it can do, too: leave seed out")
