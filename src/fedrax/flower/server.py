@@ -102,9 +102,10 @@ def federate(
     ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
     for what others can draw, too, protects nothing. directory: where to keep events and the model as of the last
     evaluation, ``model.safetensors``. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
-    answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing that makes sense, are left out of the round as if they
-    had not been asked; a round that nobody answers changes nothing, as does one with too few clients for a method that
-    needs the same number in each. sinks, callbacks: as of ``simulate``.
+    answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing
+    that makes sense, are left out of the round as if they had not been asked; a round that nobody answers changes
+    nothing, as does one with too few clients for a method that needs the same number in each. sinks, callbacks: as of
+    ``simulate``.
 
     A private method's epsilon takes nothing from the draw of cohorts, since who is there is not for the server to draw.
 
