@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from flwr.app import MessageType
+from flwr.app import Message, MessageType
 
 import fedrax
 from fedrax import (
@@ -75,6 +76,49 @@ def test_clients_evaluate_on_their_own(method: Any):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "value"),
+    [
+        ("sums", "loss", float("nan")),
+        ("sums", "accuracy", "all of them"),
+        ("sums", "honesty", 1e9),
+        ("rows", "test", 0),
+        ("rows", "test", 2.0**70),
+    ],
+)
+def test_one_whose_metrics_make_no_sense_is_left_out(
+    record: str, name: str, value: Any, caplog: pytest.LogCaptureFixture
+):
+    """It neither spoils the mean nor adds to what is told of a round."""
+    method = Scaffold(local=LOCAL)
+    grid = grid_of(method, OWN_TEST)
+
+    def change(reply: Message, client: int) -> None:
+        if client == 2 and reply.metadata.message_type == MessageType.EVALUATE:
+            reply.content.config_records[record][name] = value
+
+    grid.change = change
+    with caplog.at_level(logging.WARNING, "flwr"):
+        here = deployed(method, grid, test=None, rounds=1)
+    assert "client 2 is left out of the evaluation" in caplog.text
+    assert of_clients(here.events).keys() == {"test_loss", "test_accuracy"}
+    assert here.events[-1]["test_accuracy"] <= 1
+
+
+def test_who_has_no_test_samples_is_not_asked(caplog: pytest.LogCaptureFixture):
+    method, asked = Scaffold(local=LOCAL), []
+
+    def data(context: Any) -> Any:
+        return (own(context), own(context)) if context.node_config["partition-id"] % 2 else own(context)
+
+    for given in (data, own):
+        grid = grid_of(method, given)
+        grid.lose = lambda message, client: asked.append((message.metadata.message_type, client)) or False
+        deployed(method, grid, test=None, rounds=1)
+    assert [client for kind, client in asked if kind == MessageType.EVALUATE] == [1, 3, 5]
+    assert "no client has test samples" in caplog.text
 
 
 class Normed(nn.Module):

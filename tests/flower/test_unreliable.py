@@ -116,7 +116,7 @@ def test_who_has_lost_its_memory_begins_anew(caplog: pytest.LogCaptureFixture):
 
     with caplog.at_level(logging.WARNING, "flwr"):
         here = deployed(METHOD, grid, params=START, rounds=2, cohort_size=6, eval_every=1, callbacks=[forget])
-    assert "has lost what it kept" in caplog.text
+    assert "round 2: client 0 has lost what it kept" in caplog.text
     assert [event["clients"] for event in here.events] == [6, 6] and np.isfinite(here.events[-1]["test_loss"])
 
 
@@ -265,8 +265,57 @@ def test_samples_of_different_kinds_are_a_sentence():
         return (x[:, :2] if context.node_config["partition-id"] == 1 else x), y
 
     grid = Serialized(client_app(METHOD, TASK, data), len(SIZES))
-    with pytest.raises(FedraxError, match="clients have samples of different kinds"):
+    with pytest.raises(FedraxError, match=r"kinds: client 0 x float32 \[4\], .* and client 1 x float32 \[2\]"):
         federate(grid, METHOD, TASK, clients=6)
+
+
+def introduced(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> str:
+    """What the server says where node 4 introduces itself with these changes."""
+    grid = grid_of()
+
+    def change(reply: Message, client: int) -> None:
+        if client == 2 and reply.metadata.message_type == MessageType.QUERY:
+            reply.content.config_records["client"].update(changes)
+
+    grid.change = change
+    with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(FedraxError, match="5 of 6 clients were there"):
+        federate(grid, METHOD, TASK, clients=6, wait=0)
+    return caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x_type": "f4,f4"},
+        {"x_type": "|V8"},
+        {"y_type": "(2,3)f4"},
+        {"y_type": 3},
+        {"x_shape": [-1]},
+        {"size": 0},
+        {"client": -1},
+        {"test_size": 2.0},
+    ],
+    ids=str,
+)
+def test_introductions_that_make_no_sense_are_left_out(changes: dict[str, Any], caplog: pytest.LogCaptureFixture):
+    assert "node 4 is none of a fedrax client" in introduced(changes, caplog)
+
+
+def test_another_version_is_told_of(caplog: pytest.LogCaptureFixture):
+    assert "node 4 has fedrax 0.0.7, and the server" in introduced({"version": "0.0.7", "size": -1}, caplog)
+
+
+def test_what_a_client_reads_is_not_in_its_errors(caplog: pytest.LogCaptureFixture):
+    """Errors go to the server, and to the logs of whoever runs it."""
+
+    def data(context: Any) -> Any:
+        raise ValueError("could not convert 'Jane Doe' to a number")
+
+    grid = Serialized(client_app(METHOD, TASK, data), 1)
+    with caplog.at_level(logging.ERROR, "flwr"):
+        (reply,) = grid.send_and_receive([Message(RecordDict(), 2, MessageType.QUERY)])
+    assert str(reply.error.reason).endswith("has failed (ValueError): see the client's own log")
+    assert "Jane Doe" in caplog.text
 
 
 def farthest(a: Any, b: Any) -> float:

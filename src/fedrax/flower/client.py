@@ -30,6 +30,7 @@ from fedrax.data import Dataset, Federation, Samples
 from fedrax.errors import FedraxError
 from fedrax.flower.keeping import kept_in
 from fedrax.flower.memory import Memory
+from fedrax.flower.nodes import log
 from fedrax.flower.orders import Order
 from fedrax.flower.records import packed, unpacked
 from fedrax.flower.travelling import Travelling, needs_start, shapes_of_samples, travelling
@@ -38,6 +39,7 @@ from fedrax.simulation.evaluate import sample_values
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
 from fedrax.tree import Tree
+from fedrax.version import VERSION
 
 Data = Callable[[Context], Any] | Federation
 """What a client's own samples come from."""
@@ -83,7 +85,7 @@ class _Client:
         """Who this is, and the kind and number of its samples."""
         use_all_cores()
         own = own_federation(self.data, context)
-        facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y)}
+        facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
         for name, part in zip("xy", own.train, strict=True):
             facts |= {f"{name}_type": str(part.dtype), f"{name}_shape": list(part.shape[1:])}
         if (number := context.node_config.get("partition-id")) is not None:
@@ -210,7 +212,7 @@ def own_federation(data: Data, context: Context) -> Federation:
     """A client's own data as a federation of one, checked as all data are."""
     if isinstance(data, Federation):
         return _part(data, context)
-    found: Any = data(context)
+    found: Any = _given(data, context)
     more: dict[str, Any] = {}
     if isinstance(found, Dataset):
         more = {"num_classes": found.num_classes, "padding": found.padding, "pixels": found.pixels}
@@ -227,6 +229,20 @@ def own_federation(data: Data, context: Context) -> Federation:
     if np.asarray(y).dtype.kind not in "iufb":
         raise FedraxError("labels are numbers, which mean the same on every client: number the classes")
     return Federation.from_arrays(x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **more)
+
+
+def _given(data: Callable[[Context], Any], context: Context) -> Any:
+    """What the function gives. An error of it may tell of what is in a file, and errors go to the server: words of
+    others than this package stay here."""
+    try:
+        return data(context)
+    except FedraxError:
+        raise
+    except Exception as error:
+        log.exception("the function data has failed")
+        raise FedraxError(
+            f"the function data of this client has failed ({type(error).__name__}): see the client's own log"
+        ) from None
 
 
 def _part(federation: Federation, context: Context) -> Federation:

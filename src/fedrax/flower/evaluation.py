@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,10 +16,11 @@ from fedrax.contract.task import Batch, Task
 from fedrax.data.dataset import as_samples
 from fedrax.errors import FedraxError
 from fedrax.flower.network import Traffic
-from fedrax.flower.nodes import Nodes
+from fedrax.flower.nodes import Nodes, log
 from fedrax.flower.orders import Order
 from fedrax.flower.records import packed
-from fedrax.simulation.evaluate import Evaluator, is_lower_better, measured, over_clients
+from fedrax.flower.travelling import shapes_of_samples
+from fedrax.simulation.evaluate import Evaluator, is_lower_better, measured, over_clients, sample_values
 from fedrax.simulation.plans import make_mesh
 from fedrax.tree import Tree
 
@@ -39,30 +42,44 @@ def on_the_server(task: Task, test: tuple[Any, Any]) -> Evaluate:
 def on_the_clients(task: Task, nodes: Nodes, traffic: Traffic, per_client: bool) -> Evaluate:
     """On the test samples of all clients that are there and have some: means over samples, and what is said of the
     clients where ``per_client``. No more than sums over a client's samples leave it."""
+    if not nodes.test_sizes.any():
+        log.warning("no client has test samples, and the server has none: nothing is evaluated")
 
     def evaluate(params: Tree, statistics: Tree, order: Order, there: np.ndarray) -> dict[str, float]:
         model, contents = packed((params, statistics)), {}
-        for client in map(int, there):
+        of_one = _names(task, with_statistics(params, statistics), shapes_of_samples(nodes.samples))
+        for client in map(int, there[nodes.test_sizes[there] > 0]):
             own = Order(**{**vars(order), "client": client, "counted": traffic.counted.get(client, -1)})
             contents[client] = RecordDict({"model": model, **own.record()})
             traffic.introduce(client, nodes.node_of[client], contents[client])
         replies = nodes.ask(MessageType.EVALUATE, contents, f"evaluation {order.round + 1}")
         for client in contents:
             traffic.heard(client, nodes.node_of[client], client in replies)
-        found = [one for one in map(_sums_of, replies.values()) if one is not None]
+        found = []
+        for client, reply in replies.items():
+            if (one := _sums_of(reply, of_one)) is not None:
+                found.append(one)
+            else:
+                log.warning("client %d is left out of the evaluation: its sums are none of this task", client)
         return measured(task, params) | _metrics(task, found, per_client)
 
     return evaluate
 
 
-def _sums_of(reply: RecordDict) -> tuple[int, dict[str, float]] | None:
-    """(test samples of a client, sums of metrics over them); None where it has none, or makes no sense."""
+def _names(task: Task, variables: Tree, samples: Any) -> set[str]:
+    """What a client says of its samples, of the global model and maybe of its own."""
+    names = jax.eval_shape(partial(sample_values, task), variables, samples)
+    return {f"{kind}{name}" for kind in ("", "personal_") for name in names}
+
+
+def _sums_of(reply: RecordDict, names: set[str]) -> tuple[int, dict[str, float]] | None:
+    """(test samples of a client, finite sums of metrics over them); None for anything else."""
     rows, sums = reply.get("rows"), reply.get("sums")
     if not isinstance(rows, ConfigRecord) or not isinstance(sums, ConfigRecord):
         return None
-    count = rows.get("test")
-    numbers = all(isinstance(value, float) for value in sums.values())
-    return (count, dict(sums)) if type(count) is int and 0 < count < 2**31 and sums and numbers else None  # type: ignore[return-value]
+    count, known = rows.get("test"), bool(sums) and set(sums) <= names
+    numbers = all(isinstance(value, float) and math.isfinite(value) for value in sums.values())
+    return (count, dict(sums)) if type(count) is int and 0 < count < 2**31 and known and numbers else None  # type: ignore[return-value]
 
 
 def _metrics(task: Task, found: list[tuple[int, dict[str, float]]], per_client: bool) -> dict[str, float]:

@@ -172,6 +172,9 @@ class Network(Executor):
             if client not in replies:
                 log.warning("%s: client %d has not answered", name, client)
                 continue
+            facts = replies[client].get("client")
+            if p == 0 and isinstance(facts, ConfigRecord) and facts.get("lost"):
+                log.warning("%s: client %d has lost what it kept, and goes on as a new one", name, client)
             try:
                 found[client] = self._understood(replies[client], self.arithmetic.phases[p])
             except FedraxError as error:
@@ -182,7 +185,7 @@ class Network(Executor):
 
     def _understood(self, reply: RecordDict, phase: Travelling) -> tuple[ClientOutput, Tree]:
         """What a client has sent; FedraxError where it is something else than a round needs."""
-        record, about, facts = reply.get("sent"), reply.get("info"), reply.get("client")
+        record, about = reply.get("sent"), reply.get("info")
         if not isinstance(record, ArrayRecord) or not isinstance(about, ArrayRecord):
             raise FedraxError("its answer holds no arrays")
         output, statistics = unpacked(record, (phase.sent._replace(info={}), phase.statistics), "its answer")
@@ -190,8 +193,6 @@ class Network(Executor):
         sent = jax.tree.map(jnp.asarray, (output, statistics))
         if not bool(self.arithmetic.sound(sent)):
             raise FedraxError("its answer holds a number that is not finite")
-        if isinstance(facts, ConfigRecord) and facts.get("lost"):
-            log.warning("a client has lost what it kept, and goes on as one that never took part")
         return sent
 
     def _new(self, p: int, whole: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:

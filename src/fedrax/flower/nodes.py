@@ -14,10 +14,14 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedrax.errors import FedraxError
+from fedrax.version import VERSION
 
 log = getLogger("flwr")
 """Flower's own, which reaches whoever follows the run."""
 _LARGEST = 1 << 31
+_NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+_TYPES = {name: np.dtype(jax.numpy.dtype(name)) for name in _NAMES.split()}
+"""Of samples."""
 PAUSE = 1.0
 """Seconds between two looks at who is there."""
 
@@ -31,6 +35,8 @@ class Nodes:
     """Seconds to wait for answers."""
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """n_i, [N]."""
+    test_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    """The numbers of test samples, [N]."""
     samples: Any = None
     """Shapes and types of one sample, x [1, ...] and y [1, ...]."""
     node_of: dict[int, int] = field(default_factory=dict)
@@ -64,12 +70,14 @@ class Nodes:
                 f" {', '.join(map(str, sorted(numbers)))}"
             )
         self.node_of = dict(zip(numbers, chosen, strict=True))
-        self.sizes = np.array([found[self.node_of[client]]["size"] for client in range(count)], int)
-        kinds = {_kind(found[node]) for node in chosen}
-        if len(kinds) > 1:
-            raise FedraxError(f"clients have samples of different kinds: {' and '.join(map(str, sorted(kinds)[:2]))}")
-        x_type, x_shape, y_type, y_shape = kinds.pop()
-        struct = lambda shape, kind: jax.ShapeDtypeStruct((1, *shape), _dtype(kind))  # noqa: E731
+        facts = [found[self.node_of[client]] for client in range(count)]
+        self.sizes, self.test_sizes = (np.array([one[name] for one in facts], int) for name in ("size", "test_size"))
+        kinds = [_kind(one) for one in facts]
+        if odd := [client for client in range(count) if kinds[client] != kinds[0]]:
+            words = [f"client {client} {_said(kinds[client])}" for client in (0, odd[0])]
+            raise FedraxError(f"clients have samples of different kinds: {' and '.join(words)}")
+        x_type, x_shape, y_type, y_shape = kinds[0]
+        struct = lambda shape, kind: jax.ShapeDtypeStruct((1, *shape), _TYPES[kind])  # noqa: E731
         self.samples = (struct(x_shape, x_type), struct(y_shape, y_type))
 
     def available(self) -> np.ndarray:
@@ -109,8 +117,12 @@ class Nodes:
         self.asked |= set(answers)
         found = {node: content.get("client") for node, content in answers.items()}
         wrong = [node for node, facts in found.items() if not _makes_sense(facts)]
-        for node in wrong:
-            log.warning("node %d is none of a fedrax client of this version", node)
+        for node, facts in found.items():
+            version = facts.get("version") if isinstance(facts, ConfigRecord) else None
+            if node in wrong:
+                log.warning("node %d is none of a fedrax client that could be understood here", node)
+            if isinstance(version, str) and version != VERSION:
+                log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
 
 
@@ -119,18 +131,15 @@ def _makes_sense(facts: Any) -> bool:
         return False
     whole: list[Any] = [facts.get(name, 0) for name in ("client", "test_size", "size")]
     shapes = [facts.get(f"{part}_shape") for part in "xy"]
-    try:
-        types = [_dtype(facts.get(f"{part}_type")) for part in "xy"]
-    except TypeError:
-        return False
+    types = [facts.get(f"{part}_type") for part in "xy"]
     lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _LARGEST for n in s) for s in shapes)
     numbers = all(type(n) is int and 0 <= n < _LARGEST for n in whole) and whole[-1] > 0
-    return lists and numbers and all(dtype.kind in "iufbVc" for dtype in types)
+    return lists and numbers and all(isinstance(name, str) and name in _TYPES for name in types)
 
 
-def _dtype(name: Any) -> np.dtype:
-    """A type by its name, those of JAX among them."""
-    return np.dtype(jax.numpy.dtype(name)) if isinstance(name, str) else np.dtype(object)
+def _said(kind: tuple[str, tuple[int, ...], str, tuple[int, ...]]) -> str:
+    x_type, x_shape, y_type, y_shape = kind
+    return f"x {x_type} {list(x_shape)}, y {y_type} {list(y_shape)}"
 
 
 def _kind(facts: Mapping[str, Any]) -> tuple[str, tuple[int, ...], str, tuple[int, ...]]:

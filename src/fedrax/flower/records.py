@@ -89,6 +89,8 @@ def _numbers(array: Array, like: Any, what: str) -> np.ndarray:
         raise FedraxError(f"{what} is {found!r:.80} and not {dtype} {list(shape)}")
     if len(array.data) != -(-count * min(bits, 8 * dtype.itemsize) // 8):
         raise FedraxError(f"{what} has {len(array.data):,} bytes, not those of {dtype} {list(shape)}")
+    if dtype == np.bool_:  # a byte of 2 would be no truth to anybody
+        return np.frombuffer(array.data, np.uint8).reshape(shape) != 0
     if bits >= 8:
         return np.frombuffer(array.data, dtype).reshape(shape)
     each = np.unpackbits(np.frombuffer(array.data, np.uint8), count=count * bits, bitorder="little")

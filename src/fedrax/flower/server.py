@@ -99,9 +99,9 @@ def federate(
     the last evaluation (``model.safetensors``). resume: go on from the directory's checkpoint, if it has one, over
     clients that have a directory, too. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
     answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing
-    that makes sense, are left out of the round as if they
-    had not been asked; a round that nobody answers changes nothing, as does one with too few clients for a method that
-    needs the same number in each. sinks, callbacks: as of ``simulate``.
+    that makes sense, are left out of the round as if they had not been asked; a round that nobody answers changes
+    nothing, as does one with too few clients for a method that needs the same number in each. sinks, callbacks: as of
+    ``simulate``.
 
     A private method's epsilon takes nothing from the draw of cohorts, since who is there is not for the server to draw.
 
