@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,6 @@ from fedrax import (
     EFSign,
     Episode,
     Federation,
-    ObjectivePerturbation,
     Quantised,
     QuantisedDown,
     RandomK,
@@ -37,6 +35,7 @@ from fedrax.experiments.methods import algorithms
 from fedrax.models import Logistic
 from fedrax.simulation import Event, Result, RunInfo, read_events
 from fedrax.simulation.cohorts import Sampler
+from tests.examples import example
 from tests.thinning import thinned
 
 SIZES = (3, 7, 4, 12, 6, 5)
@@ -63,17 +62,6 @@ def federation() -> Federation:
 
 TASK = classification(Logistic().build((4,), 3))
 FEDERATION = federation()
-
-
-def example(kind: type[Algorithm]) -> Algorithm:
-    """The algorithm with its defaults and a step size at which nothing diverges."""
-    if kind is ObjectivePerturbation:  # whose theorem is for other models than this one
-        return ObjectivePerturbation(guarantee="none")
-    algorithm = kind()
-    local = getattr(algorithm, "local", None)
-    if local is None:
-        return algorithm
-    return dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
 
 
 def run(algorithm: Algorithm, **changes: Any) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from fedrax import Algorithm, Result, Task, classification
 from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
 from fedrax.models import Logistic
-from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
 
 SIZES = (3, 7, 4, 12, 6, 5)
 ROUNDS, COHORT = 4, 3
@@ -47,17 +45,6 @@ def own(context: Context) -> Any:
     """A client's rows."""
     mine = int(context.node_config["partition-id"]) == OWNER
     return X[mine], Y[mine]
-
-
-def example(kind: type[Algorithm]) -> Algorithm:
-    """The method with a step size at which nothing diverges."""
-    if kind is ObjectivePerturbation:  # whose theorem is for other models than this one
-        return ObjectivePerturbation(guarantee="none")
-    algorithm = kind()
-    local = getattr(algorithm, "local", None)
-    if local is None:
-        return algorithm
-    return dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
 
 
 class Serialized(LocalGrid):

@@ -13,6 +13,7 @@ from fedrax.experiments.methods import algorithms
 from fedrax.flower import client_app
 from fedrax.flower.travelling import needs_start
 from fedrax.simulation.cohorts import Sampler
+from tests.examples import example
 from tests.flower.messages import (
     COHORT,
     FEDERATION,
@@ -23,7 +24,6 @@ from tests.flower.messages import (
     Serialized,
     assert_close,
     deployed,
-    example,
     own,
 )
 

@@ -29,6 +29,7 @@ from fedrax.flower.leading import Leading
 from fedrax.flower.network import Arithmetic, Traffic
 from fedrax.flower.nodes import Nodes
 from fedrax.flower.travelling import any_place, needs_start, shapes_of_samples, travelling
+from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.arguments import changed_settings, check_lists
 from fedrax.simulation.beginning import at_first, check_needs, check_run, start_and_statistics
 from fedrax.simulation.cohorts import Sampler
@@ -155,14 +156,7 @@ def _prepare(
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)
     phases = travelling(program, algorithm, start, statistics, samples)
-    if any(release.apart > 1 for release in algorithm.releases()):
-        raise FedraxError(
-            "noise in bands is for clients that take part so many rounds apart, which is not for the server to promise"
-            " where clients come and go: set bands to 1"
-        )
-    ledger = ledger_of(algorithm, settings, sampler)
-    if ledger is not None and seed is not None:
-        warn("the noise of a private method is drawn from the seed, which whoever knows it can do, too: leave seed out")
+    ledger = _ledger(algorithm, settings, sampler, seed)
     wanted = needs_start(algorithm, start, statistics)
     start, statistics = drawn()
     traffic = Traffic()
@@ -202,6 +196,19 @@ def _prepare(
             directory=directory,
         ),
     )
+
+
+def _ledger(algorithm: Algorithm, settings: Settings, sampler: Sampler, seed: int | None) -> Ledger | None:
+    """Of a private method whose promises hold here; else nothing."""
+    if any(release.apart > 1 for release in algorithm.releases()):
+        raise FedraxError(
+            "noise in bands is for clients that take part so many rounds apart, which is not for the server to promise"
+            " where clients come and go: set bands to 1"
+        )
+    ledger = ledger_of(algorithm, settings, sampler)
+    if ledger is not None and seed is not None:
+        warn("the noise of a private method is drawn from the seed, which whoever knows it can do, too: leave seed out")
+    return ledger
 
 
 def _secret_key() -> jax.Array:

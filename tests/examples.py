@@ -1,0 +1,18 @@
+"""Methods as tests of all of them run them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedrax import Algorithm, ObjectivePerturbation
+
+
+def example(kind: type[Algorithm]) -> Algorithm:
+    """The algorithm with its defaults and a step size at which nothing diverges."""
+    if kind is ObjectivePerturbation:  # whose theorem is for other models than this one
+        return ObjectivePerturbation(guarantee="none")
+    algorithm = kind()
+    local = getattr(algorithm, "local", None)
+    if local is None:
+        return algorithm
+    return dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
