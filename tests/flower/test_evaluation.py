@@ -229,6 +229,16 @@ def test_settings_of_simulations_and_wrong_ones_are_a_sentence(changes: dict[str
         deployed(method, grid_of(method), **changes)
 
 
+def test_data_may_be_lists():
+    """Of numbers, as they come from a file; two rows are no pairs."""
+    method = FedAvg(local=LOCAL)
+    lists, arrays = (
+        deployed(method, grid_of(method, data), rounds=1)
+        for data in (lambda c: (X[:2].tolist(), Y[:2].tolist()), lambda c: (X[:2], Y[:2]))
+    )
+    assert_close(lists.params, arrays.params, 0)
+
+
 @pytest.mark.parametrize(
     "data",
     [lambda context: 3, lambda context: (X, Y, X), lambda context: (X, Y[:3]), lambda context: (X, Y.astype(str))],

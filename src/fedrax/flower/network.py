@@ -164,7 +164,6 @@ class Network(Executor):
             self.traffic.down += sum(map(record_bytes, contents[client].array_records.values()))
             self.traffic.heard(client, self.nodes.node_of[client], client in replies)
             if client not in replies:
-                log.warning("%s: client %d has not answered", name, client)
                 continue
             facts = replies[client].get("client")
             if p == 0 and isinstance(facts, ConfigRecord) and facts.get("lost"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
@@ -45,6 +45,8 @@ class Nodes:
     """Whether nodes know their client's number, so that one that comes back is known again."""
     asked: set[int] = field(default_factory=set)
     """Nodes that have said who they are, or were not to be understood."""
+    not_before: dict[int, float] = field(default_factory=dict)
+    """When to ask a node again that gave no answer."""
 
     @property
     def num_clients(self) -> int:
@@ -83,8 +85,8 @@ class Nodes:
     def available(self) -> np.ndarray:
         """The clients whose nodes are there now, sorted; one that has come back under another number is known again."""
         there = set(self.grid.get_node_ids())
-        if self.by_number and (new := there - self.asked):
-            for node, facts in self._introductions(new).items():
+        if self.by_number and not there.issuperset(self.node_of.values()):
+            for node, facts in self._introductions(there).items():
                 client = facts.get("client")
                 if client in self.node_of and self.node_of[client] not in there:
                     self.node_of[client] = node
@@ -96,24 +98,47 @@ class Nodes:
             Message(content, self.node_of[client], kind, ttl=self.timeout, group_id=group)
             for client, content in contents.items()
         ]
-        client_of = {self.node_of[client]: client for client in contents}
-        return {client_of[node]: content for node, content in self._exchange(messages).items()}
-
-    def _exchange(self, messages: Iterable[Message]) -> dict[int, RecordDict]:
+        answers = self._exchange(messages)
         found = {}
-        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                log.warning("node %d could not answer: %s", node, reply.error.reason)
+        for client in contents:
+            answer = answers.get(node := self.node_of[client])
+            if isinstance(answer, RecordDict):
+                found[client] = answer
+            elif answer is None:
+                log.warning("%s: client %d (node %d) has not answered in time", group, client, node)
             else:
-                found[node] = reply.content
+                log.warning("%s: client %d (node %d) could not answer: %s", group, client, node, answer)
+        return found
+
+    def _exchange(self, messages: Sequence[Message]) -> dict[int, RecordDict | str]:
+        """What nodes have answered in time: contents, or the words of an error."""
+        ids = self.grid.push_messages(messages)
+        to = [message.metadata.dst_node_id for message in messages]
+        waiting = {number: node for number, node in zip(ids, to, strict=False) if number}  # none of what is refused
+        began, found = time.monotonic(), {}
+        while waiting:
+            for reply in self.grid.pull_messages(list(waiting)):
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)  # an error's node may be the server's own
+                if node is not None:
+                    found[node] = str(reply.error.reason) if reply.has_error() else reply.content
+            passed = time.monotonic() - began
+            if passed > self.timeout or not waiting:
+                break
+            time.sleep(min(max(0.1, passed / 10), PAUSE))
         return found
 
     def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        """What nodes that were not asked before say of themselves."""
-        new = sorted(set(nodes) - self.asked)
-        messages = [Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new]
-        answers = self._exchange(messages) if messages else {}
+        """What nodes that were not understood before say of themselves. One that gives no answer is asked again after
+        ten times as long as that has taken, so that it does not hold up everybody else."""
+        began = time.monotonic()
+        new = sorted(node for node in set(nodes) - self.asked if self.not_before.get(node, began) <= began)
+        answers = self._exchange([Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new])
+        passed = time.monotonic() - began
+        for node in new:
+            if not isinstance(answer := answers.get(node), RecordDict):
+                self.not_before[node] = began + passed + 10 * max(passed, PAUSE)
+                log.warning("node %d could not say who it is: %s", node, answer or "it has not answered in time")
+        answers = {node: answer for node, answer in answers.items() if isinstance(answer, RecordDict)}
         self.asked |= set(answers)
         found = {node: content.get("client") for node, content in answers.items()}
         wrong = [node for node, facts in found.items() if not _makes_sense(facts)]

@@ -205,6 +205,10 @@ class Leading:
                 stopped = "callback"
             if stopped != "rounds":
                 break
+        if self.events and not any(event["clients"] for event in self.events):
+            raise FedraxError(
+                "no client has answered in any round, and the model is as it was: each round's warnings say why"
+            )
         return self._result(server, statistics, stopped)
 
     def _there(self, r: int) -> np.ndarray:
