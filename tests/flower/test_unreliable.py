@@ -21,6 +21,7 @@ from fedrax import (
 )
 from fedrax.flower import client_app, federate
 from fedrax.flower.orders import Order
+from fedrax.simulation import NonFiniteError
 from tests.flower.messages import FEDERATION, SIZES, START, TASK, Serialized, assert_close, deployed, own
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
@@ -241,6 +242,15 @@ def test_a_client_refuses_messages_of_others(content: dict[str, Any]):
     for kind in (MessageType.TRAIN, MessageType.EVALUATE):
         (reply,) = grid.send_and_receive([Message(RecordDict(content), 3, kind)])
         assert reply.has_error() and "none of a fedrax server" in str(reply.error.reason)
+
+
+def test_a_run_that_diverges_is_a_sentence():
+    """All clients' numbers are not finite; the rounds before are not lost."""
+    grid = Serialized(client_app(METHOD, TASK, lambda context: (1e30 * own(context)[0], own(context)[1])), len(SIZES))
+    with pytest.raises(NonFiniteError, match="round 1: no client's answer is finite: take smaller steps") as told:
+        deployed(METHOD, grid, params=START)
+    assert told.value.result is not None and told.value.result.stopped == "diverged"
+    assert_close(told.value.result.params, START, 0)
 
 
 def test_a_run_that_nobody_answers_is_a_sentence(caplog: pytest.LogCaptureFixture):

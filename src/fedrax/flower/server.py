@@ -25,6 +25,8 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.place import Place
 from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.task import Task
+from fedrax.contract.task_checks import check_task
+from fedrax.data import Federation
 from fedrax.errors import FedraxError, warn
 from fedrax.flower.evaluation import Evaluate, check_test, on_the_clients, on_the_server
 from fedrax.flower.network import Arithmetic, Network, NobodyAnswered, Traffic
@@ -101,7 +103,7 @@ def federate(
     own test samples (x, y); without them the clients evaluate on theirs. params: starting parameters, instead of
     ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
     for what others can draw, too, protects nothing. directory: where to keep events and the model as of the last
-    evaluation, ``model.safetensors``. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
+    round, ``model.safetensors``. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
     answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing
     that makes sense, are left out of the round as if they had not been asked; a round that nobody answers changes
     nothing, as does one with too few clients for a method that needs the same number in each. sinks, callbacks: as of
@@ -109,8 +111,8 @@ def federate(
 
     A private method's epsilon takes nothing from the draw of cohorts, since who is there is not for the server to draw.
 
-    Raises FedraxError for impossible settings, and where clients do not fit together; NonFiniteError when a number of
-    the server's stops being finite.
+    Raises FedraxError for impossible settings, and where clients do not fit together; NonFiniteError, whose ``result``
+    holds the rounds before, when a number of the server's or of all clients' answers stops being finite.
     """
     check_lists(sinks=sinks, callbacks=callbacks)
     settings = _settings(settings, changes, seed)
@@ -190,10 +192,16 @@ class Leading:
                 stopped = "budget"
                 break
             before = server, statistics
-            server, statistics, record, answered = self._round(r, cohort, *before)
-            if not bool(self.arithmetic.sound((server, statistics))):
-                raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
-            event = self._event(record, cohort, answered, time.monotonic() - began)
+            spent = {} if self.ledger is None else self.ledger.spend(cohort)  # whoever is asked may be heard
+            try:
+                server, statistics, record, answered = self._round(r, cohort, *before)
+            except NonFiniteError as error:
+                error.result = self._result(*before, "diverged")
+                raise
+            event = self._event(record, answered, time.monotonic() - began) | spent
+            if self.info.directory is not None:
+                model = _on_host(self.algorithm.params(server), statistics)
+                Snapshot({"round": r + 1}, *model).save(self.info.directory / MODEL)
             over = r + 1 == self.settings.rounds
             if over or (r + 1) % self.settings.eval_every == 0:
                 event |= self._evaluated(r, server, statistics, there)
@@ -236,6 +244,8 @@ class Leading:
         except NobodyAnswered:
             log.warning("round %d: %d of %d clients have answered: it changes nothing", r + 1, 0, len(cohort))
             return server, statistics, {}, []
+        if not bool(self.arithmetic.sound((after, moved))):
+            raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
         self.traffic.counted |= dict.fromkeys(network.answered, r)
         return after, moved, record, network.answered
 
@@ -255,21 +265,16 @@ class Leading:
         counted = int(self.ledger.counts[cohort].max())
         return counted < self.ledger.accountant.counts_within(budget, counted + 1)
 
-    def _event(self, record: dict[str, Any], cohort: np.ndarray, answered: list[int], seconds: float) -> Event:
+    def _event(self, record: dict[str, Any], answered: list[int], seconds: float) -> Event:
         """What is told of a round; bytes are those of the arrays that did travel, errors and all."""
         records = {name: np.asarray(value)[None] for name, value in record.items()} | {"sound": np.ones(1, bool)}
         event = events_of(self.info, records, np.array([[len(answered)]]), self.events, seconds)[0]
-        event |= {"bytes_down": self.traffic.down, "bytes_up": self.traffic.up}
-        if self.ledger is not None:  # whoever was asked may have answered, and somebody else may have heard it
-            event |= self.ledger.spend(cohort)
-        return event
+        return event | {"bytes_down": self.traffic.down, "bytes_up": self.traffic.up}
 
     def _evaluated(self, r: int, server: Any, statistics: Tree, there: np.ndarray) -> dict[str, float]:
         params = self.algorithm.params(server)
         order = Order(r, 0, 0, self.nodes.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
         metrics = self.evaluate(params, statistics, order, there)
-        if self.info.directory is not None:
-            Snapshot({"round": r + 1}, *_on_host(params, statistics)).save(self.info.directory / MODEL)
         return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
     def _reached(self, event: Event) -> bool:
@@ -321,6 +326,8 @@ def _prepare(
     sampler = Sampler(settings, nodes.sizes)
     check_needs(algorithm, settings, sampler, task, statistics)
     samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
+    x, y = (np.zeros(a.shape, a.dtype) for a in samples)
+    check_task(task, variables, samples, Federation.from_arrays(x, y, [0], num_classes=1))
     algorithm.requirements.check_parts(task, variables, samples.x)
     layout = Layout.of(nodes.sizes)
     program = Program(task, layout, nodes.num_clients, chunk=0, code=Code(algorithm, task))
