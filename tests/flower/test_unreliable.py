@@ -298,7 +298,26 @@ def test_too_few_clients_are_a_sentence():
 def test_numbers_that_do_not_fit_are_a_sentence():
     grid = Serialized(client_app(METHOD, TASK, own), [{"partition-id": k} for k in (0, 2, 2)])
     with pytest.raises(FedraxError, match="must be the numbers 0 to 2, and these are 0, 2, 2"):
-        federate(grid, METHOD, TASK, clients=3)
+        federate(grid, METHOD, TASK, clients=3, wait=0)
+
+
+def test_a_node_that_is_started_again_before_the_start_is_one(caplog: pytest.LogCaptureFixture):
+    """The SuperLink lists the one that is gone until it misses its heartbeats; it is not among the clients."""
+    grid = grid_of()
+    gone, last = grid.contexts.pop(3), grid.contexts.pop(7)
+    order = [{3: gone}, {98: gone}, {7: last}]
+
+    def look() -> Any:
+        grid.contexts |= order.pop(0) if order else {}
+        return list(grid.contexts)
+
+    grid.get_node_ids = look  # type: ignore[method-assign]
+    asked = []
+    grid.lose = lambda message, client: asked.append(client + 2) or False
+    with caplog.at_level(logging.WARNING, "flwr"):
+        here = deployed(METHOD, grid, params=START, rounds=1, cohort_size=6)
+    assert "node 3 (partition-id 1) is none of the clients" in caplog.text
+    assert here.events[-1]["clients"] == 6 and asked.count(98) == 2 and asked.count(3) == 1
 
 
 def test_samples_of_different_kinds_are_a_sentence():

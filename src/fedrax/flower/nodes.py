@@ -56,22 +56,19 @@ class Nodes:
     def gather(self, count: int, wait: float) -> None:
         """Wait until ``count`` nodes have said who they are, for so many seconds at most; they are the clients."""
         found: dict[int, Mapping[str, Any]] = {}
+        known = found
         due = time.monotonic() + wait
-        while len(found) < count:
-            found |= self._introductions(self.grid.get_node_ids())
-            if len(found) < count:
+        while len(self.node_of) < count:
+            there = set(self.grid.get_node_ids())
+            found |= self._introductions(there)
+            known = {node: facts for node, facts in found.items() if node in there}
+            self._number(known, count)
+            if len(self.node_of) < count:
                 if time.monotonic() > due:
-                    raise FedraxError(f"{len(found)} of {count} clients were there after {wait:g} seconds")
+                    raise FedraxError(_too_few(len(self.node_of), known, count, wait))
                 time.sleep(PAUSE)
-        chosen = sorted(found)[:count]
-        self.by_number = all("client" in found[node] for node in chosen)
-        numbers = [found[node]["client"] if self.by_number else k for k, node in enumerate(chosen)]
-        if sorted(numbers) != list(range(count)):
-            raise FedraxError(
-                f"the partition-id of {count} clients must be the numbers 0 to {count - 1}, and these are"
-                f" {', '.join(map(str, sorted(numbers)))}"
-            )
-        self.node_of = dict(zip(numbers, chosen, strict=True))
+        for node in sorted(set(known) - set(self.node_of.values())):
+            log.warning("node %d (partition-id %s) is none of the clients", node, known[node].get("client"))
         facts = [found[self.node_of[client]] for client in range(count)]
         self.sizes, self.test_sizes = (np.array([one[name] for one in facts], int) for name in ("size", "test_size"))
         kinds = [_kind(one) for one in facts]
@@ -81,6 +78,14 @@ class Nodes:
         x_type, x_shape, y_type, y_shape = kinds[0]
         struct = lambda shape, kind: jax.ShapeDtypeStruct((1, *shape), _TYPES[kind])  # noqa: E731
         self.samples = (struct(x_shape, x_type), struct(y_shape, y_type))
+
+    def _number(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
+        """Clients by the numbers that their nodes have, else in the nodes' order. Of two with one number the later is
+        meant, since a node that was started again is there twice for a while."""
+        self.by_number = all("client" in facts for facts in known.values())
+        numbers = {node: facts["client"] for node, facts in known.items()} if self.by_number else {}
+        pairs = [(numbers.get(node, k), node) for k, node in enumerate(known if self.by_number else sorted(known))]
+        self.node_of = {number: node for number, node in pairs if number < count}
 
     def available(self) -> np.ndarray:
         """The clients whose nodes are there now, sorted; one that has come back under another number is known again."""
@@ -149,6 +154,14 @@ class Nodes:
             if isinstance(version, str) and version != VERSION:
                 log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
+
+
+def _too_few(there: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float) -> str:
+    words = f"{there} of {count} clients were there after {wait:g} seconds"
+    if there == len(known):
+        return f"{words}: start their SuperNodes, and look at the warnings above"
+    numbers = ", ".join(str(facts["client"]) for facts in known.values())
+    return f"{words}: their partition-ids must be the numbers 0 to {count - 1}, and these are {numbers}"
 
 
 def _makes_sense(facts: Any) -> bool:
