@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from flwr.app import Message, MessageType
+from flwr.app import Array, Message, MessageType
 
 import fedrax
 from fedrax import (
@@ -30,7 +31,7 @@ from fedrax import (
 from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
 from fedrax.models import MLP, from_linen
-from fedrax.simulation import read_events
+from fedrax.simulation import NonFiniteError, read_events
 from tests.flower.messages import (
     OWNER,
     ROUNDS,
@@ -178,6 +179,22 @@ def test_a_run_leaves_events_and_its_model(tmp_path: Path):
         deployed(method, grid_of(method), directory=tmp_path / "run")
 
 
+def test_a_run_that_is_stopped_leaves_the_model_of_its_last_round(tmp_path: Path):
+    """Rounds of real clients are worth more than a file: the next evaluation may never come."""
+    method, grid = Scaffold(local=LOCAL), grid_of(Scaffold(local=LOCAL))
+
+    def stop(message: Message, client: int) -> bool:
+        if message.metadata.group_id == "round 3":
+            raise KeyboardInterrupt
+        return False
+
+    grid.lose = stop
+    with pytest.raises(KeyboardInterrupt):
+        deployed(method, grid, directory=tmp_path / "run", eval_every=4)
+    model = fedrax.load(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
+    assert_close(model, deployed(method, grid_of(method), rounds=2).params, 0)
+
+
 def test_it_ends_at_a_target_or_where_a_callback_says_so():
     method = Scaffold(local=LOCAL)
     reached = deployed(method, grid_of(method), target=0.01, eval_every=1)
@@ -196,6 +213,23 @@ def test_a_private_run_spends_for_all_that_were_asked_and_ends_with_its_budget()
     ended = deployed(method, grid_of(method), rounds=6, cohort_size=6, seed=None, epsilon_budget=budget)
     assert (ended.stopped, len(ended.events)) == ("budget", 3)
     assert ended.spent is not None and ended.spent.epsilon <= budget
+
+
+def test_a_round_that_diverges_has_been_spent():
+    method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
+    grid = grid_of(method)
+
+    def spoil(reply: Message, client: int) -> None:
+        if reply.metadata.message_type == MessageType.TRAIN:
+            sent = reply.content.array_records["sent"]
+            for name, a in sent.items():
+                sent[name] = Array(a.dtype, a.shape, a.stype, b"\xff" * len(a.data))  # of which each is no number
+
+    grid.change = spoil
+    with pytest.raises(NonFiniteError) as told:
+        deployed(method, grid, seed=None)
+    assert told.value.result is not None and told.value.result.spent is not None
+    assert (told.value.result.spent.count, told.value.result.events) == (1, [])
 
 
 def test_noise_that_others_can_draw_is_warned_of():
@@ -227,6 +261,27 @@ def test_settings_of_simulations_and_wrong_ones_are_a_sentence(changes: dict[str
     method = Scaffold(local=LOCAL)
     with pytest.raises(FedraxError, match=words):
         deployed(method, grid_of(method), **changes)
+
+
+def test_a_task_that_does_not_fit_is_the_servers_to_say():
+    """Not round after round the clients'."""
+    task = dataclasses.replace(TASK, loss=lambda params, batch, key: TASK.loss(params, batch, key).sum())
+    method = FedAvg(local=LOCAL)
+    with pytest.raises(FedraxError, match="one number a sample"):
+        deployed(method, grid_of(method, task=task), task)
+    wide = classification(MLP(hidden=(5,)).build((7,), 3))
+    with pytest.raises(FedraxError, match="x float32"):
+        deployed(method, grid_of(method, task=wide), wide)
+
+
+def test_data_may_be_lists():
+    """Of numbers, as they come from a file; two rows are no pairs."""
+    method = FedAvg(local=LOCAL)
+    lists, arrays = (
+        deployed(method, grid_of(method, data), rounds=1)
+        for data in (lambda c: (X[:2].tolist(), Y[:2].tolist()), lambda c: (X[:2], Y[:2]))
+    )
+    assert_close(lists.params, arrays.params, 0)
 
 
 @pytest.mark.parametrize(

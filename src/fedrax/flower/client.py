@@ -219,14 +219,14 @@ def own_federation(data: Data, context: Context) -> Federation:
         found = (found.train, found.test)
     try:
         first, second = found
-        (x, y), test = (first, tuple(second)) if isinstance(first, tuple | list) else (found, None)
-        rows = len(y)
+        (x, y), test = (first, tuple(second)) if isinstance(first, tuple) else (found, None)
+        rows, kind = len(y), np.asarray(y).dtype.kind
     except (TypeError, ValueError):
         raise FedraxError(
             "the function data gives a client's samples as (x, y), as ((x, y), (x_test, y_test)) or as a Dataset, not"
             f" a {type(found).__name__}"
         ) from None
-    if np.asarray(y).dtype.kind not in "iufb":
+    if kind not in "iufb":
         raise FedraxError("labels are numbers, which mean the same on every client: number the classes")
     return Federation.from_arrays(x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **more)
 

@@ -14,6 +14,7 @@ import numpy as np
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.place import Place
 from fedrax.contract.task import Task
+from fedrax.errors import FedraxError
 from fedrax.flower.evaluation import Evaluate
 from fedrax.flower.keeping import Saved, restored, save
 from fedrax.flower.network import Arithmetic, Network, NobodyAnswered, Traffic
@@ -120,11 +121,16 @@ class Leading:
                 stopped = "budget"
                 break
             before = server, statistics
-            server, statistics, record, answered = self._round(r, cohort, *before)
-            if not bool(self.arithmetic.sound((server, statistics))):
-                self._save(*before, file)
-                raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
-            event, over = self._event(record, cohort, answered, time.monotonic() - began), r + 1 == self.settings.rounds
+            spent = {} if self.ledger is None else self.ledger.spend(cohort)  # whoever is asked may be heard
+            try:
+                server, statistics, record, answered = self._round(r, cohort, *before)
+            except NonFiniteError as error:
+                error.result = self._result(*before, "diverged")
+                raise
+            event, over = self._event(record, answered, time.monotonic() - began) | spent, r + 1 == self.settings.rounds
+            if self.info.directory is not None:
+                model = _on_host(self.algorithm.params(server), statistics)
+                Snapshot({"round": r + 1}, *model).save(self.info.directory / MODEL)
             evaluated = over or (r + 1) % self.settings.eval_every == 0
             if evaluated:
                 event |= self._evaluated(r, server, statistics, there)
@@ -139,6 +145,10 @@ class Leading:
                 due = time.monotonic() + _CHECKPOINT_SECONDS
             if stopped != "rounds":
                 break
+        if self.events and not any(event["clients"] for event in self.events):
+            raise FedraxError(
+                "no client has answered in any round, and the model is as it was: each round's warnings say why"
+            )
         return self._result(server, statistics, stopped)
 
     def _save(self, server: Any, statistics: Tree, file: EventFile | None) -> None:
@@ -172,6 +182,8 @@ class Leading:
         except NobodyAnswered:
             log.warning("round %d: %d of %d clients have answered: it changes nothing", r + 1, 0, len(cohort))
             return server, statistics, {}, []
+        if not bool(self.arithmetic.sound((after, moved))):
+            raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
         self.traffic.counted |= dict.fromkeys(network.answered, r)
         return after, moved, record, network.answered
 
@@ -191,21 +203,16 @@ class Leading:
         counted = int(self.ledger.counts[cohort].max())
         return counted < self.ledger.accountant.counts_within(budget, counted + 1)
 
-    def _event(self, record: dict[str, Any], cohort: np.ndarray, answered: list[int], seconds: float) -> Event:
+    def _event(self, record: dict[str, Any], answered: list[int], seconds: float) -> Event:
         """What is told of a round; bytes are those of the arrays that did travel, errors and all."""
         records = {name: np.asarray(value)[None] for name, value in record.items()} | {"sound": np.ones(1, bool)}
         event = events_of(self.info, records, np.array([[len(answered)]]), self.events, seconds)[0]
-        event |= {"bytes_down": self.traffic.down, "bytes_up": self.traffic.up}
-        if self.ledger is not None:  # whoever was asked may have answered, and somebody else may have heard it
-            event |= self.ledger.spend(cohort)
-        return event
+        return event | {"bytes_down": self.traffic.down, "bytes_up": self.traffic.up}
 
     def _evaluated(self, r: int, server: Any, statistics: Tree, there: np.ndarray) -> dict[str, float]:
         params = self.algorithm.params(server)
         order = Order(r, 0, 0, self.nodes.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
         metrics = self.evaluate(params, statistics, order, there)
-        if self.info.directory is not None:
-            Snapshot({"round": r + 1}, *_on_host(params, statistics)).save(self.info.directory / MODEL)
         return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
     def _reached(self, event: Event) -> bool:

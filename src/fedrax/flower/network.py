@@ -20,6 +20,7 @@ from fedrax.flower.nodes import Nodes, log
 from fedrax.flower.orders import Order
 from fedrax.flower.records import packed, record_bytes, unpacked
 from fedrax.flower.travelling import Travelling
+from fedrax.simulation.debug import NonFiniteError
 from fedrax.simulation.loop import Compiled
 from fedrax.simulation.round import (
     SHARED_KEY,
@@ -34,6 +35,10 @@ from fedrax.simulation.round import (
     no_sums,
 )
 from fedrax.tree import Tree
+
+
+class NotFinite(FedraxError):
+    """An answer that is one, but for a number that is infinite or none."""
 
 
 class NobodyAnswered(Exception):
@@ -165,12 +170,11 @@ class Network(Executor):
         contents = {client: self._content(p, client, new, again) for client in self.answered}
         name = f"round {int(self.here.round) + 1}"
         replies = self.nodes.ask(MessageType.TRAIN, contents, name)
-        found = {}
+        found, diverged = {}, 0
         for client in self.answered:
             self.traffic.down += sum(map(record_bytes, contents[client].array_records.values()))
             self.traffic.heard(client, self.nodes.node_of[client], client in replies)
             if client not in replies:
-                log.warning("%s: client %d has not answered", name, client)
                 continue
             facts = replies[client].get("client")
             if p == 0 and isinstance(facts, ConfigRecord) and facts.get("lost"):
@@ -179,8 +183,14 @@ class Network(Executor):
                 found[client] = self._understood(replies[client], self.arithmetic.phases[p])
             except FedraxError as error:
                 log.warning("%s: client %d is left out: %s", name, client, error)
+                diverged += isinstance(error, NotFinite)
                 continue
             self.traffic.up += record_bytes(replies[client]["sent"])  # type: ignore[arg-type]
+        if diverged and not found:
+            raise NonFiniteError(
+                f"{type(self.algorithm).__name__}, {name}: no client's answer is finite: take smaller steps, and look"
+                " at the clients' data"
+            )
         return found
 
     def _understood(self, reply: RecordDict, phase: Travelling) -> tuple[ClientOutput, Tree]:
@@ -192,7 +202,7 @@ class Network(Executor):
         output = output._replace(info=unpacked(about, phase.sent.info, "its answer"))
         sent = jax.tree.map(jnp.asarray, (output, statistics))
         if not bool(self.arithmetic.sound(sent)):
-            raise FedraxError("its answer holds a number that is not finite")
+            raise NotFinite("its answer holds a number that is not finite")
         return sent
 
     def _new(self, p: int, whole: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:

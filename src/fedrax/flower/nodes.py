@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
@@ -45,6 +45,8 @@ class Nodes:
     """Whether nodes know their client's number, so that one that comes back is known again."""
     asked: set[int] = field(default_factory=set)
     """Nodes that have said who they are, or were not to be understood."""
+    not_before: dict[int, float] = field(default_factory=dict)
+    """When to ask a node again that gave no answer."""
 
     @property
     def num_clients(self) -> int:
@@ -54,22 +56,19 @@ class Nodes:
     def gather(self, count: int, wait: float) -> None:
         """Wait until ``count`` nodes have said who they are, for so many seconds at most; they are the clients."""
         found: dict[int, Mapping[str, Any]] = {}
+        known = found
         due = time.monotonic() + wait
-        while len(found) < count:
-            found |= self._introductions(self.grid.get_node_ids())
-            if len(found) < count:
+        while len(self.node_of) < count:
+            there = set(self.grid.get_node_ids())
+            found |= self._introductions(there)
+            known = {node: facts for node, facts in found.items() if node in there}
+            self._number(known, count)
+            if len(self.node_of) < count:
                 if time.monotonic() > due:
-                    raise FedraxError(f"{len(found)} of {count} clients were there after {wait:g} seconds")
+                    raise FedraxError(_too_few(len(self.node_of), known, count, wait))
                 time.sleep(PAUSE)
-        chosen = sorted(found)[:count]
-        self.by_number = all("client" in found[node] for node in chosen)
-        numbers = [found[node]["client"] if self.by_number else k for k, node in enumerate(chosen)]
-        if sorted(numbers) != list(range(count)):
-            raise FedraxError(
-                f"the partition-id of {count} clients must be the numbers 0 to {count - 1}, and these are"
-                f" {', '.join(map(str, sorted(numbers)))}"
-            )
-        self.node_of = dict(zip(numbers, chosen, strict=True))
+        for node in sorted(set(known) - set(self.node_of.values())):
+            log.warning("node %d (partition-id %s) is none of the clients", node, known[node].get("client"))
         facts = [found[self.node_of[client]] for client in range(count)]
         self.sizes, self.test_sizes = (np.array([one[name] for one in facts], int) for name in ("size", "test_size"))
         kinds = [_kind(one) for one in facts]
@@ -80,11 +79,19 @@ class Nodes:
         struct = lambda shape, kind: jax.ShapeDtypeStruct((1, *shape), _TYPES[kind])  # noqa: E731
         self.samples = (struct(x_shape, x_type), struct(y_shape, y_type))
 
+    def _number(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
+        """Clients by the numbers that their nodes have, else in the nodes' order. Of two with one number the later is
+        meant, since a node that was started again is there twice for a while."""
+        self.by_number = all("client" in facts for facts in known.values())
+        numbers = {node: facts["client"] for node, facts in known.items()} if self.by_number else {}
+        pairs = [(numbers.get(node, k), node) for k, node in enumerate(known if self.by_number else sorted(known))]
+        self.node_of = {number: node for number, node in pairs if number < count}
+
     def available(self) -> np.ndarray:
         """The clients whose nodes are there now, sorted; one that has come back under another number is known again."""
         there = set(self.grid.get_node_ids())
-        if self.by_number and (new := there - self.asked):
-            for node, facts in self._introductions(new).items():
+        if self.by_number and not there.issuperset(self.node_of.values()):
+            for node, facts in self._introductions(there).items():
                 client = facts.get("client")
                 if client in self.node_of and self.node_of[client] not in there:
                     self.node_of[client] = node
@@ -96,24 +103,47 @@ class Nodes:
             Message(content, self.node_of[client], kind, ttl=self.timeout, group_id=group)
             for client, content in contents.items()
         ]
-        client_of = {self.node_of[client]: client for client in contents}
-        return {client_of[node]: content for node, content in self._exchange(messages).items()}
-
-    def _exchange(self, messages: Iterable[Message]) -> dict[int, RecordDict]:
+        answers = self._exchange(messages)
         found = {}
-        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                log.warning("node %d could not answer: %s", node, reply.error.reason)
+        for client in contents:
+            answer = answers.get(node := self.node_of[client])
+            if isinstance(answer, RecordDict):
+                found[client] = answer
+            elif answer is None:
+                log.warning("%s: client %d (node %d) has not answered in time", group, client, node)
             else:
-                found[node] = reply.content
+                log.warning("%s: client %d (node %d) could not answer: %s", group, client, node, answer)
+        return found
+
+    def _exchange(self, messages: Sequence[Message]) -> dict[int, RecordDict | str]:
+        """What nodes have answered in time: contents, or the words of an error."""
+        ids = self.grid.push_messages(messages)
+        to = [message.metadata.dst_node_id for message in messages]
+        waiting = {number: node for number, node in zip(ids, to, strict=False) if number}  # none of what is refused
+        began, found = time.monotonic(), {}
+        while waiting:
+            for reply in self.grid.pull_messages(list(waiting)):
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)  # an error's node may be the server's own
+                if node is not None:
+                    found[node] = str(reply.error.reason) if reply.has_error() else reply.content
+            passed = time.monotonic() - began
+            if passed > self.timeout or not waiting:
+                break
+            time.sleep(min(max(0.1, passed / 10), PAUSE))
         return found
 
     def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        """What nodes that were not asked before say of themselves."""
-        new = sorted(set(nodes) - self.asked)
-        messages = [Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new]
-        answers = self._exchange(messages) if messages else {}
+        """What nodes that were not understood before say of themselves. One that gives no answer is asked again after
+        ten times as long as that has taken, so that it does not hold up everybody else."""
+        began = time.monotonic()
+        new = sorted(node for node in set(nodes) - self.asked if self.not_before.get(node, began) <= began)
+        answers = self._exchange([Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new])
+        passed = time.monotonic() - began
+        for node in new:
+            if not isinstance(answer := answers.get(node), RecordDict):
+                self.not_before[node] = began + passed + 10 * max(passed, PAUSE)
+                log.warning("node %d could not say who it is: %s", node, answer or "it has not answered in time")
+        answers = {node: answer for node, answer in answers.items() if isinstance(answer, RecordDict)}
         self.asked |= set(answers)
         found = {node: content.get("client") for node, content in answers.items()}
         wrong = [node for node, facts in found.items() if not _makes_sense(facts)]
@@ -124,6 +154,14 @@ class Nodes:
             if isinstance(version, str) and version != VERSION:
                 log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
+
+
+def _too_few(there: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float) -> str:
+    words = f"{there} of {count} clients were there after {wait:g} seconds"
+    if there == len(known):
+        return f"{words}: start their SuperNodes, and look at the warnings above"
+    numbers = ", ".join(str(facts["client"]) for facts in known.values())
+    return f"{words}: their partition-ids must be the numbers 0 to {count - 1}, and these are {numbers}"
 
 
 def _makes_sense(facts: Any) -> bool:

@@ -55,6 +55,7 @@ class LocalGrid(Grid):
         for message in messages:
             self._sent += 1
             ids.append(str(self._sent))
+            message.metadata.__dict__["_message_id"] = ids[-1]  # as Flower's own grids write it
             self._replies[ids[-1]] = self._answer(message)
         return ids
 

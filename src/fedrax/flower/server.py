@@ -23,6 +23,8 @@ from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
 from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.task import Task
+from fedrax.contract.task_checks import check_task
+from fedrax.data import Federation
 from fedrax.errors import FedraxError, warn
 from fedrax.flower.evaluation import check_test, on_the_clients, on_the_server
 from fedrax.flower.leading import Leading
@@ -97,7 +99,7 @@ def federate(
     own test samples (x, y); without them the clients evaluate on theirs. params: starting parameters, instead of
     ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
     for what others can draw, too, protects nothing. directory: where to keep events, a checkpoint and the model as of
-    the last evaluation (``model.safetensors``). resume: go on from the directory's checkpoint, if it has one, over
+    the last round (``model.safetensors``). resume: go on from the directory's checkpoint, if it has one, over
     clients that have a directory, too. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
     answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing
     that makes sense, are left out of the round as if they had not been asked; a round that nobody answers changes
@@ -106,8 +108,8 @@ def federate(
 
     A private method's epsilon takes nothing from the draw of cohorts, since who is there is not for the server to draw.
 
-    Raises FedraxError for impossible settings, and where clients do not fit together; NonFiniteError when a number of
-    the server's stops being finite.
+    Raises FedraxError for impossible settings, and where clients do not fit together; NonFiniteError, whose ``result``
+    holds the rounds before, when a number of the server's or of all clients' answers stops being finite.
     """
     check_lists(sinks=sinks, callbacks=callbacks)
     if resume and directory is None:
@@ -150,6 +152,8 @@ def _prepare(
     sampler = Sampler(settings, nodes.sizes)
     check_needs(algorithm, settings, sampler, task, statistics)
     samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
+    x, y = (np.zeros(a.shape, a.dtype) for a in samples)
+    check_task(task, variables, samples, Federation.from_arrays(x, y, [0], num_classes=1))
     algorithm.requirements.check_parts(task, variables, samples.x)
     layout = Layout.of(nodes.sizes)
     program = Program(task, layout, nodes.num_clients, chunk=0, code=Code(algorithm, task))
