@@ -11,10 +11,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 
 from fedrax import (
     Episode,
+    FedAvg,
     FedraxError,
     LocalSGD,
     LoSAC,
     PFedMe,
+    Quantised,
     Scaffold,
     Script,
     simulate,
@@ -87,6 +89,36 @@ def test_an_answer_that_makes_no_sense_is_left_out(how: str, caplog: pytest.LogC
         here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6)
     assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL]))
     assert "round 2: client 2 is left out: its answer" in caplog.text
+
+
+def test_an_answer_of_which_nothing_finite_can_be_made_is_left_out(caplog: pytest.LogCaptureFixture):
+    """Whole numbers and a scale, finite both, whose product is not."""
+    method = Quantised(FedAvg(local=LOCAL))
+    grid = grid_of(method)
+
+    def change(reply: Message, client: int) -> None:
+        if client != 2 or reply.metadata.group_id != "round 2":
+            return
+        sent = reply.content["sent"]
+        assert isinstance(sent, ArrayRecord)
+        scales = [(name, array) for name, array in sent.items() if array.dtype == "float32" and not array.shape]
+        assert scales
+        for name, array in scales:
+            sent[name] = Array("float32", (), array.stype, np.float32(3e38).tobytes())
+
+    grid.change = change
+    here = deployed(method, grid, params=START, rounds=3, cohort_size=6)
+    assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL], method))
+    assert "round 2: client 2 is left out: its answer holds a number that is not finite" in caplog.text
+
+
+def test_numbers_of_64_bits_are_of_the_same_kind():
+    def data(context: Any) -> Any:
+        x, y = own(context)
+        return (x.astype(np.float64) if context.node_config["partition-id"] == 1 else x), y
+
+    here = deployed(METHOD, Serialized(client_app(METHOD, TASK, data, seed=0), 6), params=START, rounds=2)
+    assert_close(here.params, deployed(METHOD, grid_of(), params=START, rounds=2).params)
 
 
 def test_who_is_away_is_not_asked_and_comes_back_under_another_number():

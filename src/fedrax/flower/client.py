@@ -87,7 +87,8 @@ class _Client:
         own = own_federation(self.data, context)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
         for name, part in zip("xy", own.train, strict=True):
-            facts |= {f"{name}_type": str(part.dtype), f"{name}_shape": list(part.shape[1:])}
+            kind = "float32" if part.dtype == np.float64 else str(part.dtype)  # both are computed in the run's type
+            facts |= {f"{name}_type": kind, f"{name}_shape": list(part.shape[1:])}
         if (number := context.node_config.get("partition-id")) is not None:
             facts["client"] = int(number)
         return Message(RecordDict({"client": ConfigRecord(facts)}), reply_to=message)

@@ -89,12 +89,17 @@ class Arithmetic:
         self.absorb = jax.jit(self._absorb, static_argnums=0)
         self.nothing = jax.jit(self._nothing, static_argnums=0)
         self.sound = jax.jit(tree.all_finite)
+        self.usable = jax.jit(self._usable, static_argnums=0)
 
     def _finished(self, p: int, algorithm: Algorithm, sent: ClientOutput, statistics: Tree) -> Finished:
         phase = algorithm.phases[p]
         received = checked_received(algorithm, phase.receive(sent.upload))
         single = (sent.each, received if phase.stacked else ())
         return Finished(sent, received, single, Kept((), ()), statistics)
+
+    def _usable(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> JaxArray:
+        """Whether all that a client has sent is finite, and so is what is made of its upload."""
+        return tree.all_finite((sent, self._finished(p, algorithm, *sent).received))
 
     def _nothing(self, p: int, algorithm: Algorithm, places: JaxArray) -> tuple[Sums, Tree]:
         """(sums over nobody yet, room for what goes to the server singly)."""
@@ -180,7 +185,7 @@ class Network(Executor):
             if p == 0 and isinstance(facts, ConfigRecord) and facts.get("lost"):
                 log.warning("%s: client %d has lost what it kept, and goes on as a new one", name, client)
             try:
-                found[client] = self._understood(replies[client], self.arithmetic.phases[p])
+                found[client] = self._understood(p, replies[client])
             except FedraxError as error:
                 log.warning("%s: client %d is left out: %s", name, client, error)
                 diverged += isinstance(error, NotFinite)
@@ -193,15 +198,16 @@ class Network(Executor):
             )
         return found
 
-    def _understood(self, reply: RecordDict, phase: Travelling) -> tuple[ClientOutput, Tree]:
+    def _understood(self, p: int, reply: RecordDict) -> tuple[ClientOutput, Tree]:
         """What a client has sent; FedraxError where it is something else than a round needs."""
+        phase = self.arithmetic.phases[p]
         record, about = reply.get("sent"), reply.get("info")
         if not isinstance(record, ArrayRecord) or not isinstance(about, ArrayRecord):
             raise FedraxError("its answer holds no arrays")
         output, statistics = unpacked(record, (phase.sent._replace(info={}), phase.statistics), "its answer")
         output = output._replace(info=unpacked(about, phase.sent.info, "its answer"))
         sent = jax.tree.map(jnp.asarray, (output, statistics))
-        if not bool(self.arithmetic.sound(sent)):
+        if not bool(self.arithmetic.usable(p, self.algorithm, sent)):
             raise NotFinite("its answer holds a number that is not finite")
         return sent
 
