@@ -147,7 +147,7 @@ class Leading:
                 break
         if self.events and not any(event["clients"] for event in self.events):
             raise FedraxError(
-                "no client has answered in any round, and the model is as it was: each round's warnings say why"
+                "no round had the answers that it needs, and the model is as it was: each round's warnings say why"
             )
         return self._result(server, statistics, stopped)
 
