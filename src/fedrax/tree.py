@@ -146,10 +146,11 @@ def set_row(a: Tree, index: Any, value: Tree) -> Tree:
 
 def num_bytes(a: Tree) -> int:
     """Bytes of all leaves (arrays or ``jax.ShapeDtypeStruct``); numbers shorter than a byte count as packed."""
-    return sum(-(-leaf.size * _bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(a))
+    return sum(-(-leaf.size * bits_of(leaf.dtype) // 8) for leaf in jax.tree.leaves(a))
 
 
-def _bits(dtype: Any) -> int:
+def bits_of(dtype: Any) -> int:
+    """Bits of one number of a type, 4 of an int4; a Boolean takes a byte."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize

@@ -89,6 +89,16 @@ def test_a_budget_goes_on_from_what_was_spent(tmp_path: Path):
     assert more.events[-1]["epsilon"] == whole.events[-1]["epsilon"]
 
 
+def test_a_round_that_was_asked_for_is_spent_though_the_run_was_cut_off_in_it(tmp_path: Path):
+    """Its clients' answers may have been heard, and the round that takes its place has other noise."""
+    method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
+    with pytest.raises(PowerCut):
+        run(method, tmp_path, stop_at=4, seed=None)
+    gone_on = run(method, tmp_path, resume=True, seed=None)
+    assert [event["round"] for event in gone_on.events] == [1, 2, 3, 4, 5]
+    assert gone_on.spent is not None and gone_on.spent.count == 6
+
+
 def test_another_run_is_not_gone_on_with(tmp_path: Path):
     run(Scaffold(local=LOCAL), tmp_path)
     with pytest.raises(FedraxError, match="belongs to another run: its method is another"):

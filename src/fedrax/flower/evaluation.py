@@ -28,8 +28,9 @@ Evaluate = Callable[[Tree, Tree, Order, np.ndarray], dict[str, float]]
 """(parameters, statistics, the order of a round, clients that are there) -> metrics by the names that events have."""
 
 
-def on_the_server(task: Task, test: tuple[Any, Any]) -> Evaluate:
-    """On test samples (x [n, ...], y [n, ...])."""
+def on_the_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Evaluate:
+    """On test samples (x [n, ...], y [n, ...]), which are like the clients' ``samples``."""
+    _check_test(test, samples)
     x, y = (np.asarray(part) for part in test)
     evaluator = Evaluator(task, make_mesh(1), Batch(*as_samples(x, y)))
 
@@ -95,7 +96,7 @@ def _metrics(task: Task, found: list[tuple[int, dict[str, float]]], per_client: 
     return metrics
 
 
-def check_test(test: Any, samples: Batch) -> None:
+def _check_test(test: Any, samples: Batch) -> None:
     """FedraxError for test samples that are no pair, or of another shape than the clients'."""
     if not isinstance(test, tuple | list) or len(test) != 2:
         raise FedraxError("test is a pair (x, y) of the server's own test samples; None has the clients evaluate")

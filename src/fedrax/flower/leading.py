@@ -121,7 +121,10 @@ class Leading:
                 stopped = "budget"
                 break
             before = server, statistics
-            spent = {} if self.ledger is None else self.ledger.spend(cohort)  # whoever is asked may be heard
+            spent: Event = {}
+            if self.ledger is not None:  # whoever is asked may be heard, and a run that is cut off here must know of it
+                spent = self.ledger.spend(cohort)
+                self._save(*before, file)
             try:
                 server, statistics, record, answered = self._round(r, cohort, *before)
             except NonFiniteError as error:
@@ -180,7 +183,7 @@ class Leading:
         try:
             after, moved, record, _ = run_round(network, server, statistics)
         except NobodyAnswered:
-            log.warning("round %d: %d of %d clients have answered: it changes nothing", r + 1, 0, len(cohort))
+            log.warning("round %d: too few of its %d clients have answered: it changes nothing", r + 1, len(cohort))
             return server, statistics, {}, []
         if not bool(self.arithmetic.sound((after, moved))):
             raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")

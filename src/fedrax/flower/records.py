@@ -56,16 +56,10 @@ def _is_key(leaf: Any) -> bool:
 def _array(leaf: Any) -> Array:
     numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     data = np.ascontiguousarray(numbers).tobytes()
-    if (bits := _bits(numbers.dtype)) < 8:
+    if (bits := tree.bits_of(numbers.dtype)) < 8:
         each = np.unpackbits(np.frombuffer(data, np.uint8)[:, None], axis=1, bitorder="little")
         data = np.packbits(each[:, :bits], bitorder="little").tobytes()
     return Array(str(numbers.dtype), numbers.shape, _RAW, data)
-
-
-def _bits(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * np.dtype(dtype).itemsize
 
 
 def _leaf(array: Array, like: Any, what: str) -> Any:
@@ -82,7 +76,7 @@ def _leaf(array: Array, like: Any, what: str) -> Any:
 
 
 def _numbers(array: Array, like: Any, what: str) -> np.ndarray:
-    dtype, shape, bits = np.dtype(like.dtype), tuple(like.shape), _bits(like.dtype)
+    dtype, shape, bits = np.dtype(like.dtype), tuple(like.shape), tree.bits_of(like.dtype)
     count = math.prod(shape)
     if (array.stype, array.dtype, tuple(array.shape)) != (_RAW, str(dtype), shape):
         found = f"{array.dtype} {list(array.shape)}"

@@ -22,11 +22,11 @@ from fedrax.contract.checks import checked_init, require_finite_start
 from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
 from fedrax.contract.seeds import RUN, START, seeded
-from fedrax.contract.task import Task
+from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError, warn
-from fedrax.flower.evaluation import check_test, on_the_clients, on_the_server
+from fedrax.flower.evaluation import on_the_clients, on_the_server
 from fedrax.flower.leading import Leading
 from fedrax.flower.network import Arithmetic, Traffic
 from fedrax.flower.nodes import Nodes
@@ -152,11 +152,9 @@ def _prepare(
     sampler = Sampler(settings, nodes.sizes)
     check_needs(algorithm, settings, sampler, task, statistics)
     samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
-    x, y = (np.zeros(a.shape, a.dtype) for a in samples)
-    check_task(task, variables, samples, Federation.from_arrays(x, y, [0], num_classes=1))
+    check_task(task, variables, samples, _one_sample(samples))
     algorithm.requirements.check_parts(task, variables, samples.x)
-    layout = Layout.of(nodes.sizes)
-    program = Program(task, layout, nodes.num_clients, chunk=0, code=Code(algorithm, task))
+    program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=Code(algorithm, task))
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)
     phases = travelling(program, algorithm, start, statistics, samples)
@@ -168,11 +166,7 @@ def _prepare(
     server = computed(lambda params: algorithm.init(params, nodes.num_clients), start)
     checked_init(algorithm, start, server)
     require_finite_start(algorithm, server)
-    if test is None:
-        evaluate = on_the_clients(task, nodes, traffic, settings.per_client)
-    else:
-        check_test(test, samples)
-        evaluate = on_the_server(task, test)
+    here = None if test is None else on_the_server(task, test, samples)
     return Leading(
         nodes=nodes,
         algorithm=algorithm,
@@ -184,7 +178,7 @@ def _prepare(
         key=seeded(seed, RUN) if seed is not None else _secret_key(),
         server=server,
         statistics=statistics,
-        evaluate=evaluate,
+        evaluate=here or on_the_clients(task, nodes, traffic, settings.per_client),
         ledger=ledger,
         known_by={"method": of_method(algorithm), "number of clients": str(nodes.num_clients), "task": task.name},
         info=RunInfo(
@@ -200,6 +194,12 @@ def _prepare(
             directory=directory,
         ),
     )
+
+
+def _one_sample(samples: Batch) -> Federation:
+    """A federation of one sample like those of the clients, of which the server has none."""
+    x, y = (np.zeros(a.shape, a.dtype) for a in samples)
+    return Federation.from_arrays(x, y, [0], num_classes=1)
 
 
 def _ledger(algorithm: Algorithm, settings: Settings, sampler: Sampler, seed: int | None) -> Ledger | None:
