@@ -3,7 +3,7 @@
 Methods are tuned on pairs of data and partition (``advice_study.py``): a grid over the step size and one more number,
 chosen by rows that clients hold out, with two seeds; then scored by test rows with other seeds. Goes on with
 ``results/advice.jsonl``, which a clone has whole, so that there it measures nothing, and writes ``advice.md`` and the
-rule that ``fedrax diagnose`` reads (``src/fedrax/diagnosis/advice.json``). Pairs that need files of $FEDRAX_DATA are
+rule that ``fedrax diagnose`` reads (``src/fedrax/analysis/advice.json``). Pairs that need files of $FEDRAX_DATA are
 left out where that is not set.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.sessions import RESULTS, Session
 if TYPE_CHECKING:
     from benchmarks.advice_study import Pair
     from fedrax import Federation, Result, Task
-    from fedrax.diagnosis.methods import Method
+    from fedrax.analysis.shortlist import Method
 
 RAW = RESULTS / "advice.jsonl"
 
@@ -41,7 +41,7 @@ def main() -> None:
 def measure() -> Session:
     """What the last session has not of all pairs and methods, or all of it anew where there is none."""
     from benchmarks.advice_study import AT_THEIRS, PAIRS, TRIALS, definition
-    from fedrax.diagnosis.methods import METHODS
+    from fedrax.analysis.shortlist import METHODS
 
     session = Session.latest(RAW) if RAW.exists() else Session.start(RAW)
     done = {run["definition"] for run in session.runs}
@@ -73,7 +73,7 @@ def measure() -> Session:
 def diagnosed(pair: Pair, task: Task, federation: Federation) -> dict[str, Any]:
     """What ``fedrax diagnose`` measures with its defaults, with the first seed."""
     from benchmarks.advice_study import LOCAL, TUNING
-    from fedrax.diagnosis import diagnose
+    from fedrax.analysis import diagnose
 
     found = diagnose(task, federation, local=LOCAL, rounds=32, cohort_size=pair.cohort, seed=TUNING[0])
     return {name: value for name, value in found.to_dict().items() if name != "points"}
@@ -83,7 +83,7 @@ def tried(pair: Pair, task: Task, federation: Federation) -> dict[str, Any]:
     """What ``fedrax diagnose`` tries, of all methods that a shortlist may have: with seeds that serve nothing else."""
     from benchmarks.advice_study import CANDIDATES, LOCAL, ROUNDS, SCORING
     from fedrax import Settings
-    from fedrax.diagnosis import try_methods
+    from fedrax.analysis import try_methods
 
     began = time.perf_counter()
     settings = Settings(rounds=ROUNDS, cohort_size=pair.cohort, seed=max(SCORING) + 1)
@@ -122,7 +122,7 @@ def trained(pair: Pair, method: Method, task: Task, federation: Federation) -> d
 def at_their_points(pair: Pair, runs: dict[str, Any], task: Task, federation: Federation) -> dict[str, Any]:
     """test: accuracy on test rows by seed, of each method at the point that the trials chose for it."""
     from benchmarks.advice_study import TRIALS
-    from fedrax.diagnosis.methods import METHODS
+    from fedrax.analysis.shortlist import METHODS
 
     began, test = time.perf_counter(), {}
     for name, trial in runs[TRIALS]["trials"].items():
@@ -159,7 +159,7 @@ def by_seed(runs: list[Result], task: Task, federation: Federation) -> dict[str,
     import jax
 
     from benchmarks.advice_study import SCORING, TUNING
-    from fedrax import Batch
+    from fedrax.contract import Batch
 
     accuracy = jax.jit(lambda params: task.metrics["accuracy"](params, Batch(*federation.test)).mean())
     ends = zip((*TUNING, *SCORING), runs, strict=True)

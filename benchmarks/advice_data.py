@@ -58,14 +58,14 @@ def turned() -> Dataset:
     )
 
 
-def mislabelled() -> Dataset:
+def mislabeled() -> Dataset:
     """Digits of which three clients in ten have labels by chance; the test has none of these."""
     found, rng = digits(), np.random.default_rng(0)
     owner = rng.integers(0, CLIENTS, len(found.train.y))
     wrong = owner < 0.3 * CLIENTS
     labels = np.where(wrong, rng.integers(0, 10, len(owner)), found.train.y).astype(found.train.y.dtype)
     return dataclasses.replace(
-        found, name="mislabelled digits", train=Samples(found.train.x, labels), train_clients=owner
+        found, name="mislabeled digits", train=Samples(found.train.x, labels), train_clients=owner
     )
 
 
@@ -139,7 +139,7 @@ SETS: dict[str, Callable[[], Dataset]] = {
     "synthetic(0.5, 0.5)": partial(synthetic, 0.5, 0.5),
     "synthetic(1, 1)": partial(synthetic, 1.0, 1.0),
     "turned digits": turned,
-    "mislabelled digits": mislabelled,
+    "mislabeled digits": mislabeled,
     "breast cancer": cancer,
     "clusters": clusters,
     "moons": moons,

@@ -30,8 +30,8 @@ from benchmarks.advice_rules import (
 from benchmarks.advice_study import BATCH, CANDIDATES, ROUNDS, SCORING, STEPS, TUNING, VALIDATION
 from benchmarks.pages import markdown_table, write_page
 from benchmarks.sessions import RESULTS, Session
-from fedrax.diagnosis import trials
-from fedrax.diagnosis.methods import METHODS, RATES
+from fedrax.analysis import trials
+from fedrax.analysis.shortlist import METHODS, RATES
 
 SHIPPED = Path(__file__).parents[1] / "src" / "fedrax" / "diagnosis" / "advice.json"
 GROUPS = {"any method": list(METHODS), "one gradient a step": [m for m in METHODS if m not in DEAR]}

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.advice_study import AT_THEIRS, CANDIDATES, PAIRS, SCORING, TRIALS, TUNING
 from benchmarks.sessions import Session
-from fedrax.diagnosis.methods import METHODS
+from fedrax.analysis.shortlist import METHODS
 
 FEATURES = ("dissimilarity", "apart", "noise", "cohort_noise", "drift", "growth")
 DEAR = ("GradMA",)

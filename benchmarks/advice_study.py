@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.advice_data import CLIENTS, LEAST_TWEETS, NEED_FILES, SETS
 from fedrax import Federation, LocalSGD, Task, classification
+from fedrax.analysis import trials
+from fedrax.analysis.shortlist import BLOCKS, METHODS
 from fedrax.data import (
     DirichletClasses,
     DirichletClients,
@@ -20,8 +22,6 @@ from fedrax.data import (
     Shards,
     Similarity,
 )
-from fedrax.diagnosis import trials
-from fedrax.diagnosis.methods import BLOCKS, METHODS
 from fedrax.models import MLP, Logistic
 
 ROUNDS, STEPS, BATCH = 40, 10, 10
@@ -106,8 +106,8 @@ PAIRS = (
     Pair("turned digits", Natural(), cohort=CLIENTS),
     Pair("CIFAR-10 (8x8)", DirichletClasses(CLIENTS, 0.3)),
     Pair("CIFAR-10 (8x8)", Shards(CLIENTS, 2), _SOFTMAX),
-    Pair("mislabelled digits", Natural()),
-    Pair("mislabelled digits", Natural(), _SOFTMAX, cohort=10),
+    Pair("mislabeled digits", Natural()),
+    Pair("mislabeled digits", Natural(), _SOFTMAX, cohort=10),
     Pair("moons", Shards(CLIENTS, 1)),
     Pair("moons", DirichletClasses(CLIENTS, 0.3)),
     Pair("tweets", Natural(min_size=LEAST_TWEETS), _SOFTMAX),

@@ -51,7 +51,8 @@ class Configuration(NamedTuple):
 
 def configurations() -> Iterator[Configuration]:
     """All of them, those of one compiled program together."""
-    from fedrax import ClientDP, FedAvg, LocalSGD, OutputPerturbation, SampleDP, Scaffold
+    from fedrax import FedAvg, LocalSGD, Scaffold
+    from fedrax.privacy import ClientDP, OutputPerturbation, SampleDP
     from fedrax.privacy.mechanisms.clipping import Adaptive, Flat, PerLeaf
 
     local = LocalSGD(lr=1e6, steps=1, batch_size=1)  # whatever the model, the update is longer than its bound

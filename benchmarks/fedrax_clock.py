@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.timing import STARTED, RoundClock
 from fedrax import Algorithm, Federation, Result, Task, simulate
 from fedrax.simulation import Event, RunInfo
-from fedrax.simulation.clock import clock
+from fedrax.simulation.timer import clock
 
 
 class Times:

@@ -94,10 +94,10 @@ def blas_gflops() -> float:
 
 def xla_gflops(threads: int) -> float:
     """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
-    from fedrax.profiling import limits
-    from fedrax.simulation.plans import make_mesh
+    from fedrax.profiling import machine_limits
+    from fedrax.simulation.executors.choose import make_mesh
 
-    return limits.measure(make_mesh(threads), budget=2.0).gflops
+    return machine_limits.measure(make_mesh(threads), budget=2.0).gflops
 
 
 def best_seconds(run: Callable[[], object], budget: float = 2.0) -> float:

@@ -110,8 +110,8 @@ def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
     for size in sizes:
         model_mean, input_mean = rng.normal(0, 1), rng.normal(0, 1)
         w, b = rng.normal(model_mean, 1, (60, 10)), rng.normal(model_mean, 1, 10)
-        centre = rng.normal(input_mean, 1, 60)
-        x = centre + rng.standard_normal((size + 20, 60)) * feature_scale
+        center = rng.normal(input_mean, 1, 60)
+        x = center + rng.standard_normal((size + 20, 60)) * feature_scale
         y = np.argmax(x @ w + b, axis=1)
         train_x.append(x[:size])
         train_y.append(y[:size])
@@ -165,7 +165,7 @@ def markov_chains(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def ragged_clients(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W10: Gaussian inputs labelled by a random network, 1 to 500 samples a client in geometric progression, iid;
+    """W10: Gaussian inputs labeled by a random network, 1 to 500 samples a client in geometric progression, iid;
     2000 test samples.
     """
     sizes = np.round(np.geomspace(1, 500, workload.clients)).astype(int)

@@ -45,7 +45,7 @@ def main() -> None:
     if arguments.report:
         session = Session.latest(RAW)
     else:
-        from fedrax.experiments.methods import algorithms
+        from fedrax.experiments.method_registry import algorithms
 
         known = [*algorithms(), *CLIPPED]
         names = [name for name in known if arguments.methods is None or name in arguments.methods]
@@ -100,7 +100,7 @@ def measure_here(name: str, arrays: str) -> dict[str, Any]:
 
 def method(name: str) -> Algorithm:
     """The algorithm of a name, one in ``CLIPPED`` included."""
-    from fedrax.experiments.methods import find_algorithm
+    from fedrax.experiments.method_registry import find_algorithm
 
     kind, lengths = CLIPPED.get(name, (name, {}))
     algorithm = dataclasses.replace(adapted(find_algorithm(kind)()), **OPTIONS.get(kind, {}))  # type: ignore[call-arg]

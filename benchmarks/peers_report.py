@@ -297,9 +297,9 @@ def draw_workload(axis: Any, workload: str, settings: list[Row]) -> None:
     shown = list({row.simulator: row for row in settings}.values())  # of each, the last is the fastest
     shown.sort(key=lambda row: -row.round)
     for height, row in enumerate(shown):
-        colour = "tab:orange" if row.simulator == OURS else "tab:gray"
-        axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=colour, linewidth=2)
-        axis.plot(row.round * 1e3, height, "o", color=colour)
+        color = "tab:orange" if row.simulator == OURS else "tab:gray"
+        axis.plot([row.fastest * 1e3, row.slowest * 1e3], [height, height], color=color, linewidth=2)
+        axis.plot(row.round * 1e3, height, "o", color=color)
         axis.annotate(
             number(row.round * 1e3),
             (row.round * 1e3, height),

@@ -116,7 +116,9 @@ class Clocks:
 def measure_rounds() -> dict[str, Any]:
     """Seconds a round of W1's sizes, on random samples, with and without client-level privacy: of each block."""
     from benchmarks.fedrax_problems import model_of
-    from fedrax import ClientDP, FedAvg, Federation, LocalSGD, classification, simulate, use_all_cores
+    from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
+    from fedrax.privacy import ClientDP
+    from fedrax.simulation import use_all_cores
 
     use_all_cores()
     w, rng = WORKLOADS["W1"], np.random.default_rng(0)
@@ -140,7 +142,8 @@ def measure_rounds() -> dict[str, Any]:
 def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
     """Processor seconds of fedrax's rounds of one client in this process, after the first two."""
     from benchmarks.fedrax_problems import model_of
-    from fedrax import FedAvg, Federation, LocalSGD, SampleDP, classification, simulate
+    from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
+    from fedrax.privacy import SampleDP
 
     rng, count, sink = np.random.default_rng(0), batch * steps, Clocks()
     x, y = rng.random((count, *MODELS[model][1]), np.float32), rng.integers(10, size=count)

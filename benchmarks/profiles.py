@@ -55,7 +55,7 @@ def profile_here(workload: str, algorithm: str, arrays: str) -> dict[str, Any]:
     from benchmarks.methods import adapted
     from benchmarks.workloads import Arrays
     from fedrax import FedAvg, LocalSGD, classification
-    from fedrax.experiments.methods import find_algorithm
+    from fedrax.experiments.method_registry import find_algorithm
     from fedrax.profiling import profile
     from fedrax.simulation import Settings
 

@@ -101,7 +101,8 @@ def train(workload: str, method: str, arrays: str, out: str) -> dict[str, Any]:
     import fedrax
     from benchmarks.fedrax_problems import federation_of, problem
     from benchmarks.workloads import WORKLOADS, Arrays
-    from fedrax import LocalSGD, classification, simulate, use_all_cores
+    from fedrax import LocalSGD, classification, simulate
+    from fedrax.simulation import use_all_cores
 
     use_all_cores()
     defined, data = WORKLOADS[workload], Arrays(arrays, channels_last=True)

@@ -144,7 +144,7 @@ def measure_here(case: Case, place: str, path: str) -> dict[str, Any]:
     import jax
 
     from benchmarks.fedrax_clock import time_rounds
-    from fedrax import Script
+    from fedrax.simulation import Script
 
     algorithm, task = method(case)
     clock, result = time_rounds(
@@ -319,10 +319,10 @@ def draw(rows: list[Row], path: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(8, 0.35 * len(rows) + 1), sharey=True)
-    colours = ["tab:gray" if row.place.startswith("resident") else "tab:orange" for row in rows]
+    colors = ["tab:gray" if row.place.startswith("resident") else "tab:orange" for row in rows]
     figures = {"ms a round": [row.round * 1e3 for row in rows], "peak MB": [row.peak_pss_mb for row in rows]}
     for panel, (label, values) in zip(panels, figures.items(), strict=True):
-        bars = panel.barh(range(len(rows)), values, color=colours)
+        bars = panel.barh(range(len(rows)), values, color=colors)
         panel.bar_label(bars, [number(value) for value in values], padding=2, fontsize=7)
         panel.set_xlabel(label)
         panel.margins(x=0.15)

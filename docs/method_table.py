@@ -15,11 +15,11 @@ import numpy as np
 
 from fedrax import FedAvg, Wrapper, tree
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import classification
 from fedrax.data import Federation
 from fedrax.errors import FedraxWarning
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.method_registry import algorithms
 from fedrax.models import Linear
 from fedrax.simulation import simulate
 
@@ -81,7 +81,7 @@ def row(name: str, kind: type[Algorithm]) -> str:
     offsets = np.arange(0, rows + 1, SAMPLES)
     federation = Federation.from_arrays(x, y, offsets=offsets, test=(x, y), num_classes=4)
     task = classification(Linear().build((8,), 4))
-    with warnings.catch_warnings():  # that Personalised keeps nothing at home, and FedMLB has one block, costs the same
+    with warnings.catch_warnings():  # that Personalized keeps nothing at home, and FedMLB has one block, costs the same
         warnings.simplefilter("ignore", FedraxWarning)
         algorithm = example(name, kind)
         result = simulate(algorithm, task, federation, rounds=1, cohort_size=CLIENTS)

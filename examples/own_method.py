@@ -13,10 +13,8 @@ from fedrax import (
     ClientData,
     ClientOutput,
     Cohort,
-    Decay,
     FedAvg,
     Federation,
-    Info,
     LocalSGD,
     check_algorithm,
     classification,
@@ -24,6 +22,7 @@ from fedrax import (
     simulate,
     tree,
 )
+from fedrax.contract import Decay, Info
 from fedrax.data import Shards, load
 from fedrax.models import MLP
 

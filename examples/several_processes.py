@@ -13,7 +13,7 @@ from fedrax.models import TwoNN
 
 if len(sys.argv) == 4:
     coordinator, processes, process = sys.argv[1:]
-    fedrax.join_processes(coordinator, int(processes), int(process))
+    fedrax.simulation.join_processes(coordinator, int(processes), int(process))
 
 data = load("digits")
 federation = Federation.from_dataset(data, DirichletClients(alpha=0.3, clients=30), seed=0)

@@ -57,7 +57,7 @@ def tasks_once() -> Iterator[None]:
             return made(spec, federation)
         now = tuple(getattr(tasks, maker.__name__) for maker in makers)
         says = (federation.num_classes, federation.padding, federation.pixels, federation.mean, federation.std)
-        about = (spec.model, spec.task, spec.normalise, now, *says, x.shape[1:], x.dtype.str, y.shape[1:], y.dtype.str)
+        about = (spec.model, spec.task, spec.normalize, now, *says, x.shape[1:], x.dtype.str, y.shape[1:], y.dtype.str)
         if about not in TASKS:
             TASKS[about] = made(spec, federation)
         return TASKS[about]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedrax import Algorithm, ObjectivePerturbation
+from fedrax import Algorithm
+from fedrax.privacy import ObjectivePerturbation
 
 
 def example(kind: type[Algorithm]) -> Algorithm:

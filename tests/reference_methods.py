@@ -24,7 +24,7 @@ from tests.reference_others import (
     FedLion,
     PFedMe,
     QFedAvg,
-    QuantisedDown,
+    QuantizedBroadcast,
     Robust,
     Scaffnew,
     SignSGD,
@@ -334,7 +334,7 @@ METHODS = {
     for m in (
         *(FedAvg, FedProx, FedSGD, Scaffold, FedSaga, LoSAC, MimeSVRG, Episode, NaiveParallelClip, MIFA, Upcycled),
         *(GradMAW, GradMAS, GradMA, FedDyn, FedNova, PFedMe, FedCM, Mime, MimeLite, FedADMM),
-        *(FedBuff, FedExP, FedLion, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantisedDown),
+        *(FedBuff, FedExP, FedLion, QFedAvg, Scaffnew, SignSGD, Ditto, Robust, Attacked, EFSign, QuantizedBroadcast),
     )
 }
 

@@ -99,9 +99,9 @@ class FedADMM(Method):
         self.xi = [self.x for _ in self.clients]
         self.pi = [np.zeros_like(self.x) for _ in self.clients]
         self.sent = np.array([self.rho * self.x for _ in self.clients])
-        self.minimise()
+        self.minimize()
 
-    def minimise(self):
+    def minimize(self):
         """Eq. 81, with N Psi since the f_i are not divided by N."""
         n = len(self.clients)
         lr = self.server_lr or 1 / (n * self.rho)
@@ -120,7 +120,7 @@ class FedADMM(Method):
                 own.pi = own.pi + self.rho * (own.x - self.x)
             self.xi[i], self.pi[i] = own.x, own.pi
             self.sent[i] = own.pi + self.rho * own.x
-        self.minimise()
+        self.minimize()
 
     def server_state(self):
         return {"total": self.sent.sum(0)}

@@ -189,7 +189,7 @@ class EFSign(Method):
 
 
 @dataclass
-class QuantisedDown(Method):
+class QuantizedBroadcast(Method):
     inner: Any = None
     bits: int = 16
 

@@ -2,7 +2,8 @@
 
 import warnings
 
-from fedrax import FedraxWarning, FedSGD, LocalSGD, simulate
+from fedrax import FedraxWarning, LocalSGD, simulate
+from fedrax.algorithms import FedSGD
 from fedrax.errors import FedraxError, unknown
 from tests.simulation.problems import FEDERATION, TASK
 

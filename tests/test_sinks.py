@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from fedrax.errors import FedraxError
 from fedrax.report import sinks
 from fedrax.simulation import RunInfo
-from fedrax.simulation.progress import Line, ProgressSink, somebody_looks_on
+from fedrax.simulation.results.progress import Line, ProgressSink, somebody_looks_on
 from tests.cli.conftest import TINY
 
 RUN = RunInfo("FedAvg", "scan", 2, 0, 3, 8, 100, 100, 25)

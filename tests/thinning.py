@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test ``make test`` leaves to ``make test-all``.
+"""Which cases of a parametrized test ``make test`` leaves to ``make test-all``.
 
 Either any few of them, spread over all (``@pytest.mark.few(3)``), or those that are named (:func:`thinned`).
 """

@@ -22,7 +22,7 @@ def main() -> None:
     local = fedrax.LocalSGD(
         lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch, order="stored"
     )
-    fedrax.use_all_cores()  # before the first array
+    fedrax.simulation.use_all_cores()  # before the first array
     model, params = (plain_problem if arguments.plain else problem)(workload, arrays.initial)
     clock, result = time_rounds(
         fedrax.FedAvg(local=local),
@@ -30,7 +30,7 @@ def main() -> None:
         federation_of(arrays),
         workload.total_rounds,
         params=params,
-        script=fedrax.Script(cohorts=arrays.cohorts),
+        script=fedrax.simulation.Script(cohorts=arrays.cohorts),
         cohort_size=workload.cohort,
         weights="samples",
         precision=arguments.precision,

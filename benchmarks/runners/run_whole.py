@@ -19,7 +19,7 @@ def main() -> None:
     from benchmarks.fedrax_problems import federation_of, problem
 
     local = fedrax.LocalSGD(lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch)
-    fedrax.use_all_cores()  # before the first array
+    fedrax.simulation.use_all_cores()  # before the first array
     model, params = problem(workload, arrays.initial)
     started = float(os.environ.get(STARTED, time.monotonic()))
     result = fedrax.simulate(

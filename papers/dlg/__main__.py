@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fedrax.compiled.cores import use_all_cores
+from fedrax.devices import use_all_cores
 from papers.arguments import Different, count, folders, seed
 from papers.dlg.lenet import lenet
 from papers.dlg.methods import methods

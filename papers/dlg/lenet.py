@@ -19,19 +19,19 @@ from fedrax.data import load
 from fedrax.models import Model
 from fedrax.privacy.accounting import Accountant, about_replacement
 from fedrax.report import curves
-from fedrax.simulation.spending import private_releases
+from fedrax.simulation.privacy_ledger import private_releases
 from papers.losac.running import spread, write_table
 
 SEEDS = (0, 1, 2, 3, 4)
 STEPS = {"DLG": 300, "iDLG": 300, "inverting gradients": 1200}
 ONE_STEP = fedrax.FedAvg(local=fedrax.LocalSGD(lr=1.0, steps=1, batch_size=1))
 ROUNDS: dict[str, fedrax.Algorithm] = {
-    "FedSGD": fedrax.FedSGD(),
-    "ClientDP, noise at the server": fedrax.ClientDP(fedrax.FedSGD()),
-    "ClientDP, z = 0.001": fedrax.ClientDP(fedrax.FedSGD(), noise=0.001, at="client"),
-    "ClientDP, z = 0.01": fedrax.ClientDP(fedrax.FedSGD(), noise=0.01, at="client"),
-    "ClientDP, z = 1": fedrax.ClientDP(fedrax.FedSGD(), at="client"),
-    "SampleDP, z = 1": fedrax.SampleDP(ONE_STEP),
+    "FedSGD": fedrax.algorithms.FedSGD(),
+    "ClientDP, noise at the server": fedrax.privacy.ClientDP(fedrax.algorithms.FedSGD()),
+    "ClientDP, z = 0.001": fedrax.privacy.ClientDP(fedrax.algorithms.FedSGD(), noise=0.001, at="client"),
+    "ClientDP, z = 0.01": fedrax.privacy.ClientDP(fedrax.algorithms.FedSGD(), noise=0.01, at="client"),
+    "ClientDP, z = 1": fedrax.privacy.ClientDP(fedrax.algorithms.FedSGD(), at="client"),
+    "SampleDP, z = 1": fedrax.privacy.SampleDP(ONE_STEP),
 }
 """What the client takes part in; those with noise z, times a bound of 1, of its own."""
 DELTA = 1e-5
@@ -75,9 +75,9 @@ def one_gradient(
     """(parameters, gradient) of the one client of a round, as the server gets it."""
     federation = fedrax.Federation.from_arrays(x, y, np.zeros(len(y), int), num_classes=10)
     settings: dict[str, Any] = {"rounds": 1, "cohort_size": 1, "seed": seed, "weights": "uniform"}
-    (sent,) = fedrax.simulate(method, task, federation, record=fedrax.Record(), **settings).exchanges
+    (sent,) = fedrax.simulate(method, task, federation, record=fedrax.simulation.Record(), **settings).exchanges
     upload = sent.sent.upload
-    return sent.received, tree.scale(-1, upload) if isinstance(method, fedrax.SampleDP) else upload
+    return sent.received, tree.scale(-1, upload) if isinstance(method, fedrax.privacy.SampleDP) else upload
 
 
 def attacked(
@@ -97,7 +97,7 @@ def attacked(
 def lenet(arguments: argparse.Namespace) -> int:
     """A random MNIST image from what a client with one sample sends in one round, for each seed."""
     train = load("mnist", arguments.data_dir).train
-    task = fedrax.classification(sigmoid_lenet(train.x.shape[1:], 10), fedrax.scale())
+    task = fedrax.classification(sigmoid_lenet(train.x.shape[1:], 10), fedrax.contract.rescale())
     steps = {name: arguments.steps or count for name, count in STEPS.items()}
     scores: dict[tuple[str, str], list[Score]] = {}
     pictures: list[list[np.ndarray]] = []

@@ -26,41 +26,45 @@ FULL = LocalSGD(lr=0.1, steps=3, batch_size="full")
 BLOCK = LocalSGD(lr=0.1, steps=3, blocks=1)
 
 METHODS: dict[str, fedrax.Algorithm] = {
-    "FedSGD": fedrax.FedSGD(),
+    "FedSGD": fedrax.algorithms.FedSGD(),
     "FedAvg": fedrax.FedAvg(local=FULL),
     "FedAvg, one sample a step": fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=1)),
     "FedProx": fedrax.FedProx(local=FULL),
     "SCAFFOLD": fedrax.Scaffold(local=FULL),
-    "FedDyn": fedrax.FedDyn(local=FULL),
-    "FedCM": fedrax.FedCM(local=FULL),
-    "MimeSVRG": fedrax.MimeSVRG(local=FULL),
-    "MimeLite": fedrax.MimeLite(local=FULL),
+    "FedDyn": fedrax.algorithms.FedDyn(local=FULL),
+    "FedCM": fedrax.algorithms.FedCM(local=FULL),
+    "MimeSVRG": fedrax.algorithms.MimeSVRG(local=FULL),
+    "MimeLite": fedrax.algorithms.MimeLite(local=FULL),
     "EPISODE": fedrax.Episode(local=FULL, gamma=1.0),
-    "FedSaga": fedrax.FedSaga(local=BLOCK),
+    "FedSaga": fedrax.algorithms.FedSaga(local=BLOCK),
     "LoSAC": fedrax.LoSAC(local=BLOCK),
-    "GradMA-W": fedrax.GradMAW(local=FULL),
-    "pFedMe": fedrax.PFedMe(local=FULL, lam=1.0, inner_lr=0.1),
-    "q-FedAvg": fedrax.QFedAvg(local=FULL),
-    "FedLion": fedrax.FedLion(local=dataclasses.replace(FULL, lr=1e-3)),
-    "Personalised FedAvg, last layer at home": fedrax.Personalised(fedrax.FedAvg(local=FULL), at_home=("output/*",)),
-    "SignSGD": fedrax.SignSGD(local=dataclasses.replace(FULL, steps=1)),
-    "ClientDP of FedAvg, noise at the client": fedrax.ClientDP(fedrax.FedAvg(local=FULL), at="client"),
-    "ClientDP of FedAvg, noise at the server": fedrax.ClientDP(fedrax.FedAvg(local=FULL)),
-    "SampleDP of FedAvg": fedrax.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),
-    "OutputPerturbation of FedAvg": fedrax.OutputPerturbation(fedrax.FedAvg(local=FULL)),
-    "ObjectivePerturbation of FedProx": fedrax.ObjectivePerturbation(fedrax.FedProx(local=FULL), guarantee="none"),
-    "Quantised (8 bits) of FedAvg": fedrax.Quantised(inner=fedrax.FedAvg(local=FULL), bits=8),
-    "FedADMM": fedrax.FedADMM(local=FULL),
-    "MIFA": fedrax.MIFA(local=FULL),
-    "TopK (10 %) of FedAvg": fedrax.TopK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
-    "RandomK (10 %) of FedAvg": fedrax.RandomK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
-    "EFSign of FedAvg": fedrax.EFSign(inner=fedrax.FedAvg(local=FULL)),
+    "GradMA-W": fedrax.algorithms.GradMAW(local=FULL),
+    "pFedMe": fedrax.algorithms.PFedMe(local=FULL, lam=1.0, inner_lr=0.1),
+    "q-FedAvg": fedrax.algorithms.QFedAvg(local=FULL),
+    "FedLion": fedrax.algorithms.FedLion(local=dataclasses.replace(FULL, lr=1e-3)),
+    "Personalized FedAvg, last layer at home": fedrax.personalization.Personalized(
+        fedrax.FedAvg(local=FULL), at_home=("output/*",)
+    ),
+    "SignSGD": fedrax.algorithms.SignSGD(local=dataclasses.replace(FULL, steps=1)),
+    "ClientDP of FedAvg, noise at the client": fedrax.privacy.ClientDP(fedrax.FedAvg(local=FULL), at="client"),
+    "ClientDP of FedAvg, noise at the server": fedrax.privacy.ClientDP(fedrax.FedAvg(local=FULL)),
+    "SampleDP of FedAvg": fedrax.privacy.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),
+    "OutputPerturbation of FedAvg": fedrax.privacy.OutputPerturbation(fedrax.FedAvg(local=FULL)),
+    "ObjectivePerturbation of FedProx": fedrax.privacy.ObjectivePerturbation(
+        fedrax.FedProx(local=FULL), guarantee="none"
+    ),
+    "Quantized (8 bits) of FedAvg": fedrax.compression.Quantized(inner=fedrax.FedAvg(local=FULL), bits=8),
+    "FedADMM": fedrax.algorithms.FedADMM(local=FULL),
+    "MIFA": fedrax.algorithms.MIFA(local=FULL),
+    "TopK (10 %) of FedAvg": fedrax.compression.TopK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
+    "RandomK (10 %) of FedAvg": fedrax.compression.RandomK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
+    "EFSign of FedAvg": fedrax.compression.EFSign(inner=fedrax.FedAvg(local=FULL)),
 }
 """Full batches, T = 3, step size 0.1 (FedLion's 0.001); each with one block of memory where it has blocks."""
 
 ALIKE: dict[str, tuple[str, ...]] = {
     "FedAvg": (
-        *("Attacked", "Ditto", "FedBuff", "FedExP", "FedMLB", "FedNova", "GradMAS", "MOON", "QuantisedDown"),
+        *("Attacked", "Ditto", "FedBuff", "FedExP", "FedMLB", "FedNova", "GradMAS", "MOON", "QuantizedBroadcast"),
         *("Robust", "Scaffnew", "Upcycled"),
     ),
     "FedSGD": ("NaiveParallelClip",),
@@ -96,7 +100,7 @@ def methods(arguments: argparse.Namespace) -> int:
         "noise, here of the same deviation as the bound (of objective perturbation alpha is 10). Labels: recovered by "
         "the best matched attack. "
         f"The median of {len(arguments.seeds or SEEDS)} draws of images; "
-        "above 25 dB an image is plainly recognised. The library's other methods send nothing of a new kind: "
+        "above 25 dB an image is plainly recognized. The library's other methods send nothing of a new kind: "
         + "; ".join(f"as {row}, {', '.join(some)}" for row, some in ALIKE.items())
         + "; with at most the vector's length, the number of its steps or its delay beside it."
     )
@@ -128,7 +132,7 @@ def study(method: fedrax.Algorithm, seeds: list[int], steps: int) -> dict[str, A
         federation = fedrax.Federation.from_arrays(images[rows], labels[rows], owner, num_classes=10)
         settings: dict[str, Any] = {"rounds": ROUNDS, "cohort_size": CLIENTS, "weights": "uniform", "seed": seed}
         params = task.init(jax.random.key(seed))
-        run = fedrax.simulate(method, task, federation, params=params, record=fedrax.Record(), **settings)
+        run = fedrax.simulate(method, task, federation, params=params, record=fedrax.simulation.Record(), **settings)
         x, y = federation.train[0][:SAMPLES], federation.train[1][:SAMPLES]
         found["sends"] = sends(method, run, params)
         made = {}
@@ -151,12 +155,16 @@ def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed:
 
     None without a derivative.
     """
-    inside = method.inner if isinstance(method, fedrax.Quantised | fedrax.ObjectivePerturbation) else method
-    if isinstance(method, fedrax.ClientDP | fedrax.SampleDP):
+    inside = (
+        method.inner
+        if isinstance(method, fedrax.compression.Quantized | fedrax.privacy.ObjectivePerturbation)
+        else method
+    )
+    if isinstance(method, fedrax.privacy.ClientDP | fedrax.privacy.SampleDP):
         inside = dataclasses.replace(method, noise=0.0)
-    if isinstance(method, fedrax.OutputPerturbation):
+    if isinstance(method, fedrax.privacy.OutputPerturbation):
         inside = dataclasses.replace(method, sigma=0.0)
-    if isinstance(method, fedrax.SignSGD | fedrax.EFSign):
+    if isinstance(method, fedrax.algorithms.SignSGD | fedrax.compression.EFSign):
         return None
     try:
         view = as_client_program(task, method, params, run.exchanges, CLIENTS, CLIENTS, program=inside)

@@ -16,8 +16,8 @@ from fedrax import FedraxError, files, sweep
 from fedrax.experiments import comparison, experiment
 from fedrax.experiments.comparison import merged
 from fedrax.experiments.experiment import Experiment
-from fedrax.simulation.result import Result
-from fedrax.simulation.sweep import pays
+from fedrax.simulation.results.result import Result
+from fedrax.tuning.sweeps import pays
 from papers.losac.running import processor
 
 AXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {

@@ -19,12 +19,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fedrax
-from fedrax import tree, use_all_cores
+from fedrax import tree
 from fedrax.attacks import as_gradient, descent, frobenius, gradients_seen
-from fedrax.contract.server_optimizers import SGD
 from fedrax.data import Iid, load
 from fedrax.models import Logistic
+from fedrax.optim.server import SGD
 from fedrax.report import curves
+from fedrax.simulation import use_all_cores
 from papers.losac.running import spread, write_table
 
 CLIENTS, ROUNDS, STEPS = 100, 5, 5
@@ -79,7 +80,7 @@ def _loaded(name: str, data_dir: str | None) -> Any:
 @cache
 def _task(name: str, data_dir: str | None) -> tuple[fedrax.Task, Any]:
     whole = _loaded(name, data_dir)
-    task = fedrax.binary(Logistic().build(whole.train.x.shape[1:], 1), whole.preprocess(normalise=False))
+    task = fedrax.contract.binary(Logistic().build(whole.train.x.shape[1:], 1), whole.preprocess(normalize=False))
     return task, task.init(jax.random.key(0))
 
 
@@ -88,10 +89,10 @@ def methods(reduction: Literal["sum", "mean"]) -> dict[str, fedrax.Algorithm]:
     local = fedrax.LocalSGD(lr=ETA, steps=STEPS, batch_size="full", reduction=reduction)
     once = dataclasses.replace(local, steps=1)
     return {
-        "DSGD": fedrax.FedSGD(local=once, server_optimizer=SGD(lr=ETA)),
+        "DSGD": fedrax.algorithms.FedSGD(local=once, server_optimizer=SGD(lr=ETA)),
         "FedAvg": fedrax.FedAvg(local=local),
         "SCAFFOLD": fedrax.Scaffold(local=local),
-        "MimeSVRG": fedrax.MimeSVRG(local=local),
+        "MimeSVRG": fedrax.algorithms.MimeSVRG(local=local),
         "LoSAC": fedrax.LoSAC(local=dataclasses.replace(local, batch_size=10, blocks=1)),
     }
 
@@ -105,7 +106,7 @@ def first_client(given: Problem) -> tuple[np.ndarray, np.ndarray]:
 def exchanges(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[Any]:
     """What the first client was sent and sent."""
     settings: dict[str, Any] = {"rounds": rounds, "cohort_size": CLIENTS, "weights": "uniform", "eval_every": rounds}
-    settings |= {"params": given.params, "record": fedrax.Record(clients=(0,))}
+    settings |= {"params": given.params, "record": fedrax.simulation.Record(clients=(0,))}
     return fedrax.simulate(method, given.task, given.federation, **settings).exchanges
 
 
@@ -173,7 +174,7 @@ def figure(arguments: argparse.Namespace) -> int:
         f"of gradient descent on what the first client sent in round {rounds}: the gradient (DSGD, MimeSVRG), or "
         "(x - x_1^+) over eta; last column: over eta T, the mean gradient. Mean ± standard deviation over seeds."
     )
-    write_table(arguments, "figure6", "LoSAC, Figure 6 (defence against DLG)", note, columns, rows)
+    write_table(arguments, "figure6", "LoSAC, Figure 6 (defense against DLG)", note, columns, rows)
     curves.save_curves(draw(drawn), arguments.results / "figure6")
     return 0
 

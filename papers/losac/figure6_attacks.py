@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 import fedrax
-from fedrax import use_all_cores
 from fedrax.attacks import (
     Attack,
     Reconstruction,
@@ -20,6 +19,7 @@ from fedrax.attacks import (
     frobenius,
     gradients_seen,
 )
+from fedrax.simulation import use_all_cores
 from papers.losac.figure6 import CLIENTS, DATA, ROUNDS, SEEDS, Problem, exchanges, first_client, methods, problem
 from papers.losac.running import spread, write_table
 
@@ -59,7 +59,7 @@ def gradient_errors(given: Problem, method: fedrax.Algorithm, rounds: int) -> li
     seen = gradients_seen(method, exchanges(given, method, rounds), given.params)
     x, y = first_client(given)
     view = as_gradient(given.task, seen[0].params, seen[0].vector, "sum")
-    true = view.predict(view.known, fedrax.Batch(x, y), None)[0]
+    true = view.predict(view.known, fedrax.contract.Batch(x, y), None)[0]
 
     def sine(vector: Any) -> float:
         a, b = (

@@ -17,7 +17,7 @@ import jax
 from fedrax import files
 from fedrax.cli import main as fedrax_main
 from fedrax.report.runs import Method, Run, find_runs, last_values
-from fedrax.simulation.result import to_target
+from fedrax.simulation.results.result import to_target
 
 TARGET = 0.85
 """The accuracy of Table 2."""

@@ -16,7 +16,7 @@ import matplotlib.figure
 import numpy as np
 
 from fedrax import FedraxError, files
-from fedrax.privacy.upcycled import objective_perturbation, output_perturbation
+from fedrax.privacy.printed_bounds import objective_perturbation, output_perturbation
 from fedrax.report import curves
 from papers.losac.running import markdown, processor, spread
 from papers.upcycled.grid import Point, federation_of
@@ -349,7 +349,7 @@ def _losses(axes: Any, arguments: argparse.Namespace, of: Figure, methods: dict[
             _, loss, _ = sweeps.chosen(way, "loss", False, **at(of, way, of.printed[of.level], True))
             mean, deviation = loss.mean(0), loss.std(0, ddof=1) if len(loss) > 1 else 0 * loss[0]
             axes.plot(at_iteration, mean, **_style(method, way))
-            axes.fill_between(at_iteration, mean - deviation, mean + deviation, alpha=0.15, color=_colour(method))
+            axes.fill_between(at_iteration, mean - deviation, mean + deviation, alpha=0.15, color=_color(method))
     axes.set_xlabel("iterations")
     _tidy(axes)
 
@@ -375,12 +375,12 @@ def _accuracies(
     _tidy(axes)
 
 
-def _colour(method: str) -> str:
+def _color(method: str) -> str:
     return curves.PALETTE[list(METHODS).index(method)]
 
 
 def _style(method: str, way: str) -> dict[str, Any]:
-    return {"color": _colour(method), "linestyle": _DASHES[way], "linewidth": 1.4, "label": f"{method}, {way}"}
+    return {"color": _color(method), "linestyle": _DASHES[way], "linewidth": 1.4, "label": f"{method}, {way}"}
 
 
 def _tidy(axes: Any) -> None:

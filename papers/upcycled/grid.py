@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from fedrax import Federation, FedraxError, LocalSGD, Settings, classification, files, sweep, upcycle
+from fedrax import Federation, FedraxError, LocalSGD, Settings, classification, files, sweep
+from fedrax.algorithms import upcycle
 from fedrax.algorithms.fedavg import FedAvg, FedProx
 from fedrax.algorithms.feddyn import FedDyn
 from fedrax.algorithms.pfedme import PFedMe
 from fedrax.algorithms.scaffold import Scaffold
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.server_optimizers import SGD, Yogi
 from fedrax.data import Dataset, Natural, Samples, load
 from fedrax.data.dataset import generator, split_test
 from fedrax.models import Logistic
+from fedrax.optim.server import SGD, Yogi
 
 STEPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Local step sizes."""

@@ -17,21 +17,20 @@ from fedrax import (
     FedProx,
     FedraxError,
     LocalSGD,
-    ObjectivePerturbation,
-    OutputPerturbation,
     Scaffold,
     Settings,
     Task,
-    binary,
     classification,
     files,
     sweep,
-    upcycle,
 )
+from fedrax.algorithms import upcycle
+from fedrax.contract import binary
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.server_optimizers import SGD
 from fedrax.data import Dataset, Samples
 from fedrax.models import Logistic
+from fedrax.optim.server import SGD
+from fedrax.privacy import ObjectivePerturbation, OutputPerturbation
 from fedrax.privacy.accounting import Accountant
 from papers.upcycled.grid import DATA, Point, federation_of
 

@@ -183,7 +183,7 @@ def write_picture(path: Path, figure: Figure) -> Path:
     kind, content = path.suffix.removeprefix("."), io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "fedrax"}):
         figure.savefig(content, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {})
-    if kind == "png" and not any(axes.images for axes in figure.axes):  # images have more colours than lines
+    if kind == "png" and not any(axes.images for axes in figure.axes):  # images have more colors than lines
         drawn, content = Image.open(content).convert("RGB"), io.BytesIO()
         drawn.quantize(256, dither=Image.Dither.NONE).save(content, kind, optimize=True)  # a third of the bytes
     write_bytes(path, content.getvalue())

@@ -13,13 +13,13 @@ import numpy as np
 
 import fedrax
 from fedrax.algorithms.gradma import ServerMemory
-from fedrax.contract import aggregation, proximal, schedules, server_optimizers
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import Table
 from fedrax.contract.vectors import Vectors
 from fedrax.contract.wrapper import Wrapped
-from fedrax.experiments.methods import find_algorithm
-from fedrax.wrappers import attacked
+from fedrax.experiments.method_registry import find_algorithm
+from fedrax.optim import proximal, schedules, server
+from fedrax.robust import attacked_clients, rules
 from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3
@@ -139,19 +139,19 @@ class Case:
         others = lambda r: rng.permutation(np.array([0, 1, 3, 4, 5]))[: size(r) - 1]  # noqa: E731
         return [rng.permutation(np.append(others(r), 2)) for r in range(self.rounds)]
 
-    def script(self) -> fedrax.Script:
+    def script(self) -> fedrax.simulation.Script:
         """Cohorts, and blocks or numbers of local steps where the method needs them."""
         blocks = self.local.get("blocks")
         if self.late:
             delay = np.random.default_rng(19).integers(0, self.late + 1, (self.rounds, 5))
-            return fedrax.Script(cohorts=self.cohorts(), delay=delay)
+            return fedrax.simulation.Script(cohorts=self.cohorts(), delay=delay)
         if self.coin is not None:
             steps = np.random.default_rng(17).geometric(self.coin, (self.rounds, 1))
-            return fedrax.Script(cohorts=self.cohorts(), steps=np.broadcast_to(steps, (self.rounds, 5)))
+            return fedrax.simulation.Script(cohorts=self.cohorts(), steps=np.broadcast_to(steps, (self.rounds, 5)))
         if blocks is None:
-            return fedrax.Script(cohorts=self.cohorts())
+            return fedrax.simulation.Script(cohorts=self.cohorts())
         drawn = np.random.default_rng(13).integers(0, blocks, (self.rounds, 5, self.local["steps"]))
-        return fedrax.Script(cohorts=self.cohorts(), blocks=drawn.astype(np.int32))
+        return fedrax.simulation.Script(cohorts=self.cohorts(), blocks=drawn.astype(np.int32))
 
 
 def _object(module: Any, spec: Any) -> Any:
@@ -161,8 +161,8 @@ def _object(module: Any, spec: Any) -> Any:
 
 def options_of(options: dict) -> dict:
     """Options with ("Name", {...}) replaced by fedrax's objects."""
-    kinds = {"prox": proximal, "schedule": schedules, "server_optimizer": server_optimizers}
-    kinds |= {"rule": aggregation, "attack": attacked}
+    kinds = {"prox": proximal, "schedule": schedules, "server_optimizer": server}
+    kinds |= {"rule": rules, "attack": attacked_clients}
     return {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
 
 

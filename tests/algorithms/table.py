@@ -304,5 +304,5 @@ OPTIONS += [
     Case("Attacked", {"inner": _FEDAVG, "attack": ("Scaling", {"factor": -2.5}), "clients": (0, 2)}, note="scaling"),
     Case("Attacked", {"inner": _FEDAVG, "attack": ("LabelFlip", {"classes": 3}), "clients": (2, 4)}, note="labels"),
     Case("EFSign", {"inner": _FEDAVG}, weights="samples"),
-    Case("QuantisedDown", {"inner": _FEDAVG, "bits": 8}, varying=True),
+    Case("QuantizedBroadcast", {"inner": _FEDAVG, "bits": 8}, varying=True),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.settings import Settings
 from tests.algorithms.problems import Case, assert_same, expected, make_problem, simulate
 from tests.algorithms.table import LOCAL_WORK, METHODS, OPTIONS, SERVER_RULES

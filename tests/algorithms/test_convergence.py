@@ -103,7 +103,7 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("method", ["Scaffold", "MimeSVRG", "Episode"])
 def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method: str, nesterov: bool):
-    momentum = fedrax.Optax.of(optax.sgd, momentum=0.5, nesterov=nesterov)
+    momentum = fedrax.optim.Optax.of(optax.sgd, momentum=0.5, nesterov=nesterov)
     after = run(method, {"local": FULL | {"optimizer": momentum}})
     before = run(method, {"local": FULL | {"momentum": 0.5}})
     assert distance(after, optimum()) < 1e-9
@@ -196,14 +196,14 @@ BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
     ("method", "options", "cohort"),
     [
         ("LoSAC", with_l1(BLOCKS), NUM_CLIENTS),
-        # the printed scales make the gradient M N / S times larger, and so has the regulariser to be
+        # the printed scales make the gradient M N / S times larger, and so has the regularizer to be
         ("LoSAC", with_l1(BLOCKS | {"lr": 0.01}, 3 * NUM_CLIENTS / 4 * L1) | {"reading": "printed"}, 4),
         ("Scaffold", with_l1(FULL), NUM_CLIENTS),
         ("FedADMM", {"local": FULL, "rho": 4.0, "prox": ("L1", {"weight": L1})}, 4),
     ],
     ids=["LoSAC-Prox", "LoSAC-Prox printed", "SCAFFOLD-Prox", "FedADMM"],
 )
-def test_the_regularised_problem_is_solved(method: str, options: dict, cohort: int):
+def test_the_regularized_problem_is_solved(method: str, options: dict, cohort: int):
     """They end where F = mean f_i + lambda |w|_1 is least: the subgradient holds there."""
     weight = L1
     result = run(method, options, rounds=6000, cohort=cohort)
@@ -239,9 +239,9 @@ def test_short_uploads_of_methods_that_remember(name: str):
     """What clients keep and what the server adds up part where both are rounded; TopK makes up for what it left out."""
     inner = make_algorithm(name, {"local": FULL} | ({"alpha": 0.5} if name == "FedDyn" else {}))
     wrapped = {
-        "8": fedrax.Quantised(inner),
-        "4": fedrax.Quantised(inner, bits=4),
-        "top": fedrax.TopK(inner, fraction=0.5),
+        "8": fedrax.compression.Quantized(inner),
+        "4": fedrax.compression.Quantized(inner, bits=4),
+        "top": fedrax.compression.TopK(inner, fraction=0.5),
     }
     options: dict[str, Any] = {"rounds": 400, "cohort_size": NUM_CLIENTS, "dtype": "float64", "devices": 1}
     far = {}

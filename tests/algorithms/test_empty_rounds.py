@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.contract.proximal import L1
-from fedrax.experiments.methods import find_algorithm
-from fedrax.simulation.settings import Poisson
+from fedrax.experiments.method_registry import find_algorithm
+from fedrax.optim.proximal import L1
+from fedrax.participation.policies import Poisson
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import run
 
@@ -23,7 +23,7 @@ def test_nothing_moves(name: str):
     settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED}
     one, two = (run(find_algorithm(name)(), rounds=rounds, **settings) for rounds in (1, 2))
     assert one.events[0]["clients"] and not two.events[1]["clients"]
-    near = {"rtol": 0, "atol": 1e-8 if name == "fedadmm" else 0}  # which minimises over x anew
+    near = {"rtol": 0, "atol": 1e-8 if name == "fedadmm" else 0}  # which minimizes over x anew
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), one.params, two.params)
     if name in KEPT:
         before, after = (getattr(result.server, KEPT[name]) for result in (one, two))

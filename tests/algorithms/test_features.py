@@ -16,24 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import (
-    MOON,
-    FedAvg,
-    Federation,
-    FedMLB,
-    LocalSGD,
-    Result,
-    Script,
-    Upcycled,
-    binary,
-    classification,
-    simulate,
-)
+from fedrax import FedAvg, Federation, LocalSGD, Result, Upcycled, classification, simulate
+from fedrax.algorithms import MOON, FedMLB
 from fedrax.algorithms.moon import cosine
+from fedrax.contract import binary
 from fedrax.contract.model import Model
-from fedrax.contract.server_optimizers import SGD
 from fedrax.errors import FedraxError, FedraxWarning
 from fedrax.models import MLP, Linear
+from fedrax.optim.server import SGD
+from fedrax.simulation import Script
 
 SIZES = (4, 3, 5, 3)
 """Inputs, two hidden layers, classes."""

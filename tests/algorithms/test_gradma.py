@@ -60,7 +60,7 @@ def run(algorithm: Any, problem: Any, cohorts: list, dtype: str = "float64") -> 
         "devices": 1,
         "eval_every": 10_000,
     }
-    script = fedrax.Script(cohorts=cohorts)
+    script = fedrax.simulation.Script(cohorts=cohorts)
     return fedrax.simulate(
         algorithm, problem.task, problem.federation, params=problem.params, script=script, **settings
     )
@@ -91,7 +91,7 @@ def tug_of_war(beta2: float, rounds: int) -> float:
     """Where x ends, in float32, after client 0's round and ``rounds`` of client 1."""
     federation = fedrax.Federation.from_arrays(np.array([1.0, -1.0]), np.zeros(2), offsets=np.arange(3), shuffle=False)
     algorithm = GradMAS(fedrax.LocalSGD(lr=0.1, steps=1), beta1=0.0, beta2=beta2)
-    script = fedrax.Script(cohorts=[[0]] + [[1]] * rounds)
+    script = fedrax.simulation.Script(cohorts=[[0]] + [[1]] * rounds)
     settings: dict[str, Any] = {"rounds": rounds + 1, "eval_every": 10_000, "devices": 1}
     return float(fedrax.simulate(algorithm, TUG_OF_WAR, federation, script=script, **settings).params["x"])
 

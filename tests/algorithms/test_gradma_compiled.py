@@ -31,7 +31,7 @@ def distance(method: str, kind: str, local: dict, seed: int) -> float:
         problem.task,
         problem.federation,
         params=reference.split(problem.problem, start),
-        script=fedrax.Script(cohorts=EVERYBODY),
+        script=fedrax.simulation.Script(cohorts=EVERYBODY),
         **settings,
     )
     ours = reference.join(problem.problem, result.params)

@@ -12,14 +12,18 @@ import optax
 import pytest
 
 import fedrax
+from fedrax.algorithms import MIFA, FedDyn, FedNova, FedSaga, FedSGD, PFedMe
 from fedrax.algorithms.gradma import GradMA, GradMAS
-from fedrax.contract import proximal, server_optimizers
-from fedrax.contract.fields import Leaf, Static
-from fedrax.contract.hyperparameters import check, hyperparameters
-from fedrax.contract.proximal import L1
-from fedrax.contract.schedules import CosineDecay, ExponentialDecay, StepDecay
-from fedrax.contract.server_optimizers import SGD, Adam
+from fedrax.compression import TopK
+from fedrax.config.annotations import Leaf, Static
+from fedrax.config.hyperparameters import check, hyperparameters
+from fedrax.contract import Positive
 from fedrax.errors import FedraxError
+from fedrax.optim import Optax, proximal, server
+from fedrax.optim.proximal import L1
+from fedrax.optim.schedules import CosineDecay, ExponentialDecay, StepDecay
+from fedrax.optim.server import SGD, Adam
+from fedrax.simulation import Script
 from tests.algorithms.problems import make_problem
 
 LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)
@@ -46,13 +50,19 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
             fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.6, clip=0.2, prox=L1(0.2)), Adam(0.2, b2=0.9), mu=0.3),
         ),
         (fedrax.Episode(LOCAL, gamma=0.001), fedrax.Episode(LOCAL, gamma=0.002)),
-        (fedrax.FedDyn(LOCAL, alpha=0.3), fedrax.FedDyn(dataclasses.replace(LOCAL, lr=0.2), alpha=0.6)),
-        (fedrax.FedNova(LOCAL, mu=0.3), fedrax.FedNova(dataclasses.replace(LOCAL, lr=0.2), mu=0.6)),
-        (fedrax.PFedMe(LOCAL, lam=3.0), fedrax.PFedMe(LOCAL, lam=4.0, inner_lr=0.03)),
+        (
+            FedDyn(LOCAL, alpha=0.3),
+            FedDyn(dataclasses.replace(LOCAL, lr=0.2), alpha=0.6),
+        ),
+        (
+            FedNova(LOCAL, mu=0.3),
+            FedNova(dataclasses.replace(LOCAL, lr=0.2), mu=0.6),
+        ),
+        (PFedMe(LOCAL, lam=3.0), PFedMe(LOCAL, lam=4.0, inner_lr=0.03)),
         (GradMA(LOCAL, beta1=0.4, beta2=0.9), GradMA(LOCAL, server_lr=0.8, beta1=0.6, beta2=0.2)),
         (
-            fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.9))), 0.3),
-            fedrax.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.8))), 0.6),
+            fedrax.algorithms.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.9))), 0.3),
+            fedrax.algorithms.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.8))), 0.6),
         ),
     ],
     ids=["FedAvg", "FedProx", "Episode", "FedDyn", "FedNova", "PFedMe", "GradMA", "Upcycled"],
@@ -120,7 +130,7 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.FedAvg(fedrax.LocalSGD(**bad(prox=SGD()))), "prox must be of class L1 or ElasticNet or NuclearNorm"),
         (fedrax.FedAvg(**bad(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
         (fedrax.FedAvg(**bad(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
-        (fedrax.upcycle(**bad(algorithm=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
+        (fedrax.algorithms.upcycle(**bad(algorithm=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
         (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=(3, "4"))))),
             "local.schedule.milestones must be a list of whole numbers, got (3, '4')",
@@ -135,20 +145,20 @@ def bad(**options: Any) -> dict[str, Any]:
         ),
         (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),
-        (fedrax.FedNova(fedrax.LocalSGD(clip=0.1)), "FedNova knows what plain local steps add up to: leave local.clip"),
-        (fedrax.FedNova(fedrax.LocalSGD(weight_decay=0.1)), "leave local.weight_decay out"),
-        (fedrax.FedNova(fedrax.LocalSGD(prox=L1(0.1))), "leave local.prox out"),
-        (fedrax.FedNova(fedrax.LocalSGD(optimizer=fedrax.Optax.of(optax.adam))), "leave local.optimizer out"),
-        (fedrax.FedNova(fedrax.LocalSGD(momentum=0.5), mu=0.1), "leave local.momentum or mu out"),
-        (fedrax.FedNova(fedrax.LocalSGD(lr=0.5), mu=2.0), "FedNova needs local.lr * mu below 1"),
-        (fedrax.PFedMe(fedrax.LocalSGD(momentum=0.5)), "follow w - theta and no gradient: leave local.momentum out"),
+        (FedNova(fedrax.LocalSGD(clip=0.1)), "FedNova knows what plain local steps add up to: leave local.clip"),
+        (FedNova(fedrax.LocalSGD(weight_decay=0.1)), "leave local.weight_decay out"),
+        (FedNova(fedrax.LocalSGD(prox=L1(0.1))), "leave local.prox out"),
+        (FedNova(fedrax.LocalSGD(optimizer=Optax.of(optax.adam))), "leave local.optimizer out"),
+        (FedNova(fedrax.LocalSGD(momentum=0.5), mu=0.1), "leave local.momentum or mu out"),
+        (FedNova(fedrax.LocalSGD(lr=0.5), mu=2.0), "FedNova needs local.lr * mu below 1"),
+        (PFedMe(fedrax.LocalSGD(momentum=0.5)), "follow w - theta and no gradient: leave local.momentum out"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3)), "LoSAC remembers a gradient for each of M fixed blocks"),
-        (fedrax.FedSaga(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "FedSaga has no local momentum"),
+        (FedSaga(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "FedSaga has no local momentum"),
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "LoSAC has no local momentum"),
         (GradMAS(memory=-1), "GradMAS.memory must be at least 0, got -1"),
         (GradMA(beta2=1.0), "GradMA.beta2 must be less than 1, got 1.0"),
         (GradMA(**bad(previous="server")), "GradMA.previous must be one of 'global', 'local', got 'server'"),
-        (fedrax.upcycle(fedrax.FedProx(mu=-1.0)), "Upcycled.inner.mu must be at least 0, got -1.0"),
+        (fedrax.algorithms.upcycle(fedrax.FedProx(mu=-1.0)), "Upcycled.inner.mu must be at least 0, got -1.0"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
@@ -160,7 +170,7 @@ def test_bad_values_are_refused_by_name(algorithm: Any, sentence: str):
 class Unmarked(fedrax.FedAvg):
     """A method whose author forgot the decorator."""
 
-    strength: fedrax.Positive = 1.0
+    strength: Positive = 1.0
 
 
 class Silent(fedrax.LocalSGD):
@@ -184,9 +194,9 @@ class Marked:
     anything: Any = None
     function: Callable = jnp.tanh
     weights: Leaf[Any] = None
-    fixed: Static[fedrax.Positive] = 0.5
+    fixed: Static[Positive] = 0.5
     maybe: Static[float] | None = None
-    ends: tuple[fedrax.Positive, ...] = (1.0, 2.0)
+    ends: tuple[Positive, ...] = (1.0, 2.0)
     names: tuple = ("a", 1.5)
 
 
@@ -215,7 +225,7 @@ def test_values_that_a_mark_excludes(changes: dict[str, Any], sentence: str):
 
 
 def test_an_optax_rule_is_static():
-    rule = fedrax.FedAvg(LOCAL, server_optimizers.Optax(optax.adamw(1e-2)))
+    rule = fedrax.FedAvg(LOCAL, server.Optax(optax.adamw(1e-2)))
     check(rule)
     assert jax.tree.leaves(rule) == [0.1]
     problem = make_problem()
@@ -227,22 +237,22 @@ def test_an_optax_rule_is_static():
     ("algorithm", "settings", "sentence"),
     [
         (fedrax.Scaffold(LOCAL), {"weights": "samples"}, "Scaffold is defined for uniform aggregation weights only"),
-        (fedrax.MIFA(LOCAL), {"weights": "samples"}, "MIFA is defined for uniform"),
+        (MIFA(LOCAL), {"weights": "samples"}, "MIFA is defined for uniform"),
         (
-            fedrax.TopK(fedrax.upcycle(fedrax.Scaffold(LOCAL))),
+            TopK(fedrax.algorithms.upcycle(fedrax.Scaffold(LOCAL))),
             {"weights": "samples"},
             "^Scaffold is defined for uniform",
         ),
         (
             fedrax.LoSAC(fedrax.LocalSGD(steps=2, blocks=2)),
-            {"script": fedrax.Script(cohorts=[[0, 1], [2]])},
+            {"script": Script(cohorts=[[0, 1], [2]])},
             "LoSAC converges to a wrong point when the cohort's size varies",
         ),
         (GradMAS(LOCAL, memory=2), {}, "a memory of 2 clients is smaller than a cohort of 3"),
-        (fedrax.upcycle(GradMA(LOCAL, memory=2)), {}, "a memory of 2 clients is smaller than a cohort of 3"),
+        (fedrax.algorithms.upcycle(GradMA(LOCAL, memory=2)), {}, "a memory of 2 clients is smaller than a cohort of 3"),
         (
             GradMA(LOCAL, memory=2),
-            {"script": fedrax.Script(cohorts=[[0, 1], [4, 1, 2]])},
+            {"script": Script(cohorts=[[0, 1], [4, 1, 2]])},
             "a memory of 2 clients is smaller than a cohort of 3",
         ),
     ],
@@ -258,8 +268,8 @@ def test_unlike_classes_have_unlike_structures():
     """Else JAX may run one's compiled program for the other: whether it notices is up to its hash table."""
     local = fedrax.LocalSGD(steps=1, batch_size="full")
     pairs = [
-        (fedrax.FedSGD(local=local), fedrax.FedAvg(local=local)),
-        (server_optimizers.Adam(), server_optimizers.Yogi()),
+        (FedSGD(local=local), fedrax.FedAvg(local=local)),
+        (server.Adam(), server.Yogi()),
         (proximal.L1(0.1), proximal.NuclearNorm(0.1)),
     ]
     for one, other in pairs:

@@ -22,7 +22,7 @@ from tests.thinning import thinned
 
 LOCAL = {"lr": 0.1, "epochs": 2, "batch_size": 3}
 FULL = {"lr": 0.1, "steps": 4, "batch_size": "full"}
-EVERYBODY = fedrax.Script(cohorts=[np.arange(NUM_CLIENTS)] * 3)
+EVERYBODY = fedrax.simulation.Script(cohorts=[np.arange(NUM_CLIENTS)] * 3)
 
 
 def run(method: str, options: dict, sizes: str = "uneven", **settings) -> np.ndarray:
@@ -126,7 +126,7 @@ def admm_on_parabolas(curvature: float, steps: int, lr: float, rho: float) -> np
 
 
 def test_fedadmm_with_one_step_is_exact_admm_where_the_curvature_is_one_over_eta():
-    """There the linearised step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
+    """There the linearized step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
     eta, rho = 0.5, 3.0
     z, dual = np.zeros(2), np.zeros((4, 2))
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_losac_readings_agree_for_one_block_and_everybody():
 def test_a_clipped_step_of_celgc_is_gamma_long():
     """A clipped step is exactly gamma long."""
     local = {"lr": 0.1, "steps": 1, "clip": 1e-3}
-    moved = run("FedAvg", {"local": local}, rounds=1, script=fedrax.Script(cohorts=[[4]]))
+    moved = run("FedAvg", {"local": local}, rounds=1, script=fedrax.simulation.Script(cohorts=[[4]]))
     np.testing.assert_allclose(np.linalg.norm(moved - make_problem().x0), 1e-3, rtol=1e-12)
 
 

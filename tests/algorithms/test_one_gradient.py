@@ -9,23 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import (
-    Ditto,
-    FedAvg,
-    FedraxError,
-    FedSGD,
-    LocalSGD,
-    LoSAC,
-    NaiveParallelClip,
-    Optax,
-    Personalised,
-    SignSGD,
-    Upcycled,
-)
+from fedrax import FedAvg, FedraxError, LocalSGD, LoSAC, Upcycled
+from fedrax.algorithms import FedSGD, NaiveParallelClip, SignSGD
+from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.hyperparameters import check
-from fedrax.contract.proximal import L1
-from fedrax.contract.schedules import CosineDecay
+from fedrax.optim import Optax
+from fedrax.optim.proximal import L1
+from fedrax.optim.schedules import CosineDecay
+from fedrax.personalization import Ditto, Personalized
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import make_federation, run
 
@@ -77,8 +68,8 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         (FedSGD(local=LocalSGD(steps=1, blocks=2)), r"FedSGD .* and local.blocks counts for nothing"),
         (LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")), "blocks = 2, and local.batch_size counts for no"),
         (Upcycled(FedAvg(), extrapolate="both"), "FedAvg keeps no states .* extrapolate = 'both' counts for nothing"),
-        (Personalised(FedAvg()), "nothing stays at home, so that Personalised changes nothing: set at_home"),
-        (Personalised(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry counts for nothing"),
+        (Personalized(FedAvg()), "nothing stays at home, so that Personalized changes nothing: set at_home"),
+        (Personalized(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry counts for nothing"),
         (Ditto(FedAvg(), own_steps=CARRIED), r"and own_steps.carry counts for nothing"),
     ],
     ids=[
@@ -90,7 +81,7 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         "blocks",
         "LoSAC",
         "Upcycled",
-        "Personalised",
+        "Personalized",
         "alternate",
         "Ditto",
     ],

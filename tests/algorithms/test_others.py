@@ -9,28 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from fedrax import (
-    Batch,
-    ClientDP,
-    Ditto,
-    FedAvg,
-    Federation,
-    FedLion,
-    FedraxError,
-    FedSGD,
-    LocalSGD,
-    QFedAvg,
-    Robust,
-    Scaffnew,
-    Script,
-    SignSGD,
-    simulate,
-)
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, simulate
+from fedrax.algorithms import FedLion, FedSGD, QFedAvg, Scaffnew, SignSGD
 from fedrax.algorithms.scaffnew import geometric
 from fedrax.algorithms.signsgd import majority
-from fedrax.contract.aggregation import NormBound
-from fedrax.contract.hyperparameters import check
+from fedrax.config.hyperparameters import check
+from fedrax.contract import Batch
+from fedrax.personalization import Ditto
+from fedrax.privacy import ClientDP
 from fedrax.privacy.mechanisms.clipping import Flat
+from fedrax.robust import Robust
+from fedrax.robust.rules import NormBound
+from fedrax.simulation import Script
 from tests import reference
 from tests.algorithms.problems import make_problem
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.experiments.methods import find_algorithm
+from fedrax.experiments.method_registry import find_algorithm
 from tests.algorithms.problems import Case, make_problem, simulate, state_of
 from tests.algorithms.table import METHODS
 from tests.thinning import thinned

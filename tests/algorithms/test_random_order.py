@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from fedrax.compiled.random_order import shuffled_index, uniform_index
 from fedrax.contract.client_data import ClientData, Layout, Place
 from fedrax.contract.task import Batch
+from fedrax.prng.permutation import shuffled_index, uniform_index
 
 
 def words(seed: int) -> jax.Array:
@@ -65,7 +65,7 @@ def test_every_sample_is_equally_likely_in_every_place(n: int, orders):
 
 
 @pytest.mark.parametrize("n", [10, 32])
-def test_neighbours_in_an_epoch_are_unrelated(n: int, orders):
+def test_neighbors_in_an_epoch_are_unrelated(n: int, orders):
     """All ordered pairs of different samples follow each other equally often."""
     drawn = np.asarray(orders(keys(100 * n * n), 0, n, jnp.arange(2)))
     counts = np.bincount(drawn[:, 0] * n + drawn[:, 1], minlength=n * n).reshape(n, n)

@@ -9,23 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import (
-    Episode,
-    FedAvg,
-    FedCM,
-    Federation,
-    FedraxError,
-    LocalSGD,
-    Mime,
-    MimeLite,
-    NaiveParallelClip,
-    Optax,
-    QFedAvg,
-    Task,
-    simulate,
-)
-from fedrax.contract.hyperparameters import check
-from fedrax.contract.proximal import L1
+from fedrax import Episode, FedAvg, Federation, FedraxError, LocalSGD, Task, simulate
+from fedrax.algorithms import FedCM, Mime, MimeLite, NaiveParallelClip, QFedAvg
+from fedrax.config.hyperparameters import check
+from fedrax.optim import Optax
+from fedrax.optim.proximal import L1
 from tests.simulation.problems import run
 
 FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)

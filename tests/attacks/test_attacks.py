@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import FedraxError, LocalSGD, Record
+from fedrax import FedraxError, LocalSGD
 from fedrax.attacks import (
     Attack,
     as_client_program,
@@ -27,6 +27,7 @@ from fedrax.attacks import (
 from fedrax.attacks.optimizers import LBFGS
 from fedrax.data import load
 from fedrax.models import MLP, Logistic
+from fedrax.simulation import Record
 from tests.thinning import thinned
 
 CLIENTS = 3
@@ -37,7 +38,7 @@ LOSAC = fedrax.LoSAC(local=LocalSGD(lr=0.1, steps=2, blocks=1))
 
 
 @fedrax.hyperparameters
-class Noised(fedrax.FedSGD):
+class Noised(fedrax.algorithms.FedSGD):
     """FedSGD whose clients add Gaussian noise of deviation 0.05 to every number of the gradient they send."""
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
@@ -49,7 +50,7 @@ class Noised(fedrax.FedSGD):
 
 
 @fedrax.hyperparameters
-class Halting(fedrax.FedSGD):
+class Halting(fedrax.algorithms.FedSGD):
     """FedSGD whose clients send the gradient halved until its first number is small."""
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
@@ -82,7 +83,7 @@ def psnr_of(found: Any, samples: int = 1) -> float:
 
 @pytest.fixture(scope="module")
 def one_gradient() -> Any:
-    (sent,) = recorded(fedrax.FedSGD())
+    (sent,) = recorded(fedrax.algorithms.FedSGD())
     return as_gradient(TASK, sent.received, sent.sent.upload)
 
 
@@ -117,7 +118,7 @@ def test_the_gradient_that_candidates_make_is_by_hand() -> None:
     x, chances = rng.normal(size=(5, 4)), rng.dirichlet(np.ones(3), 5)
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), task.init(jax.random.key(0)))
     view = as_gradient(task, params, params)
-    (made,) = view.predict(view.known, fedrax.Batch(jnp.asarray(x), jnp.asarray(chances)), 3)
+    (made,) = view.predict(view.known, fedrax.contract.Batch(jnp.asarray(x), jnp.asarray(chances)), 3)
     weight, bias = (np.asarray(params["output"][name], float) for name in ("weight", "bias"))
     weight = weight if weight.shape == (3, 4) else weight.T
     logits = x @ weight.T + bias
@@ -135,7 +136,9 @@ def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
     found = descent(1e-3, 2).invert(one_gradient, (1, 8, 8, 1), y=LABELS[1:2], start=start, frames=3)
 
     def apart(x: np.ndarray) -> float:
-        made = one_gradient.predict(one_gradient.known, fedrax.Batch(jnp.asarray(x), jnp.asarray(LABELS[1:2])), None)[0]
+        made = one_gradient.predict(
+            one_gradient.known, fedrax.contract.Batch(jnp.asarray(x), jnp.asarray(LABELS[1:2])), None
+        )[0]
         pairs = zip(jax.tree.leaves(made), jax.tree.leaves(one_gradient.target[0]), strict=True)
         return float(sum(np.sum((np.asarray(a, float) - np.asarray(b, float)) ** 2) for a, b in pairs))
 
@@ -147,11 +150,13 @@ def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
 
 def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
     """Nobody but the client knows the point where it would have been taken; its program is matched all the same."""
-    personal = fedrax.Personalised(fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), at_home=("output/*",))
+    personal = fedrax.personalization.Personalized(
+        fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), at_home=("output/*",)
+    )
     sent = recorded(personal)
     assert gradients_seen(personal, sent, START) == []
     view = as_client_program(TASK, personal, START, sent, CLIENTS, CLIENTS)
-    batch = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
+    batch = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     made = view.predict(view.known, batch, None)
     for mine, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
@@ -159,16 +164,22 @@ def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
 
 @pytest.mark.exhaustive
 def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() -> None:
-    lion = fedrax.FedLion(local=LocalSGD(lr=1e-3, steps=2, batch_size="full"))
+    lion = fedrax.algorithms.FedLion(local=LocalSGD(lr=1e-3, steps=2, batch_size="full"))
     sent = recorded(lion)
     view = as_client_program(TASK, lion, START, sent, CLIENTS, CLIENTS)
     (momentum,) = view.target
     jax.tree.map(np.testing.assert_array_equal, momentum, sent[0].sent.upload.momentum)
-    batch = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
+    batch = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     (made,) = view.predict(view.known, batch, None)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, momentum)
     inside = as_client_program(
-        TASK, fedrax.Quantised(lion), START, recorded(fedrax.Quantised(lion)), CLIENTS, CLIENTS, program=lion
+        TASK,
+        fedrax.compression.Quantized(lion),
+        START,
+        recorded(fedrax.compression.Quantized(lion)),
+        CLIENTS,
+        CLIENTS,
+        program=lion,
     )
     assert len(inside.target) == len(inside.predict(inside.known, batch, None))
 
@@ -190,7 +201,7 @@ def test_losac_s_increments_sum_up_to_a_gradient(of_losac: list[Any]) -> None:
     x, phi = last.received.params, last.received.gradient_sum
     history = jax.tree.map(lambda *a: sum(a), *[one.sent.upload.gradient_sum for one in of_losac[:-1]])
     view = as_gradient(TASK, x, total.vector)
-    batch = fedrax.Batch(jnp.asarray(IMAGES[2:4]), jnp.asarray(LABELS[2:4]))
+    batch = fedrax.contract.Batch(jnp.asarray(IMAGES[2:4]), jnp.asarray(LABELS[2:4]))
     (first,) = view.predict((x, ()), batch, None)  # the gradient of the first of two local steps, at x itself
     moved = jax.tree.map(lambda a, p, y, g: a - 0.1 * (p / CLIENTS - y + g), x, phi, history, first)
     (true,) = view.predict((moved, ()), batch, None)
@@ -216,7 +227,7 @@ def test_two_rounds_are_enough_for_an_eavesdropper(invert: bool) -> None:
     heard = recorded(method, rounds=3)[1:]
     view = as_client_program(TASK, method, START, heard, CLIENTS, CLIENTS, matched=(3,))
     assert len(view.target) == 2
-    true = fedrax.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
+    true = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     for a, b in zip(jax.tree.leaves(view.predict(view.known, true, None)), jax.tree.leaves(view.target), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     if invert:  # where there is time; that such a view gives data away is the test above
@@ -227,10 +238,10 @@ def test_two_rounds_are_enough_for_an_eavesdropper(invert: bool) -> None:
 def test_a_program_run_on_the_true_data_sends_what_was_sent() -> None:
     """Two phases, states and full batches: the attacker's copy of the client is the client."""
     local = LocalSGD(lr=0.1, steps=2, batch_size="full")
-    for method in (fedrax.Scaffold(local=local), fedrax.MimeSVRG(local=local)):
+    for method in (fedrax.Scaffold(local=local), fedrax.algorithms.MimeSVRG(local=local)):
         sent = recorded(method, rounds=2, samples=2)
         view = as_client_program(TASK, method, START, sent, CLIENTS, CLIENTS)
-        made = view.predict(view.known, fedrax.Batch(jnp.asarray(IMAGES[2:4]), jnp.asarray(LABELS[2:4])), None)
+        made = view.predict(view.known, fedrax.contract.Batch(jnp.asarray(IMAGES[2:4]), jnp.asarray(LABELS[2:4])), None)
         for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
 

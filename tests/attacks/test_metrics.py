@@ -45,8 +45,8 @@ def test_ssim_is_that_of_its_definition() -> None:
         values.append((2 * mu * mv + 1e-4) * (2 * suv + 9e-4) / ((mu**2 + mv**2 + 1e-4) * (suu + svv + 9e-4)))
     assert ssim(a, b) == pytest.approx(np.mean(values), abs=1e-9)
     assert ssim(a, a) == pytest.approx(1)
-    colour = ssim(np.stack([a, b], -1), np.stack([b, a], -1))
-    assert colour == pytest.approx(np.mean(values), abs=1e-9)
+    color = ssim(np.stack([a, b], -1), np.stack([b, a], -1))
+    assert color == pytest.approx(np.mean(values), abs=1e-9)
 
 
 def test_a_score_is_of_matched_samples() -> None:

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import advice, advice_report, advice_rules, advice_study
 from benchmarks.advice_rules import FEATURES, Rule, Shortlist, Trained, fitted, make, on_new_data, record, shortlists
 from benchmarks.sessions import Session
+from fedrax.analysis import shortlist
 from fedrax.data import Iid
-from fedrax.diagnosis import methods
 from fedrax.models import Logistic
 
 
@@ -87,9 +87,9 @@ def test_what_is_shipped_is_what_the_runs_give():
 
 def test_a_method_is_tuned_on_held_out_rows_and_scored_with_other_seeds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(advice_study, "ROUNDS", 3)
-    monkeypatch.setattr(methods, "RATES", (1e-4, 0.5, 1e38))
+    monkeypatch.setattr(shortlist, "RATES", (1e-4, 0.5, 1e38))
     pair = advice_study.Pair("digits", Iid(10), Logistic(), cohort=2)
-    found = advice.trained(pair, methods.METHODS["FedAvg"], *pair.build())
+    found = advice.trained(pair, shortlist.METHODS["FedAvg"], *pair.build())
     assert found["best"] == {"local.lr": 0.5}
     assert found["validation"][2] is None  # it diverged
     assert found["chosen"] == found["validation"][1] > found["validation"][0]

@@ -21,9 +21,10 @@ from benchmarks.sessions import Session
 from benchmarks.starting_weights import WEIGHTS
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, read_array, steps_per_round
-from fedrax import FedAvg, LocalSGD, Script, Settings, classification
-from fedrax.contract.hyperparameters import check
-from fedrax.experiments.methods import algorithms
+from fedrax import FedAvg, LocalSGD, Settings, classification
+from fedrax.config.hyperparameters import check
+from fedrax.experiments.method_registry import algorithms
+from fedrax.simulation import Script
 from fedrax.simulation.setup import prepare
 from tests.benchmarks.test_storage_benchmark import MACHINE
 

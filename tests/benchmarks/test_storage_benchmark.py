@@ -21,7 +21,7 @@ from benchmarks.storage import (
     write_report,
     write_samples,
 )
-from fedrax.simulation.row_file import RowFile
+from fedrax.simulation.placement.row_file import RowFile
 
 SMALL = {"clients": 40, "rows": 4, "features": 6, "classes": 3, "cohort": 8}
 PARAMETERS = 3 * (6 + 1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from fedrax.cli import main
-from fedrax.experiments import comparing
+from fedrax.experiments import run_comparison
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,13 +75,13 @@ SEARCHED = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n" + TIN
 
 
 @pytest.fixture(scope="session")
-def here(tmp_path_factory: pytest.TempPathFactory) -> comparing.Outcome:
+def here(tmp_path_factory: pytest.TempPathFactory) -> run_comparison.ComparisonResult:
     """The comparison, made in this process."""
     folder = tmp_path_factory.mktemp("here")
     (folder / "t.toml").write_text(SEARCHED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedrax.experiments.search.pays", lambda *_: False)  # here too, one by one
-        return comparing.compare(folder / "t.toml", directory=folder / "here")
+        patch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)  # here too, one by one
+        return run_comparison.compare(folder / "t.toml", directory=folder / "here")
 
 
 def numbers(directory: Path) -> dict[str, list]:

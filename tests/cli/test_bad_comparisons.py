@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import TINY, Outcome
 
 
-@pytest.mark.parametrize("name", ["normalise = false", "validation = 0.3", "seeds = [5, 6]", "target = 0.9"])
+@pytest.mark.parametrize("name", ["normalize = false", "validation = 0.3", "seeds = [5, 6]", "target = 0.9"])
 def test_files_that_differ_in_more_than_their_methods(
     name: str, fedrax: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -27,12 +27,12 @@ def test_rows_that_are_held_out_twice(fedrax: Callable[..., Outcome], tmp_path: 
 
 
 def test_methods_added_to_a_file_see_its_rows(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text(f"normalise = false\nvalidation = 0.2\nseeds = [0]\n{TINY}")
+    (tmp_path / "x.toml").write_text(f"normalize = false\nvalidation = 0.2\nseeds = [0]\n{TINY}")
     made = fedrax("compare", "x.toml", "--algorithms", "fedprox", "--out", "c")
     assert made.status == 0, made.err
     tables = [file.read_text() for file in sorted((tmp_path / "c").rglob("experiment.toml"))]
     assert len(tables) == 2
-    assert all("normalise = false" in table and "validation = 0.2" in table for table in tables)
+    assert all("normalize = false" in table and "validation = 0.2" in table for table in tables)
 
 
 @pytest.mark.parametrize("grid", ["", "grid = { algorithm.local.lr = [0.1, 0.2] }"])

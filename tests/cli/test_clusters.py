@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from fedrax.errors import FedraxError
-from fedrax.experiments import engines, running
-from fedrax.experiments.comparing import Outcome, compare
-from fedrax.experiments.running import Watcher
+from fedrax.experiments import backends, jobs
+from fedrax.experiments.jobs import Watcher
+from fedrax.experiments.run_comparison import Outcome, compare
 from tests.cli.conftest import SEARCHED, numbers
 from tests.cli.conftest import Outcome as Printed
 
@@ -112,7 +112,7 @@ def test_a_killed_workers_run_is_taken_up_by_another(
 def test_schedulers_that_are_none(
     fedrax: Callable[..., Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, says: str
 ) -> None:
-    monkeypatch.setattr(engines, "SECONDS", 1)
+    monkeypatch.setattr(backends, "SECONDS", 1)
     (tmp_path / "t.toml").write_text(SEARCHED)
     printed = fedrax("compare", "t.toml", "--on", address, "--quiet", "--out", "c")
     assert printed.status == 2 and says in printed.err and len(printed.err.splitlines()) == 1, printed.err
@@ -127,13 +127,13 @@ def test_trackers_do_not_see_what_runs_elsewhere(fedrax: Callable[..., Printed],
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(FedraxError, match="needs the package distributed: pip install 'distributed'"):
-        engines.engine("dask://localhost:8786")
+        backends.engine("dask://localhost:8786")
 
 
 def test_runs_that_are_kept_elsewhere_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "ARRIVAL", 0.1)
+    monkeypatch.setattr(jobs, "ARRIVAL", 0.1)
     with pytest.raises(FedraxError, match="workers need the same file system"):
-        running.await_arrival(tmp_path / "run/experiment.toml", "FedAvg, seed 0")
+        jobs.await_arrival(tmp_path / "run/experiment.toml", "FedAvg, seed 0")
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: 
         "from collections.abc import Callable\n"
         "from fedrax.algorithms.fedavg import FedAvg\n"
         "from fedrax.data import Dataset, Samples\n"
-        "from fedrax.contract.hyperparameters import Positive, hyperparameters\n"
+        "from fedrax.config.hyperparameters import Positive, hyperparameters\n"
         "from fedrax.models import MLP\n"
         "@hyperparameters\n"
         "class Mine(FedAvg):\n    strength: Positive = 1.0\n    shape: Callable = jax.numpy.abs\n"
@@ -239,19 +239,19 @@ def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call simulates what is missing only: here a third seed."""
-    from fedrax.experiments import running
+    from fedrax.experiments import jobs
 
     (tmp_path / "c.toml").write_text(COMPARE)
     assert fedrax("compare", "c.toml", "--quiet").status == 0
     first = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("events.jsonl")}
     assert len(first) == 4
-    simulate, seeds = running.simulate, []
+    simulate, seeds = jobs.simulate, []
 
     def counted(*args: object, **options: object) -> object:
         seeds.append(args[3].seed)  # type: ignore[attr-defined]
         return simulate(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(running, "simulate", counted)
+    monkeypatch.setattr(jobs, "simulate", counted)
     outcome = fedrax("compare", "c.toml", "--seeds", "0", "1", "2", "--json")
     assert outcome.status == 0, outcome.err
     assert json.loads(outcome.out)["methods"][0]["seeds"] == 3

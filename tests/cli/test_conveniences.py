@@ -117,7 +117,7 @@ def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path,
     assert outcome.status == 0, outcome.err
     assert "test auc " in outcome.out and "test f1 " in outcome.out
     assert "f1 is of the class 'yes' (task.positive)" in outcome.err
-    assert "'sex' is 2 features" in outcome.err and "standardised" in outcome.err
+    assert "'sex' is 2 features" in outcome.err and "standardized" in outcome.err
     last = json.loads((tmp_path / "r/events.jsonl").read_text().splitlines()[-1])
     assert {"test_auc", "test_f1", "test_accuracy"} <= last.keys()
     assert experiment.read(tmp_path / "r/experiment.toml").task.metrics == ("auc", "f1")
@@ -236,7 +236,7 @@ def test_another_key_than_name_is_told_which_one_chooses(fedrax: Callable[..., O
 
 
 def test_a_table_that_can_be_of_one_class_alone_needs_no_name() -> None:
-    inside = {"name": "personalised", "at_home": ["output/*"], "inner": {"name": "fedavg"}}
+    inside = {"name": "personalized", "at_home": ["output/*"], "inner": {"name": "fedavg"}}
     tables = [{"epochs": 2, "lr": 0.05}, {"name": "local_sgd", "epochs": 2, "lr": 0.05}]
     made = [experiment.from_table({"algorithm": inside | {"alternate": table}}, "x", Path()) for table in tables]
     assert made[0] == made[1] and made[0].algorithm.alternate == fedrax_package.LocalSGD(lr=0.05, epochs=2)

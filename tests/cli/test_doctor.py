@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fedrax
-from fedrax.simulation.directory import owned
+from fedrax.simulation.persistence.run_directory import owned
 from tests.cli.conftest import TINY, Outcome
 from tests.simulation.problems import bytes_of, without_times
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedrax.data import Federation
-from fedrax.data.picture import save_labels
+from fedrax.data.plot import save_labels
 from tests.cli.conftest import TINY
 
 LABELS = [r"$\\bad{$", "[/b]", "[red]x", "_x", "<script>alert(1)</script>", ":smile:", "a|b", "`*c*`", "$x$ and $"]

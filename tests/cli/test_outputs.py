@@ -16,8 +16,8 @@ from rich.console import Console
 
 from fedrax import Task
 from fedrax.contract import task as tasks
-from fedrax.report import tables
-from fedrax.report.runs import Method, Run, summarise
+from fedrax.report import comparison_table
+from fedrax.report.runs import Method, Run, summarize
 from tests.cli.conftest import TINY, numbers
 from tests.cli.test_bad_input import file
 
@@ -109,7 +109,7 @@ def test_targets_are_accuracies(target: str, shown: Path, fedrax: Any):
         assert outcome.status == 2 and "accuracy in (0, 1]" in outcome.err
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "name = 'x'\nnormalise = true\n"])
+@pytest.mark.parametrize("text", ["", "# nothing\n", "name = 'x'\nnormalize = true\n"])
 @pytest.mark.parametrize("name", ["run", "compare", "partition", "profile"])
 def test_a_file_that_says_nothing_runs_nothing(name: str, text: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(text)
@@ -122,7 +122,7 @@ def test_a_file_that_says_nothing_runs_nothing(name: str, text: str, tmp_path: P
 
 OWN = """
 from fedrax import FedAvg
-from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.models import Logistic
 
 def data():
@@ -241,9 +241,9 @@ def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
 @pytest.mark.parametrize("columns", [40, 200])
 def test_a_terminal_too_narrow_for_the_table_has_it_method_by_method(columns: int):
     run = Run(Path("r"), {"run": {"seed": 0, "rounds": 1}}, [json.loads(EVENT)], None)
-    rows = [summarise(Method(label, [run]), 0.4) for label in ("a method of a long name", "[b]other")]
+    rows = [summarize(Method(label, [run]), 0.4) for label in ("a method of a long name", "[b]other")]
     screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, markup=False)
-    tables.show(screen, rows, 0.4)
+    comparison_table.show(screen, rows, 0.4)
     printed = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in printed and all(len(line) <= columns for line in printed.splitlines())
     for words in ("a method of a long name", "[b]other", "0.5000", "rounds to 0.4", "finished"):

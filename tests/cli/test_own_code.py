@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from fedrax import FedraxError, read
-from fedrax.experiments import own_code
+from fedrax import FedraxError
+from fedrax.experiments import read_file, user_code
 from tests.cli.conftest import TINY
 
 METHOD = """
 from pathlib import Path
 import fedrax
-from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.config.hyperparameters import hyperparameters
 
 Path({proof!r}).write_text("ran")
 
@@ -127,7 +127,7 @@ def test_no_command_runs_the_code_of_a_run_that_was_sent(
         outcome = fedrax(command, file)
         assert outcome.status == 2 and "was not made by you on this machine" in outcome.err, command
     with pytest.raises(FedraxError, match="was not made by you"):
-        read(file)
+        read_file(file)
     file.write_text('grid = { algorithm.name = ["sent.py:Mine"] }\n' + TINY)
     assert "was not made by you" in fedrax("compare", file).err
     assert not (tmp_path / "sent").exists()
@@ -158,19 +158,19 @@ def test_a_full_disk_leaves_no_key_that_others_could_guess(tmp_path: Path, monke
     key = tmp_path / "key"
     (tmp_path / "experiment.toml").write_text("")
     key.touch()
-    own_code.seal(tmp_path)
-    assert own_code.is_sealed(tmp_path) and len(key.read_bytes()) == 32
+    user_code.seal(tmp_path)
+    assert user_code.is_sealed(tmp_path) and len(key.read_bytes()) == 32
     key.unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
         with pytest.raises(FedraxError, match=r"cannot keep a key in .*FEDRAX_CACHE"):
-            own_code.seal(tmp_path)
+            user_code.seal(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert {path.name for path in tmp_path.iterdir()} == {"experiment.toml", own_code.SEAL}
+    assert {path.name for path in tmp_path.iterdir()} == {"experiment.toml", user_code.SEAL}
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "raise KeyError('gone')", "import nothing_of_this_name"])
@@ -209,5 +209,5 @@ def test_a_default_that_no_file_could_give_stays(tmp_path: Path, fedrax: Any):
     )
     (tmp_path / "x.toml").write_text(TINY.replace('"fedavg"', '"mine.py:Mine"'))
     assert fedrax("run", "x.toml").status == 0
-    steps = read(tmp_path / "x.toml").algorithm.local
+    steps = read_file(tmp_path / "x.toml").algorithm.local
     assert steps.optimizer is not None and steps.steps == 2

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedrax import ClientDP
-from fedrax.report.forecast import noise_fields
+from fedrax.privacy import ClientDP
+from fedrax.report.privacy_forecast import noise_fields
 from fedrax.report.runs import read_run
 
 PRIVATE = """

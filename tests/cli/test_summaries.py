@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fedrax.attacks import Attack
+from fedrax.attacks.observation import View
 from fedrax.attacks.optimizers import Descent
-from fedrax.attacks.view import View
-from fedrax.report.runs import Method, Run, curve, group, summarise, target_of
-from fedrax.report.tables import cells, legend
+from fedrax.report.comparison_table import cells, legend
+from fedrax.report.runs import Method, Run, curve, group, summarize, target_of
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -29,7 +29,7 @@ def run(rounds: int, seed: int = 0, spent: bool = False, failure: str | None = N
 
 
 def test_budgets_that_end_in_different_rounds():
-    state = lambda *runs: summarise(Method("m", runs), None).state  # noqa: E731
+    state = lambda *runs: summarize(Method("m", runs), None).state  # noqa: E731
     assert state(run(7, 0, spent=True), run(9, 1, spent=True)) == "budget spent in rounds 7 to 9"
     assert state(run(40, 0), run(9, 1, spent=True)) == "finished"
     assert state(run(40, 0), run(9, 1)) == "running"
@@ -53,7 +53,7 @@ def test_the_default_target_is_of_methods_that_did_not_diverge():
 
 
 def test_a_target_of_a_loss_is_called_so():
-    row = lambda **last: summarise(Method("m", [run(40, **last)]), 0.5)  # noqa: E731
+    row = lambda **last: summarize(Method("m", [run(40, **last)]), 0.5)  # noqa: E731
     assert "until the test loss first" in legend(0.5, True, [row(test_loss=0.4)])
     assert "until the test accuracy first" in legend(0.5, True, [row(test_loss=0.4, test_accuracy=0.9)])
 
@@ -62,7 +62,7 @@ def test_a_target_of_a_loss_is_called_so():
     ("loss", "says"), [(3.14159e-6, "3.142e-06"), (0.25, "0.25"), (12.3456, "12.35"), (1e30, "1e+30")]
 )
 def test_what_is_no_share_has_four_digits_whatever_its_size(loss: float, says: str):
-    row = summarise(Method("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
+    row = summarize(Method("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
     shown = [text for text, _ in cells([row], None, "test_loss").rows[0]]
     assert {says, f"{says} (40)", "0.7500"} <= set(shown)
 

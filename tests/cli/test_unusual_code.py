@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedrax import FedraxError
-from fedrax.experiments import experiment, own_code
+from fedrax.experiments import experiment, user_code
 
 MODEL = """
 from fedrax.models import MLP
@@ -37,7 +37,7 @@ def test_files_of_one_folder_share_what_lies_beside_them(tmp_path: Path) -> None
         (tmp_path / folder / "shared_parts.py").write_text("class Part:\n    pass\n")
     for place in ("b/one.py", "a/one.py", "b/two.py"):
         (tmp_path / place).write_text("from shared_parts import Part\n")
-    kinds = [own_code.import_named(f"{place}:Part", tmp_path)[1] for place in ("b/one.py", "a/one.py", "b/two.py")]
+    kinds = [user_code.import_named(f"{place}:Part", tmp_path)[1] for place in ("b/one.py", "a/one.py", "b/two.py")]
     assert kinds[0] is kinds[2] and kinds[0] is not kinds[1]
 
 
@@ -80,7 +80,8 @@ def test_a_partition_need_not_be_frozen(tmp_path: Path) -> None:
 
 
 SCHEDULE = """
-from fedrax import Count, hyperparameters
+from fedrax import hyperparameters
+from fedrax.contract import Count
 
 @hyperparameters
 class Warmup:

@@ -14,11 +14,12 @@ from fedrax import FedAvg, FedraxError, compare
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.compare_command import read_arguments
 from fedrax.cli.profile_command import ProfileOptions
-from fedrax.contract.server_optimizers import SGD, Adagrad, Adam
-from fedrax.experiments import comparison, experiment, grid
-from fedrax.experiments.comparing import default_directory
+from fedrax.experiments import comparison, experiment
 from fedrax.experiments.comparison import Comparison
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.run_comparison import default_directory
+from fedrax.experiments.search import grid
+from fedrax.optim.server import SGD, Adagrad, Adam
 from tests.cli.conftest import TINY, Outcome
 
 SHARED = "seeds = [0]\n" + TINY.replace('name = "fedavg"\n', "")
@@ -41,7 +42,7 @@ def test_methods_on_other_data_are_no_comparison(tmp_path: Path) -> None:
     spec = read(tmp_path, SHARED + METHODS)
     spec.check()
     first, second = spec.methods
-    others = {r"\[partition\]": elsewhere(second), "normalise": dataclasses.replace(second, normalise=False)}
+    others = {r"\[partition\]": elsewhere(second), "normalize": dataclasses.replace(second, normalize=False)}
     for name, changed in others.items():
         with pytest.raises(FedraxError, match=f"differ in {name}: a comparison needs the same for all"):
             compare(dataclasses.replace(spec, methods=(first, changed)), directory=tmp_path / "c")
@@ -185,12 +186,12 @@ def test_python_keeps_the_table_and_the_pictures(tmp_path: Path) -> None:
 
 
 def test_what_methods_share_is_for_the_methods_inside_wrappers(tmp_path: Path) -> None:
-    inner = '[[compare]]\nname = "quantised"\nbits = 4\ninner = "ditto"\n[[compare]]\nname = "upcycled"\n'
+    inner = '[[compare]]\nname = "quantized"\nbits = 4\ninner = "ditto"\n[[compare]]\nname = "upcycled"\n'
     own = '[[compare]]\nname = "topk"\ninner = { name = "fedprox", local = { lr = 0.75 } }\n'
     head = "grid = { algorithm.local.momentum = [0.5] }\n" + SHARED
     spec = read(tmp_path, head + METHODS + inner + own)
-    fedavg, _, quantised, upcycled, topk = (spec.at(m, {"algorithm.local.momentum": 0.5}) for m in spec.methods)
-    found: Any = [fedavg.algorithm, quantised.algorithm.inner.inner, upcycled.algorithm.inner, topk.algorithm.inner]
+    fedavg, _, quantized, upcycled, topk = (spec.at(m, {"algorithm.local.momentum": 0.5}) for m in spec.methods)
+    found: Any = [fedavg.algorithm, quantized.algorithm.inner.inner, upcycled.algorithm.inner, topk.algorithm.inner]
     assert [type(method).__name__ for method in found] == ["FedAvg", "FedAvg", "FedAvg", "FedProx"]
     assert [method.local.lr for method in found] == [0.1, 0.1, 0.1, 0.75]
     assert [method.local.momentum for method in found] == [0.5] * 4

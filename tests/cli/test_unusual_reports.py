@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from fedrax.report import grids
-from fedrax.report.material import gather
-from fedrax.report.page import page
+from fedrax.report import search_plots
+from fedrax.report.html import page
+from fedrax.report.report_data import gather
 from fedrax.report.svg import Curve, chart
-from fedrax.simulation.tuning import Choice, Range, Trial
+from fedrax.tuning.selection import Choice, Range, Trial
 from tests.cli.test_outputs import EVENT, RUN
 from tests.cli.test_report import Page, browse
 
@@ -133,7 +133,7 @@ def test_values_that_were_drawn_are_dots(tmp_path: Path):
     make(tmp_path / "r", {"test_accuracy": 0.5})
     trials = tuple(Trial({"algorithm.local.lr": 0.01 * k}, 1.0 + k, 1) for k in range(1, 31))
     choice = Choice("loss", True, trials, {"algorithm.local.lr": Range(0.001, 1.0, True)})
-    kept = make_comparison(tmp_path / "r", grids.values({"m": choice}))
+    kept = make_comparison(tmp_path / "r", search_plots.values({"m": choice}))
     search = gather([tmp_path / "r"]).sources[0].search
     assert search is not None and search.choices == {"m": choice}
     drawn = section(page(gather([tmp_path / "r"])))

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from fedrax.errors import FedraxError
-from fedrax.experiments.comparing import Outcome, compare
-from fedrax.experiments.running import Watcher
+from fedrax.experiments.jobs import Watcher
+from fedrax.experiments.run_comparison import Outcome, compare
 from tests.cli.conftest import SEARCHED, numbers
 from tests.compiler import compile_quickly
 

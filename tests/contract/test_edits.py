@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.compiled.edits import Code
+from fedrax.xla.fingerprint import Code
 from tests.simulation.problems import FEDERATION, TASK, run
 
 METHOD = """

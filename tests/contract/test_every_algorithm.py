@@ -11,30 +11,17 @@ import jax
 import numpy as np
 import pytest
 
-from fedrax import (
-    EFSign,
-    Episode,
-    Federation,
-    Quantised,
-    QuantisedDown,
-    RandomK,
-    Scaffold,
-    Script,
-    Settings,
-    SignSGD,
-    TopK,
-    classification,
-    simulate,
-    tree,
-)
+from fedrax import Episode, Federation, Scaffold, Settings, classification, simulate, tree
+from fedrax.algorithms import SignSGD
+from fedrax.compression import EFSign, Quantized, QuantizedBroadcast, RandomK, TopK
+from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.hyperparameters import check
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.method_registry import algorithms
 from fedrax.models import Logistic
-from fedrax.simulation import Event, Result, RunInfo, read_events
-from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation import Event, Result, RunInfo, Script, read_events
+from fedrax.simulation.cohort_sampler import Sampler
 from tests.examples import example
 from tests.thinning import thinned
 
@@ -145,7 +132,7 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)
     assert any(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(result.params))  # it starts at zero
     last, size = result.events[-1], tree.num_bytes(result.params)
-    sends_less = {"bytes_up": (EFSign, Quantised, RandomK, SignSGD, TopK), "bytes_down": (QuantisedDown,)}
+    sends_less = {"bytes_up": (EFSign, Quantized, RandomK, SignSGD, TopK), "bytes_down": (QuantizedBroadcast,)}
     for way, kinds_of_less in sends_less.items():
         assert last[way] > 0
         assert (last[way] < ROUNDS * COHORT * size) == (kind in kinds_of_less)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, Phase, check_algorithm, cli, hyperparameters, tree
+from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, check_algorithm, cli, hyperparameters, tree
+from fedrax.contract import Phase
 from fedrax.contract.checks import checked_server
 from fedrax.data import load
 from fedrax.models import MLP, Logistic
@@ -152,7 +153,7 @@ CASES = {
     "local.run is given a dict as data: write local.run": client(lambda m, s, d: LocalSGD().run(m, d)),  # type: ignore[arg-type]
     r"fails with TypeError: tuple indices .* is an empty tuple": method(server=lambda self, s, c: c.total["n"]),
     "unknown field of Requirements: 'feature'; did you mean 'features'": method(
-        requirements=property(lambda self: fedrax.Requirements(feature=True))  # type: ignore[call-arg]
+        requirements=property(lambda self: fedrax.contract.Requirements(feature=True))  # type: ignore[call-arg]
     ),
     r"Mine \(.* fails with AttributeError: 'Mine' object has no attribute 'lam'": method(
         longest_delay=property(lambda self: self.lam)
@@ -164,7 +165,9 @@ CASES = {
     "what Mine.with_params returns: params/output/bias is not": method(with_params=lambda self, server, params: None),
     "in Mine's server state: output/bias is not": method(init=lambda self, p, n: Counting((p.pop("output"), p)[1], 0)),
     "nothing calls Mine.recieve: did you mean 'receive'": method(recieve=lambda self, upload: upload),
-    "nothing calls Mine.requirments: did you mean": method(requirments=property(lambda self: fedrax.Requirements())),
+    "nothing calls Mine.requirments: did you mean": method(
+        requirments=property(lambda self: fedrax.contract.Requirements())
+    ),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
     "local.schedule must be something that JAX knows: decorate Halved with @hyperparameters": FedAvg(
         local=LocalSGD(schedule=Halved())  # type: ignore[arg-type]
@@ -241,7 +244,7 @@ def test_what_follows_from_another_fault_is_not_told():
 
 
 def test_a_constant_in_the_place_of_a_property_is_no_field():
-    run(method(longest_delay=2, requirements=fedrax.Requirements()), FEDERATION, rounds=1)
+    run(method(longest_delay=2, requirements=fedrax.contract.Requirements()), FEDERATION, rounds=1)
 
 
 def test_helpers_with_names_like_the_contracts_are_called():
@@ -314,7 +317,7 @@ def test_a_model_that_an_empty_round_takes_away_is_found_out(server: Callable):
         check_algorithm(mine)
 
 
-@pytest.mark.parametrize("kind", thinned([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.TopK]))
+@pytest.mark.parametrize("kind", thinned([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.compression.TopK]))
 def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)
 

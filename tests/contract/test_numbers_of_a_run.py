@@ -12,16 +12,16 @@ from fedrax import (
     ClientData,
     ClientOutput,
     Cohort,
-    Ditto,
     FedAvg,
     FedraxError,
     LocalSGD,
-    Positive,
     Scaffold,
     hyperparameters,
     tree,
 )
+from fedrax.contract import Positive
 from fedrax.contract.algorithm import Info
+from fedrax.personalization import Ditto
 from fedrax.tree import Tree
 from tests.simulation.problems import run
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax.config.annotations import fields_of
+from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.fields import fields_of
-from fedrax.contract.hyperparameters import check
 from fedrax.contract.wrapper import Wrapper
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.method_registry import algorithms
 from fedrax.simulation.setup import prepare
 from tests.contract.test_every_algorithm import FEDERATION, SIZES, TASK, assert_close, example, run
 from tests.thinning import thinned
@@ -35,7 +35,7 @@ def is_sound(algorithm: Algorithm) -> bool:
 def other_choices() -> Iterator[tuple[str, Algorithm]]:
     """Each method with each value of a choice or switch that is not its default."""
     for name, kind in algorithms().items():
-        if kind is fedrax.ObjectivePerturbation:
+        if kind is fedrax.privacy.ObjectivePerturbation:
             continue  # its other choice is for models of its theorem alone
         base = example(kind)
         for field in fields_of(kind).values():
@@ -50,7 +50,7 @@ def wrapped_twice() -> Iterator[tuple[str, Algorithm]]:
     """Every wrapper around every wrapper, around a method that remembers something on both sides where it may."""
     wrappers = {name: kind for name, kind in algorithms().items() if issubclass(kind, Wrapper)}
     for (outer, around), (inner, kind) in itertools.product(wrappers.items(), repeat=2):
-        local_models = fedrax.OutputPerturbation in (around, kind)  # momentum in SCAFFOLD's steps would leak
+        local_models = fedrax.privacy.OutputPerturbation in (around, kind)  # momentum in SCAFFOLD's steps would leak
         for method in (fedrax.Scaffold(local=LOCAL), fedrax.FedAvg(local=LOCAL))[local_models:]:
             made = around(inner=kind(inner=method))  # type: ignore[call-arg]
             if is_sound(made):
@@ -64,16 +64,16 @@ RUN = {step: {f"{outer}({NAMES[(i + step) % len(NAMES)]}" for i, outer in enumer
 """Pairs that are run: every wrapper once outside and once inside, and twice more where there is time."""
 FIRST = {name for name in PAIRS if name.rpartition("(")[0] in RUN[1]}
 REFUSED = {
-    *(f"{outer}({inner}" for outer in ("efsign", "topk") for inner in ("efsign", "quantised", "randomk", "topk")),
-    *(f"personalised({inner}" for inner in ("efsign", "quantised", "randomk", "topk")),
-    "randomk(quantised",
-    *(f"{outer}(quantiseddown" for outer in ("ditto", "personalised")),
-    *(f"{o}(clientdp" for o in ("attacked", "efsign", "personalised", "quantised", "randomk", "robust", "topk")),
+    *(f"{outer}({inner}" for outer in ("efsign", "topk") for inner in ("efsign", "quantized", "randomk", "topk")),
+    *(f"personalized({inner}" for inner in ("efsign", "quantized", "randomk", "topk")),
+    "randomk(quantized",
+    *(f"{outer}(quantiseddown" for outer in ("ditto", "personalized")),
+    *(f"{o}(clientdp" for o in ("attacked", "efsign", "personalized", "quantized", "randomk", "robust", "topk")),
     *("outputperturbation(ditto", "outputperturbation(outputperturbation", "sampledp(ditto"),
 }
 """Wrappers that read an upload, or what is sent down, in the shape of the model or as floats, around others that send
 another; that change sums whose noise is measured; and that count local steps."""
-LOSSY = ("efsign", "quantised", "randomk", "topk")
+LOSSY = ("efsign", "quantized", "randomk", "topk")
 """Rounding in another order makes another choice here and there: their plans agree in what they send alone."""
 
 
@@ -94,7 +94,7 @@ TO_RUN = {name: case for name, case in CHOICES.items() if is_sound(case)} | {
 
 
 ALIKE = {
-    *("gradma-previous=local", "gradmaw-scope=leaf", "losac-reading=printed", "quantised-bits=16"),
+    *("gradma-previous=local", "gradmaw-scope=leaf", "losac-reading=printed", "quantized-bits=16"),
     "upcycled-extrapolate=server",
 }
 """Choices in whose code another choice of the same method, or of its family, goes as well."""

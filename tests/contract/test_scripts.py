@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import Episode, FedAvg, LocalSGD, Scaffold, Script
+from fedrax import Episode, FedAvg, LocalSGD, Scaffold
 from fedrax.contract.client_data import ClientData
+from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, SIZES, TASK, run
 
 ROUNDS, SIZE, MOST, ROWS, LR = 4, 3, 4, 3, 0.1
@@ -110,13 +111,13 @@ def test_the_fresh_batch_alone_may_be_given_where_work_is_in_epochs():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("wrap", [fedrax.upcycle, fedrax.TopK], ids=["Upcycled", "TopK"])
+@pytest.mark.parametrize("wrap", [fedrax.algorithms.upcycle, fedrax.compression.TopK], ids=["Upcycled", "TopK"])
 def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):
     local = LocalSGD(lr=0.02, steps=2, blocks=2)
     blocks = np.random.default_rng(1).integers(0, 2, (2, SIZE, 2))
     script = Script(cohorts=COHORTS[:2], blocks=blocks)
-    changes = {"a": 0.0} if wrap is fedrax.upcycle else {"fraction": 1.0}
-    inside = fedrax.LoSAC(local=local) if wrap is fedrax.upcycle else FedAvg(local=local)
+    changes = {"a": 0.0} if wrap is fedrax.algorithms.upcycle else {"fraction": 1.0}
+    inside = fedrax.LoSAC(local=local) if wrap is fedrax.algorithms.upcycle else FedAvg(local=local)
     options = {"rounds": 2, "script": script, "trajectory": True}
     one, other = (run(method, **options).trajectory for method in (inside, wrap(inside, **changes)))
     for mine, theirs in zip(one, other, strict=True):

@@ -12,10 +12,12 @@ import pytest
 from flax import linen as nn
 
 import fedrax
-from fedrax import FedAvg, LocalSGD, Requirements, Scaffold, Script, Upcycled, Variables, classification, sweep
+from fedrax import FedAvg, LocalSGD, Scaffold, Upcycled, classification, sweep
+from fedrax.contract import Requirements, Variables
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.task import Batch
 from fedrax.models import from_linen
+from fedrax.simulation import Script
 from fedrax.simulation.setup import prepare
 from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_close, assert_identical, run
 
@@ -23,7 +25,7 @@ from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_clo
 
 
 @pytest.mark.exhaustive
-def test_runs_together_honour_what_runs_in_turn_do():
+def test_runs_together_honor_what_runs_in_turn_do():
     """Training data, each client apart, and fine-tuned models are evaluated in both."""
     methods = [Scaffold(local=LocalSGD(lr=lr, steps=2, batch_size=2)) for lr in (0.05, 0.1)]
     options: Any = {"rounds": 2, "cohort_size": 3, "eval_every": 2}
@@ -66,13 +68,13 @@ def test_requirements_are_what_either_needs():
 
 def test_a_wrapper_needs_what_the_method_inside_needs():
     with pytest.raises(fedrax.FedraxError, match="uniform aggregation weights only"):
-        run(Upcycled(fedrax.Quantised(Scaffold(local=LOCAL))), weights="samples", rounds=1)
+        run(Upcycled(fedrax.compression.Quantized(Scaffold(local=LOCAL))), weights="samples", rounds=1)
 
 
 # -- devices -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda method: method, Upcycled, lambda m: Upcycled(fedrax.TopK(m))])
+@pytest.mark.parametrize("wrap", [lambda method: method, Upcycled, lambda m: Upcycled(fedrax.compression.TopK(m))])
 def test_clients_of_wrapped_methods_are_spread_by_their_steps(wrap: Any):
     """Fixed steps cost the same for all clients, epochs as many as samples."""
     settings = fedrax.Settings(rounds=1, cohort_size=6, devices=2)

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Task, classification, simulate, supervised
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Task, classification, simulate
+from fedrax.contract import supervised
 from fedrax.models import Linear
 
 RNG = np.random.default_rng(0)
@@ -66,7 +67,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     ),
     "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
     "carry": (lambda: Task(zeros, carrying), r"but they differ: .* int32\[13\] .* float32\[13\], so the dtypes"),
-    "one output": (lambda: classification(Linear().build((4,), 1)), "an output for each class, not one: binary"),
+    "one output": (lambda: classification(Linear().build((4,), 1)), "needs one output per class, not one: use binary"),
     "whole numbers": (
         lambda: Task(lambda key: {"w": jnp.zeros((4, 3)), "i": jnp.arange(3)}, errors),
         "er i holds int32",

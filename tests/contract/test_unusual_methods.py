@@ -13,14 +13,15 @@ import optax
 import pytest
 
 import fedrax
-from fedrax import FedAvg, FedraxError, LocalSGD, Optax, tree
+from fedrax import FedAvg, FedraxError, LocalSGD, tree
+from fedrax.config.annotations import Leaf
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import ClientOutput, Cohort
-from fedrax.contract.fields import Leaf
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.server_optimizers import SGD
-from fedrax.experiments import config
+from fedrax.experiments import serialization
 from fedrax.models import Model
-from fedrax.simulation.own_methods import check_algorithm
+from fedrax.optim import Optax
+from fedrax.optim.server import SGD
+from fedrax.testing import check_algorithm
 from tests.simulation.problems import FEDERATION, LOCAL, run, travels
 
 PLANS = ["scan", "vmap", "loop", "debug"]
@@ -163,8 +164,8 @@ class Sided(FedAvg):
 def test_enumerations_as_fields(tmp_path: Path):
     with pytest.raises(FedraxError, match=r"Sided.side must be a Side: LEFT, RIGHT, got 'left'"):
         run(Sided(LOCAL, side="left"))  # type: ignore[arg-type]
-    reader = config.Reader("a file", tmp_path)
-    assert config.table_of(Sided(side=Side.RIGHT))["side"] == "RIGHT"
+    reader = serialization.Reader("a file", tmp_path)
+    assert serialization.table_of(Sided(side=Side.RIGHT))["side"] == "RIGHT"
     assert reader.fields(Sided, {"side": "RIGHT"}, "").side is Side.RIGHT
     with pytest.raises(FedraxError, match=r"side: must be a Side: LEFT, RIGHT, not 'right'"):
         reader.fields(Sided, {"side": "right"}, "")
@@ -246,8 +247,8 @@ def test_what_was_sent_in_a_round_is_not_sent_again():
     """EPISODE's second phase sends G, MimeSVRG's the mean gradient, Mime's that and s: not x once more."""
     model, _ = travels(FedAvg(LOCAL))
     assert travels(fedrax.Episode(LOCAL)) == (2 * model, 2 * model)
-    assert travels(fedrax.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
-    assert travels(fedrax.Mime(LOCAL))[0] == 3 * model
+    assert travels(fedrax.algorithms.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
+    assert travels(fedrax.algorithms.Mime(LOCAL))[0] == 3 * model
 
 
 def test_what_compiled_functions_of_a_method_hand_on_is_not_sent_again():
@@ -304,6 +305,6 @@ def test_all_of_a_clients_samples(plan: str):
             return server._replace(sums=cohort.total["x"]), {}
 
     cohort = [4, 1, 3]
-    found = run(Counting(LOCAL), rounds=1, plan=plan, devices=1, script=fedrax.Script(cohorts=[cohort]))
+    found = run(Counting(LOCAL), rounds=1, plan=plan, devices=1, script=fedrax.simulation.Script(cohorts=[cohort]))
     rows = [row for c in cohort for row in range(FEDERATION.offsets[c], FEDERATION.offsets[c + 1])]
     np.testing.assert_allclose(found.server.sums, np.asarray(FEDERATION.train[0])[rows].sum(), rtol=1e-5)

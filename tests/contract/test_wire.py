@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import Algorithm, ClientOutput, Cohort, Info, Script, hyperparameters
+from fedrax import Algorithm, ClientOutput, Cohort, hyperparameters
+from fedrax.config.annotations import Static
+from fedrax.contract import Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.fields import Static
+from fedrax.simulation import Script
 from tests.simulation.problems import run
 
 
@@ -52,7 +54,7 @@ class Sending(Algorithm):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["int8", "bfloat16", "int4"])
 @pytest.mark.parametrize("plan", [{"plan": "scan", "devices": 2}, {"plan": "vmap", "devices": 1}, {"plan": "loop"}])
-def test_means_are_not_rounded_to_the_type_that_travelled(kind: str, plan: dict):
+def test_means_are_not_rounded_to_the_type_that_traveled(kind: str, plan: dict):
     result = run(Sending(kind=kind), script=Script(cohorts=[[0, 3, 6]]), rounds=1, **plan)
     found = jax.tree.map(np.asarray, result.server.params)
     np.testing.assert_allclose(found["mean"], np.mean([1, 4, 7]), rtol=1e-6)

@@ -8,7 +8,7 @@ from PIL import Image
 from scipy.spatial.distance import jensenshannon
 
 from fedrax.data import DirichletClasses, Federation, heterogeneity, label_counts, load
-from fedrax.data.picture import draw_labels, save_labels
+from fedrax.data.plot import draw_labels, save_labels
 from fedrax.errors import FedraxError
 
 

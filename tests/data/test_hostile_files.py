@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from fedrax.data import load
-from fedrax.data.files import read_idx, read_npz
-from fedrax.data.images import read_image_table
+from fedrax.data.readers.array_files import read_idx, read_npz
+from fedrax.data.readers.image_tables import read_image_table
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
 from tests.data.test_readers import npy, npz_arrays

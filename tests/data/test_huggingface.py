@@ -49,7 +49,7 @@ def picture(shade: int, size: tuple[int, int] = (4, 3)) -> dict[str, Any]:
 
 
 def test_tables_by_any_column_as_csv_reads_them(tmp_path: Path) -> None:
-    """Columns, clients and standardisation are those of the same table in a CSV file; class names are kept."""
+    """Columns, clients and standardization are those of the same table in a CSV file; class names are kept."""
     lines = [",".join(map(str, row)) for row in zip(*rows().values(), strict=True)]
     (tmp_path / "t.csv").write_text("\n".join([",".join(rows()), *lines]))
     options: dict[str, Any] = dict(label="ill", client="clinic", test_fraction=0.25)
@@ -138,8 +138,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     splits = datasets.DatasetDict({"train": table(), "test": table()})
     refused("unknown split of huggingface 'training'", splits, label="ill", train_split="training")
     refused("unknown split of huggingface 'tset'", splits, label="ill", test_split="tset")
-    unlabelled = table().map(lambda row: {"ill": -1})
-    refused("-1 are rows without label", datasets.DatasetDict(train=table(), test=unlabelled), label="ill")
+    unlabeled = table().map(lambda row: {"ill": -1})
+    refused("-1 are rows without label", datasets.DatasetDict(train=table(), test=unlabeled), label="ill")
     refused("without rows", table().select([]), label="ill")
     ragged = datasets.Dataset.from_dict({"x": [[1], [1, 2]], "label": [0, 1]})
     refused("all have one shape", ragged)
@@ -190,7 +190,7 @@ def test_options_without_effect_are_refused() -> None:
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "label": ["up", "down"] * 4})
     lists = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "label": [0, 1]})
     for given, options, says in (
-        (texts, {"standardise": "none", "size": (2, 2)}, "size, standardise have no effect on texts: leave them out"),
+        (texts, {"standardize": "none", "size": (2, 2)}, "size, standardize have no effect on texts: leave them out"),
         (texts, {"tokens": "characters", "min_count": 2}, "min_count has no effect on characters"),
         (lists, {"length": 3}, "length has no effect on lists"),
         (table(), {"label": "ill", "tokens": "characters"}, "tokens has no effect on features"),

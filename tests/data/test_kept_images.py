@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedrax.data import Dataset, image_folders, kept, load
+from fedrax.data import Dataset, load
+from fedrax.data.readers import image_cache, image_folders
 from tests.data.test_image_folders import picture, write
 
 
@@ -112,10 +113,10 @@ def test_what_was_not_used_for_longest_goes(folder: Path, monkeypatch: pytest.Mo
     (second,) = set(files(folder)) - {first}
     long_ago = time.time() - 1000
     os.utime(second, (long_ago, long_ago))
-    monkeypatch.setattr(kept, "MOST", 12 * 36 + first.stat().st_size)
+    monkeypatch.setattr(image_cache, "MOST", 12 * 36 + first.stat().st_size)
     read(folder, size=(4, 3))
     assert second not in files(folder) and first in files(folder) and len(files(folder)) == 2
-    monkeypatch.setattr(kept, "MOST", 100)
+    monkeypatch.setattr(image_cache, "MOST", 100)
     read(folder, size=(5, 5))
     assert len(files(folder)) == 2
 

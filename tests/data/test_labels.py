@@ -187,10 +187,10 @@ def test_bytes_are_scaled_only_where_they_are_pixels():
     x, y = np.full((2, 2, 2, 3), 51, np.uint8), np.array([0, 1])
     images = Federation.from_arrays(x, y, offsets=[0, 2], pixels=True, mean=(0.1,) * 3, std=(0.5,) * 3)
     tokens = Federation.from_arrays(x, y, offsets=[0, 2])
-    assert tokens.preprocess() is None and tokens.preprocess(normalise=False) is None
-    normalise, only_scale = images.preprocess(), images.preprocess(normalise=False)
-    assert normalise is not None and only_scale is not None
-    np.testing.assert_allclose(normalise(jnp.asarray(x)), 0.2, rtol=1e-5)
+    assert tokens.preprocess() is None and tokens.preprocess(normalize=False) is None
+    normalize, only_scale = images.preprocess(), images.preprocess(normalize=False)
+    assert normalize is not None and only_scale is not None
+    np.testing.assert_allclose(normalize(jnp.asarray(x)), 0.2, rtol=1e-5)
     np.testing.assert_allclose(only_scale(jnp.asarray(x)), 0.2, rtol=1e-6)
     samples = Samples(x, y.astype(np.int32))
     dataset = Dataset("images", samples, samples, 2, pixels=True)

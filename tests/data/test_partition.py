@@ -30,7 +30,7 @@ from fedrax.data import (
 from fedrax.errors import FedraxError
 
 
-def labelled(labels, num_classes=None, clients=None) -> Dataset:
+def labeled(labels, num_classes=None, clients=None) -> Dataset:
     """A data set whose x is the row number, so that rows can be followed."""
     y = np.asarray(labels, np.int32)
     samples = Samples(np.arange(len(y), dtype=np.float32)[:, None], y)
@@ -39,7 +39,7 @@ def labelled(labels, num_classes=None, clients=None) -> Dataset:
 
 
 def balanced(rows: int, classes: int = 10) -> Dataset:
-    return labelled(np.random.default_rng(0).permutation(np.arange(rows) % classes), classes)
+    return labeled(np.random.default_rng(0).permutation(np.arange(rows) % classes), classes)
 
 
 def clients_of(partition):
@@ -88,7 +88,7 @@ def test_every_row_once_and_determined_by_the_seed(rule):
     seed=st.integers(0, 2**32),
 )
 def test_any_labels_end_in_a_full_partition_or_one_clear_error(labels, clients, which, seed):
-    dataset = labelled(labels, 7)
+    dataset = labeled(labels, 7)
     try:
         partition = rules(clients)[which].assign(dataset, seed)
     except FedraxError as error:
@@ -170,15 +170,15 @@ def test_dirichlet_classes_at_extreme_concentrations():
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_dirichlet_clients_spreads_each_class_by_alpha(alpha):
     # The share of one class at one client has variance (1/N)(1 - 1/N) / (N alpha + 1).
-    dataset = labelled(np.arange(200_000) % 200, 200)
+    dataset = labeled(np.arange(200_000) % 200, 200)
     share = counts_of(dataset, DirichletClients(20, alpha, min_size=1).assign(dataset, 2)) / 1000
     assert share.var() == pytest.approx(0.05 * 0.95 / (20 * alpha + 1), rel=0.1)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 100.0])
-def test_dirichlet_clients_has_no_favourites_where_classes_have_fewer_rows_than_clients(alpha):
+def test_dirichlet_clients_has_no_favorites_where_classes_have_fewer_rows_than_clients(alpha):
     """Rounded alike, all classes would go to the same few of the first and of the last clients."""
-    dataset, rule = labelled(np.arange(6000) % 60, 60), DirichletClients(300, alpha, min_size=1)
+    dataset, rule = labeled(np.arange(6000) % 60, 60), DirichletClients(300, alpha, min_size=1)
     sizes = np.mean([rule._draw(np.bincount(dataset.train.y), np.random.default_rng(s)).sum(1) for s in range(20)], 0)
     ends = sizes[[0, 1, 2, -3, -2, -1]]
     assert ends.min() > 16 and ends.max() < 24  # 20 each in the mean
@@ -219,7 +219,7 @@ def test_lognormal_sizes():
 
 def test_natural_keeps_and_drops_clients():
     clients = np.array([9, 2, 2, 5, 9, 9, 5, 2, 2])
-    dataset = labelled(np.zeros(9, int), 2, clients)
+    dataset = labeled(np.zeros(9, int), 2, clients)
     rows = clients_of(Natural().assign(dataset, 0))
     assert [list(r) for r in rows] == [[1, 2, 7, 8], [3, 6], [0, 4, 5]]
     assert [list(r) for r in clients_of(Natural(min_size=3).assign(dataset, 0))] == [[1, 2, 7, 8], [0, 4, 5]]
@@ -257,7 +257,7 @@ def test_impossible_rules_end_in_a_sentence(rule, words):
 
 def test_more_natural_clients_than_there_are():
     with pytest.raises(FedraxError, match="3 of them cannot be taken"):
-        Natural(3).assign(labelled([0, 1], 2, np.array([0, 1])), 0)
+        Natural(3).assign(labeled([0, 1], 2, np.array([0, 1])), 0)
 
 
 def test_regression_targets_can_be_sorted_but_not_counted():
@@ -271,7 +271,7 @@ def test_regression_targets_can_be_sorted_but_not_counted():
 
 
 def test_a_table_of_a_billion_cells_is_refused():
-    dataset = labelled(np.zeros(2_000_000, np.int32), 1000)
+    dataset = labeled(np.zeros(2_000_000, np.int32), 1000)
     with pytest.raises(FedraxError, match="too many"):
         DirichletClasses(1_000_000).assign(dataset, 0)
 
@@ -298,7 +298,7 @@ def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
     by_region, by_age = (load("csv", **options, partition_by=name) for name in ("region", "age"))
     assert by_region.num_classes is None
     for rule in (Shards(4, 2), DirichletClients(3, 1.0, 2), DirichletClasses(4, 0.3), ClassesPerClient(4, 2)):
-        made, direct = rule.assign(by_region, 1), rule.assign(labelled(region, 3), 1)
+        made, direct = rule.assign(by_region, 1), rule.assign(labeled(region, 3), 1)
         assert all(map(np.array_equal, made, direct))
     sorted_ages = [age[rows] for rows in clients_of(Shards(5, 1).assign(by_age, 0))]
     edges = sorted((ages.min(), ages.max()) for ages in sorted_ages)
@@ -311,4 +311,4 @@ def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
     wrongs: list[np.ndarray] = [by, by[1:].astype(float), np.array(["a", "b", "c"])]
     for wrong in wrongs:
         with pytest.raises(FedraxError, match="partition"):
-            replace(labelled([0, 1, 2]), partition_by=wrong)
+            replace(labeled([0, 1, 2]), partition_by=wrong)

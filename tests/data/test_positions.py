@@ -63,7 +63,7 @@ def test_padding_changes_nothing_but_what_is_padded():
 
 
 def pixelwise() -> Model:
-    """Logits of each pixel's class from its colour."""
+    """Logits of each pixel's class from its color."""
 
     def init(key):
         return {"weight": 0.01 * jax.random.normal(key, (3, 2)), "bias": jnp.zeros(2)}
@@ -113,10 +113,10 @@ class Own:
         return self.model
 
 
-def task_of(data: Dataset, model: Model, normalise: bool = True):
+def task_of(data: Dataset, model: Model, normalize: bool = True):
     federation = Federation.from_dataset(data, Natural(), 0)
     own = Own(model)
-    return experiment.make_task(experiment.Experiment(model=own, normalise=normalise), federation), own, federation
+    return experiment.make_task(experiment.Experiment(model=own, normalize=normalize), federation), own, federation
 
 
 def test_experiments_scale_pixels_alone_and_know_the_padding():
@@ -137,13 +137,13 @@ def test_experiments_scale_pixels_alone_and_know_the_padding():
     model = Model(lambda key: {"w": jnp.zeros(2)}, apply)
     images = RNG.integers(0, 256, (48, 2, 2, 1), np.uint8)
     labels = np.arange(48) % 2
-    for options, normalise, expected in (
+    for options, normalize, expected in (
         ({}, True, images),
         ({"pixels": True}, True, images / 255),
         ({"pixels": True, "mean": (0.5,), "std": (0.25,)}, True, (images / 255 - 0.5) / 0.25),
         ({"pixels": True, "mean": (0.5,), "std": (0.25,)}, False, images / 255),
     ):
-        task, _, _ = task_of(dataset(images, labels, 2, **options), model, normalise)
+        task, _, _ = task_of(dataset(images, labels, 2, **options), model, normalize)
         assert task.outputs is not None
         task.outputs({"w": jnp.zeros(2)}, images)
         np.testing.assert_allclose(seen[-1], expected, rtol=1e-4, atol=1e-5)

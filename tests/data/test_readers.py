@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedrax.data import DATASETS, Federation, Natural, load
-from fedrax.data.files import find_file, read_idx, read_npz
-from fedrax.data.readers import load_idx
+from fedrax.data.readers.array_files import find_file, read_idx, read_npz
+from fedrax.data.registry import load_idx
 from fedrax.errors import FedraxError
 
 REAL = os.environ.get("FEDRAX_DATA")

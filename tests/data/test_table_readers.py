@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from fedrax.data import load
-from fedrax.data.images import read_image_table
-from fedrax.data.tables import load_csv
+from fedrax.data.readers.image_tables import read_image_table
+from fedrax.data.readers.tabular import load_csv
 from fedrax.errors import FedraxError
 
 
@@ -123,7 +123,7 @@ CSV = "age,user,height,label\n" + "".join(f"{i},{'ab'[i % 2]},{i}.5,{'no' if i <
 def test_csv_with_clients(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text(CSV)
-    dataset = load("csv", path=path, client="user", standardise="none")
+    dataset = load("csv", path=path, client="user", standardize="none")
     assert dataset.class_names == ("no", "yes") and dataset.train.x.dtype == np.float32
     assert dataset.train_clients is not None and dataset.test_clients is not None
     assert list(np.bincount(dataset.train_clients)) == [8, 8] and list(np.bincount(dataset.test_clients)) == [
@@ -137,7 +137,7 @@ def test_csv_with_clients(tmp_path):
 def test_csv_with_a_test_file_and_a_regression(tmp_path):
     (tmp_path / "train.csv").write_text("a,b,label\n1,2,0.5\n3,4,1.5\n")
     (tmp_path / "test.csv").write_text("a,b,label\n5,6,2.5\n")
-    dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv", standardise="none")
+    dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv", standardize="none")
     assert dataset.num_classes is None and dataset.train.x.tolist() == [[1, 2], [3, 4]]
     assert dataset.test.y.tolist() == [2.5] and dataset.test.y.dtype == np.float32
     (tmp_path / "test.csv").write_text("a,c,label\n5,6,2.5\n")
@@ -150,7 +150,7 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
     rows = {"north": "age,sex,ill\n30,f,0\n40,m,1\n50,,0\n60,f,1\n", "south": "ill,sex,ward,age\n0,,A,70\n1,,B,90\n"}
     for name, text in rows.items():
         (tmp_path / f"sites/{name}.csv").write_text(text)
-    options: dict[str, Any] = {"path": tmp_path / "sites", "label": "ill", "missing": "mean", "standardise": "none"}
+    options: dict[str, Any] = {"path": tmp_path / "sites", "label": "ill", "missing": "mean", "standardize": "none"}
     with pytest.raises(FedraxError, match=r"'ward' is in .*south.csv alone, and drop leaves it out"):
         load("csv", **options)
     for chosen in ({"drop": ("ward",)}, {"columns": ("age", "sex")}):
@@ -181,10 +181,10 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
         (CSV, {"columns": ("label",)}, "no feature left"),
         (CSV, {"columns": ("age",), "drop": ("age",)}, "no feature left"),
         (CSV, {"columns": ("user", "age"), "client": "user"}, "columns names 'user', the column of clients"),
-        (CSV, {"standardise": "client"}, "needs a column of clients"),
+        (CSV, {"standardize": "client"}, "needs a column of clients"),
         (CSV, {"client": "user", "max_categories": 7, "categorical": ("age",)}, "16 different texts|too many"),
         (CSV, {"labels": "numbers"}, "no numbers to predict"),
-        (CSV, {"standardise": "clients"}, "did you mean 'client'"),
+        (CSV, {"standardize": "clients"}, "did you mean 'client'"),
         ("a,label\n1,0\n2,\n", {"missing": "mean"}, "'label' has missing values, which no row"),
         ("a,label\n,0\n,1\n", {"missing": "mean"}, "no value in any training row"),
         ("a,label\ninf,0\n1,1\n", {}, "not finite"),

@@ -1,4 +1,4 @@
-"""Columns of a table as features: categories, missing values, standardisation, names; against NumPy by hand."""
+"""Columns of a table as features: categories, missing values, standardization, names; against NumPy by hand."""
 
 from pathlib import Path
 
@@ -55,22 +55,22 @@ def test_features_are_those_of_the_training_rows(table: dict) -> None:
 
 
 def test_each_client_by_itself(table: dict) -> None:
-    dataset = load("csv", **table, standardise="client", drop=("sex",))
+    dataset = load("csv", **table, standardize="client", drop=("sex",))
     x, owner = np.concatenate([dataset.train.x, dataset.test.x]), np.array(list("AAABBCACD"))
     for column, raw in ((0, AGE), (1, DOSE)):
         expected = np.empty(9)
         overall = np.nanmean(raw[:6]), np.nanstd(raw[:6])
         for client in "ABCD":
             own = raw[:6][(owner[:6] == client) & ~np.isnan(raw[:6])]
-            centre = own.mean() if len(own) else overall[0]
+            center = own.mean() if len(own) else overall[0]
             scale = own.std() if len(own) > 1 and own.std() > 0 else overall[1]
-            expected[owner == client] = np.nan_to_num((raw[owner == client] - centre) / scale)
+            expected[owner == client] = np.nan_to_num((raw[owner == client] - center) / scale)
         np.testing.assert_allclose(x[:, column], expected, rtol=1e-5, atol=1e-6)
     assert "each client by itself" in " ".join(dataset.notes)
 
 
 def test_as_they_are(table: dict) -> None:
-    dataset = load("csv", **table, standardise="none", columns=("dose", "age"))
+    dataset = load("csv", **table, standardize="none", columns=("dose", "age"))
     assert dataset.feature_names == ("dose", "age")
     assert dataset.train.x.tolist() == [list(row) for row in zip(DOSE[:6], [60, 70, 50, 30, 50, 40], strict=True)]
     assert any("reach from 12.9 ('age') to 1.79e+03 ('dose')" in note for note in dataset.notes)
@@ -80,7 +80,7 @@ def test_what_else_means_missing_and_numbers_that_are_categories(tmp_path: Path)
     path = tmp_path / "t.csv"
     path.write_text("ward,x,label\n" + "1,?,3\n2,4,5\n1,6,7\n" * 4)
     options = {"path": path, "missing": "mean", "missing_as": ("?",), "categorical": ("ward",)}
-    dataset = load("csv", **options, labels="numbers", standardise="none", test_fraction=0)
+    dataset = load("csv", **options, labels="numbers", standardize="none", test_fraction=0)
     assert dataset.num_classes is None and dataset.train.y.dtype == np.float32
     assert dataset.train.x[:3].tolist() == [[1, 0, 5], [0, 1, 4], [1, 0, 6]]
 

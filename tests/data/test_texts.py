@@ -8,15 +8,15 @@ import pytest
 
 from fedrax import FedraxError
 from fedrax.data import Federation, Natural, load
-from fedrax.data.words import MAX_LINE, encode, read_vectors, tokenise, vocabulary
+from fedrax.data.readers.tokenize import MAX_LINE, encode, read_vectors, tokenize, vocabulary
 
 
 def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
-    assert tokenise("A man's dog, 2 cats -- isn't it?") == (
+    assert tokenize("A man's dog, 2 cats -- isn't it?") == (
         ["a", "man's", "dog", ",", "2", "cats", "-", "-", "isn't", "it", "?"]
     )
-    assert tokenise(" \n\t") == []
-    assert tokenise("naïve 日本") == ["naïve", "日", "本"]
+    assert tokenize(" \n\t") == []
+    assert tokenize("naïve 日本") == ["naïve", "日", "本"]
 
 
 def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
@@ -87,9 +87,9 @@ def test_files_of_vectors_as_the_world_writes_them(tmp_path: Path, content: byte
 def test_what_is_no_text_or_no_list_of_words_is_a_sentence() -> None:
     for missing in (None, float("nan"), b"bytes"):
         with pytest.raises(FedraxError, match=r"a text is wanted, not .*: leave rows without one out"):
-            tokenise(missing)  # type: ignore[arg-type]
+            tokenize(missing)  # type: ignore[arg-type]
     for made in (vocabulary, lambda texts: encode(texts, ("a",), 3)):
-        with pytest.raises(FedraxError, match="a list of words is wanted, not the text 'a cat': tokenise"):
+        with pytest.raises(FedraxError, match="a list of words is wanted, not the text 'a cat': tokenize"):
             made(["a cat"])
 
 
@@ -162,7 +162,7 @@ def test_a_folder_of_any_name_is_one_folder(tmp_path: Path) -> None:
 
 
 def test_words_of_other_alphabets():
-    assert tokenise("Grüße, l'été à 5 Äpfeln") == ["grüße", ",", "l'été", "à", "5", "äpfeln"]
-    assert tokenise("cafe\u0301 мир_мир") == ["café", "мир", "_", "мир"]
-    assert tokenise("東京へ行く") == list("東京へ行く")
-    assert tokenise("हिन्दी में") == ["हिन्दी", "में"] and len(tokenise("İstanbul")) == 1  # marks are no letters to Python
+    assert tokenize("Grüße, l'été à 5 Äpfeln") == ["grüße", ",", "l'été", "à", "5", "äpfeln"]
+    assert tokenize("cafe\u0301 мир_мир") == ["café", "мир", "_", "мир"]
+    assert tokenize("東京へ行く") == list("東京へ行く")
+    assert tokenize("हिन्दी में") == ["हिन्दी", "में"] and len(tokenize("İstanbul")) == 1  # marks are no letters to Python

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fedrax.data import DirichletClasses, load
-from fedrax.data.columns import classes_or_targets
 from fedrax.data.dataset import split_test
-from fedrax.data.huggingface import _kind
-from fedrax.data.tables import spread_notes
+from fedrax.data.readers.huggingface import _kind
+from fedrax.data.readers.schema import classes_or_targets
+from fedrax.data.readers.tabular import spread_notes
 from fedrax.errors import FedraxError
 
 
@@ -31,7 +31,7 @@ def test_a_feature_that_is_constant_but_for_rounding(tmp_path: Path):
         tmp_path / "tr.csv", "c,a,b,label\nA,0.1,1,x\nA,0.1,2,y\nA,0.1,4,x\nB,0.3,5,y\nB,0.5,3,x\nB,0.9,2,y\n"
     )
     test = write(tmp_path / "te.csv", "c,a,b,label\nA,0.2,1,x\n")
-    found = load("csv", path=train, test_path=test, client="c", standardise="client")
+    found = load("csv", path=train, test_path=test, client="c", standardize="client")
     np.testing.assert_array_equal(found.train.x[:3, 0], 0)
     overall = np.std([0.1, 0.1, 0.1, 0.3, 0.5, 0.9])
     np.testing.assert_allclose(found.test.x[:, 0], 0.1 / overall, rtol=1e-5)
@@ -97,7 +97,7 @@ def png16(value: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", body) + part(b"IEND", b"")
 
 
-def test_colours_of_sixteen_bits_are_refused(tmp_path: Path):
+def test_colors_of_sixteen_bits_are_refused(tmp_path: Path):
     for name, value in (("a", 200), ("b", 4000)):
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "1.png").write_bytes(png16(value))
@@ -149,26 +149,26 @@ def test_cells_of_quotes_alone_are_missing(tmp_path: Path):
     with pytest.raises(FedraxError, match="'sex' has missing values, 1 of them"):
         load("csv", path=path)
     assert "sex missing" in load("csv", path=path, missing="mean").feature_names
-    unlabelled = write(tmp_path / "u.csv", '"a","label"\n"1","x"\n"2",""\n')
+    unlabeled = write(tmp_path / "u.csv", '"a","label"\n"1","x"\n"2",""\n')
     with pytest.raises(FedraxError, match="'label' has missing values"):
-        load("csv", path=unlabelled)
+        load("csv", path=unlabeled)
 
 
 def test_clients_without_a_row_for_the_test_are_told(tmp_path: Path):
     rows = "".join(f"{c},{i},{'xy'[i % 2]}\n" for c, n in (("A", 10), ("B", 3), ("C", 1)) for i in range(n))
-    made = load("csv", path=write(tmp_path / "c.csv", "c,a,label\n" + rows), client="c", standardise="client")
+    made = load("csv", path=write(tmp_path / "c.csv", "c,a,label\n" + rows), client="c", standardize="client")
     assert any("2 of 3 clients have too few rows to keep 0.2 of them" in note for note in made.notes)
     assert any("1 clients have one training row" in note for note in made.notes)
 
 
-def test_many_clients_are_standardised_in_one_pass(tmp_path: Path):
+def test_many_clients_are_standardized_in_one_pass(tmp_path: Path):
     """In a pass over all rows for each client these would take minutes."""
     rng = np.random.default_rng(0)
     owners = np.repeat(np.arange(20_000), 5)
     values = rng.normal(size=len(owners)) * owners
     rows = "".join(f"{c},{v:.6g},{'xy'[i % 2]}\n" for i, (c, v) in enumerate(zip(owners, values, strict=True)))
     path = write(tmp_path / "m.csv", "c,a,label\n" + rows)
-    made = load("csv", path=path, client="c", standardise="client", test_fraction=0.0)
+    made = load("csv", path=path, client="c", standardize="client", test_fraction=0.0)
     of_client = made.train.x[:, 0].reshape(-1, 5)
     np.testing.assert_allclose(of_client.mean(1), 0, atol=1e-4)
     np.testing.assert_allclose(of_client[1:].std(1), 1, atol=1e-3)
@@ -190,7 +190,7 @@ def test_categories_that_no_memory_holds(tmp_path: Path):
 
 def test_categories_that_this_process_may_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path / "n.csv", "name,label\n" + "".join(f"n{i},{'xy'[i % 2]}\n" for i in range(40)))
-    monkeypatch.setattr("fedrax.data.tables.host_memory", lambda: 4096)  # as in a container
+    monkeypatch.setattr("fedrax.data.readers.tabular.host_memory", lambda: 4096)  # as in a container
     with pytest.raises(FedraxError, match=r"'name' has 32 different texts; leave it out by drop\.$"):
         load("csv", path=path)
 
@@ -198,9 +198,9 @@ def test_categories_that_this_process_may_not_hold(tmp_path: Path, monkeypatch: 
 def test_far_test_rows_are_told_of(tmp_path: Path):
     train = write(tmp_path / "a.csv", "x,label\n1e-30,a\n2e-30,b\n")
     test = write(tmp_path / "b.csv", "x,label\n1e30,a\n")
-    with pytest.raises(FedraxError, match=r"b\.csv: column 'x' .* once it is standardised: .* standardise = \"none\""):
+    with pytest.raises(FedraxError, match=r"b\.csv: column 'x' .* once it is standardized: .* standardize = \"none\""):
         load("csv", path=train, test_path=test)
-    assert load("csv", path=train, test_path=test, standardise="none").test.x.max() > 9e29
+    assert load("csv", path=train, test_path=test, standardize="none").test.x.max() > 9e29
 
 
 def test_options_without_effect_are_refused(tmp_path: Path):
@@ -235,7 +235,7 @@ def test_texts_that_are_no_categories(tmp_path: Path):
 
 def test_a_number_far_beyond_those_of_training(tmp_path: Path):
     train = write(tmp_path / "a.csv", "a,label\n" + "".join(f"{1 + i * 1e-9},{i % 2}\n" for i in range(9)))
-    with pytest.raises(FedraxError, match="'a' holds numbers beyond 32-bit floats once it is standardised"):
+    with pytest.raises(FedraxError, match="'a' holds numbers beyond 32-bit floats once it is standardized"):
         load("csv", path=train, test_path=write(tmp_path / "b.csv", "a,label\n3e38,1\n"))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedrax.data import load
-from fedrax.data.table_files import CsvForm, read_csv
+from fedrax.data.readers.csv_parquet import CsvForm, read_csv
 from fedrax.errors import FedraxError
 
 
@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_semicolons_and_decimal_commas(path: Path) -> None:
     path.write_text("x;y;label\n1,5;2;a\n-0,25;3;b\n", encoding="utf-8")
-    read = load("csv", path=path, separator=";", decimal=",", standardise="none", test_fraction=0.0)
+    read = load("csv", path=path, separator=";", decimal=",", standardize="none", test_fraction=0.0)
     assert read.train.x.tolist() == [[1.5, 2], [-0.25, 3]] and read.class_names == ("a", "b")
     for option, words in (
         ({}, r"has one column 'x;y;label': if ';' separates its columns, set separator to it"),
@@ -100,7 +100,7 @@ def test_blanks_around_cells(tmp_path: Path):
     assert made.feature_names == ("age", "hours", "work=State-gov", "work missing", "gain")
     assert made.class_names == ("<=50K", ">50K")
     path.write_text("size; label\n1,5; 1\n 2,5; 2\n 4; 1\n")
-    made = load("csv", path=path, separator=";", decimal=",", standardise="none", test_fraction=0.0)
+    made = load("csv", path=path, separator=";", decimal=",", standardize="none", test_fraction=0.0)
     assert made.train.x[:, 0].tolist() == [1.5, 2.5, 4] and made.class_names == ("1", "2")
 
 
@@ -200,5 +200,5 @@ def test_a_title_above_the_header_and_a_tab_as_it_is_typed(path: Path) -> None:
 @pytest.mark.parametrize("missing_as", ["-99", "-99.0", " -99 "])
 def test_numbers_that_stand_for_missing_values_however_they_are_written(path: Path, missing_as: str) -> None:
     path.write_text("a,b,c,label\n1.5,7,-99,0\n-99.0,-99,x,1\n2.5,9,y,1\n3.5,8,x,0\n")
-    read = load("csv", path=path, missing_as=(missing_as,), missing="mean", standardise="none", test_fraction=0.0)
+    read = load("csv", path=path, missing_as=(missing_as,), missing="mean", standardize="none", test_fraction=0.0)
     assert read.train.x[1, :2].tolist() == [2.5, 8]

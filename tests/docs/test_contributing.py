@@ -13,7 +13,7 @@ import pytest
 
 import fedrax
 from fedrax import Federation, LocalSGD, regression, simulate
-from fedrax.experiments.own_code import import_named
+from fedrax.experiments.user_code import import_named
 from fedrax.models import Linear
 from tests.docs.test_code_blocks import ROOT, blocks
 

@@ -53,15 +53,15 @@ def test_the_reference_shows_no_internals():
 
 def test_types_and_defaults_are_those_of_the_source():
     from fedrax import LocalSGD, Result, Scaffold, simulate
-    from fedrax.wrappers.attacked import Attacked
+    from fedrax.robust.attacked_clients import Attacked
 
     assert readable.class_text(Scaffold) == "(local=LocalSGD(), server_optimizer=SGD(), option='II')"
     assert readable.class_text(Result) == ""
     fields = {field.name: field for field in readable.fields(LocalSGD)}
-    assert fields["lr"].type == "fedrax.Positive" and fields["lr"].text == "Step size eta."
+    assert fields["lr"].type == "fedrax.contract.Positive" and fields["lr"].text == "Step size eta."
     assert fields["order"].type == "Literal['shuffle', 'stored', 'replacement']"
     attack = next(field for field in readable.fields(Attacked) if field.name == "attack")
-    assert attack.type.startswith("fedrax.wrappers.attacked.Scaling | ")  # not fedrax.attacks.Attack
+    assert attack.type.startswith("fedrax.robust.attacked_clients.Scaling | ")  # not fedrax.attacks.Attack
     text = readable.call_text(simulate, is_method=False)
     assert text is not None and "params: fedrax.tree.Tree | None = None, " in text
 

@@ -14,23 +14,13 @@ import pytest
 from flwr.app import Array, Message, MessageType
 
 import fedrax
-from fedrax import (
-    ClientDP,
-    Ditto,
-    FedAvg,
-    FedraxError,
-    FedraxWarning,
-    LocalSGD,
-    Mime,
-    Personalised,
-    SampleDP,
-    Scaffold,
-    classification,
-    simulate,
-)
+from fedrax import FedAvg, FedraxError, FedraxWarning, LocalSGD, Scaffold, classification, simulate
+from fedrax.algorithms import Mime
 from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
 from fedrax.models import MLP, from_linen
+from fedrax.personalization import Ditto, Personalized
+from fedrax.privacy import ClientDP, SampleDP
 from fedrax.simulation import NonFiniteError, read_events
 from tests.flower.messages import (
     OWNER,
@@ -66,7 +56,7 @@ def of_clients(events: list[dict]) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "method",
-    [Scaffold(local=LOCAL), Ditto(FedAvg(local=LOCAL)), Personalised(FedAvg(local=LOCAL), at_home=("*weight",))],
+    [Scaffold(local=LOCAL), Ditto(FedAvg(local=LOCAL)), Personalized(FedAvg(local=LOCAL), at_home=("*weight",))],
     ids=lambda method: type(method).__name__,
 )
 def test_clients_evaluate_on_their_own(method: Any):
@@ -135,7 +125,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("where", ["with the mean", "at home"])
 def test_running_statistics_travel_or_stay(where: str):
     task, inner = classification(from_linen(Normed(), X[:1])), FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
-    at_home = Personalised(inner, at_home=("*BatchNorm*",), statistics=True)
+    at_home = Personalized(inner, at_home=("*BatchNorm*",), statistics=True)
     method = inner if where == "with the mean" else at_home
     there = simulate(method, task, OWN_TEST, **SIMULATED)
     here = deployed(method, grid_of(method, OWN_TEST, task), task, test=None)
@@ -172,7 +162,7 @@ def test_a_run_leaves_events_and_its_model(tmp_path: Path):
     events = read_events(tmp_path / "run")
     assert [event["round"] for event in events] == [1, 2, 3, 4] and events == here.events
     assert ["test_loss" in event for event in events] == [False, True, False, True]
-    model = fedrax.load(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
+    model = fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
     assert_close(model, here.params, 0)
     assert (tmp_path / "run" / "environment.json").is_file()
     with pytest.raises(FedraxError, match="holds a run already"):
@@ -191,7 +181,7 @@ def test_a_run_that_is_stopped_leaves_the_model_of_its_last_round(tmp_path: Path
     grid.lose = stop
     with pytest.raises(KeyboardInterrupt):
         deployed(method, grid, directory=tmp_path / "run", eval_every=4)
-    model = fedrax.load(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
+    model = fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
     assert_close(model, deployed(method, grid_of(method), rounds=2).params, 0)
 
 

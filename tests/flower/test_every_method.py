@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from flwr.app import Message, MessageType
 
-from fedrax import Algorithm, ClientDP, FedBuff, FedraxError, Script, Settings, simulate, tree
-from fedrax.experiments.methods import algorithms
+from fedrax import Algorithm, FedraxError, Settings, simulate, tree
+from fedrax.algorithms import FedBuff
+from fedrax.experiments.method_registry import algorithms
 from fedrax.flower import client_app
-from fedrax.flower.travelling import needs_start
-from fedrax.simulation.cohorts import Sampler
+from fedrax.flower.schema import needs_start
+from fedrax.privacy import ClientDP
+from fedrax.simulation import Script
+from fedrax.simulation.cohort_sampler import Sampler
 from tests.examples import example
 from tests.flower.messages import (
     COHORT,

@@ -111,7 +111,10 @@ def test_the_example_gives_what_the_simulator_gives(superlink: int, environment:
     task = classification(MLP(hidden=(32,)).build((8, 8, 1), 10))
     method = Scaffold(local=LocalSGD(lr=0.05, steps=10))
     there = simulate(method, task, federation, rounds=ROUNDS, cohort_size=2, eval_every=1, plan="scan", devices=1)
-    events, model = read_events(tmp_path / "run"), fedrax.load(tmp_path / "run" / "model.safetensors", there.params)
+    events, model = (
+        read_events(tmp_path / "run"),
+        fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", there.params),
+    )
     for ours, theirs in zip(events, there.events, strict=True):
         for name in theirs.keys() - {"seconds"}:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, err_msg=name)

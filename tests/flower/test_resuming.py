@@ -10,8 +10,11 @@ import optax
 import pytest
 from flwr.app import Message, MessageType
 
-from fedrax import Algorithm, ClientDP, Episode, FedAvg, FedraxError, GradMA, LocalSGD, Optax, PFedMe, Scaffold
+from fedrax import Algorithm, Episode, FedAvg, FedraxError, GradMA, LocalSGD, Scaffold
+from fedrax.algorithms import PFedMe
 from fedrax.flower import client_app
+from fedrax.optim import Optax
+from fedrax.privacy import ClientDP
 from fedrax.simulation import read_events
 from tests.flower.messages import SIZES, START, TASK, Serialized, assert_close, deployed, own
 
@@ -55,14 +58,14 @@ def run(algorithm: Algorithm, folder: Path, stop_at: int | None = None, **change
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint after every round."""
-    monkeypatch.setattr("fedrax.flower.leading._CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("fedrax.flower.driver._CHECKPOINT_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
 def test_what_was_stopped_goes_on_as_if_it_were_not(
     algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("fedrax.flower.leading._CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("fedrax.flower.driver._CHECKPOINT_SECONDS", 0.0)
     whole = run(algorithm, tmp_path / "whole")
     with pytest.raises(PowerCut):
         run(algorithm, tmp_path / "cut", stop_at=4)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flwr.app import Message, MessageType, RecordDict
 
-from fedrax import Algorithm, Episode, FedAvg, LocalSGD, Mime, SampleDP, Scaffold
+from fedrax import Algorithm, Episode, FedAvg, LocalSGD, Scaffold
+from fedrax.algorithms import Mime
 from fedrax.flower import client_app
+from fedrax.privacy import SampleDP
 from tests.flower.messages import SIZES, START, TASK, Serialized, deployed, own
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)

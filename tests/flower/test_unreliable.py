@@ -9,21 +9,12 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
-from fedrax import (
-    Episode,
-    FedAvg,
-    FedraxError,
-    LocalSGD,
-    LoSAC,
-    PFedMe,
-    Quantised,
-    Scaffold,
-    Script,
-    simulate,
-)
+from fedrax import Episode, FedAvg, FedraxError, LocalSGD, LoSAC, Scaffold, simulate
+from fedrax.algorithms import PFedMe
+from fedrax.compression import Quantized
 from fedrax.flower import client_app, federate
-from fedrax.flower.orders import Order
-from fedrax.simulation import NonFiniteError
+from fedrax.flower.instructions import Order
+from fedrax.simulation import NonFiniteError, Script
 from tests.flower.messages import FEDERATION, SIZES, START, TASK, Serialized, assert_close, deployed, own
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
@@ -93,7 +84,7 @@ def test_an_answer_that_makes_no_sense_is_left_out(how: str, caplog: pytest.LogC
 
 def test_an_answer_of_which_nothing_finite_can_be_made_is_left_out(caplog: pytest.LogCaptureFixture):
     """Whole numbers and a scale, finite both, whose product is not."""
-    method = Quantised(FedAvg(local=LOCAL))
+    method = Quantized(FedAvg(local=LOCAL))
     grid = grid_of(method)
 
     def change(reply: Message, client: int) -> None:

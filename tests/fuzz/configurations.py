@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.method_registry import algorithms
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.setup import prepare
 

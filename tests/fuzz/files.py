@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedrax.data import Dataset, load
-from fedrax.data.images import read_image_table
-from fedrax.data.readers import load_idx
+from fedrax.data.readers.image_tables import read_image_table
+from fedrax.data.registry import load_idx
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
-from fedrax.simulation.availability import read_trace
-from fedrax.simulation.settings import Availability
+from fedrax.participation.availability import read_trace
+from fedrax.participation.policies import Availability
 from tests.fuzz.damage import damaged
 
 

@@ -15,10 +15,10 @@ from fedrax import Result
 from fedrax.errors import FedraxError
 from fedrax.files import write_text
 from fedrax.report import doctor
-from fedrax.report.material import gather
-from fedrax.report.page import page
+from fedrax.report.html import page
+from fedrax.report.report_data import gather
 from fedrax.report.runs import read_run
-from fedrax.simulation.directory import owned
+from fedrax.simulation.persistence.run_directory import owned
 from tests.fuzz.damage import damaged
 from tests.simulation.problems import SCAFFOLD, assert_identical, bytes_of, run
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedrax.models import layers
-from fedrax.models.recurrent import init_lstm, lstm
+from fedrax.models.lstm import init_lstm, lstm
 
 TOLERANCE = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "float64": {"rtol": 1e-12, "atol": 1e-12}}
 

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Variables, classification, simulate  # noqa: E402
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, simulate  # noqa: E402
+from fedrax.contract import Variables  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
 from tests.models.torch_networks import NETWORKS, BasicBlock, LeNet5  # noqa: E402
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from fedrax import FedraxError  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
-from fedrax.models.pytorch.tracing import quiet  # noqa: E402
+from fedrax.models.pytorch.export import quiet  # noqa: E402
 
 torch.manual_seed(0)
 VECTORS, IMAGES = torch.randn(5, 6), torch.randn(3, 2, 8, 8)
@@ -93,7 +93,7 @@ def placed(mode: str, padding: str, corners: bool) -> tuple[Net, Any]:
     return of_images(function)
 
 
-def quantised(self: Net, y: Any) -> Any:
+def quantized(self: Net, y: Any) -> Any:
     """The nearest vectors of a codebook of 30, with the gradient of what they stand for."""
     nearest = self.book[torch.cdist(y, self.book).argmin(1)]
     return y + (nearest - y).detach() + nearest
@@ -159,7 +159,7 @@ CASES: dict[str, Any] = {
     "turned queries": (Net(nn.Linear(6, 6), rotated), SEQUENCES),
     "dilated pooling": of_images(lambda _, y: F.max_pool2d(y, 2, 1, 1, dilation=2, ceil_mode=True)),
     "pooling undone": of_images(lambda _, y: F.max_unpool2d(*F.max_pool2d(y, 2, return_indices=True), 2)),
-    "codebook": (Net(nn.Linear(6, 4), quantised, book=nn.Parameter(torch.randn(30, 4))), VECTORS),
+    "codebook": (Net(nn.Linear(6, 4), quantized, book=nn.Parameter(torch.randn(30, 4))), VECTORS),
     "bags, sums": bags("sum", padding_idx=0),
     "bags, means": bags("mean", padding_idx=0),
     "bags, maxima": bags("max", padding_idx=0),

@@ -311,9 +311,9 @@ def test_what_a_trace_would_lose_is_refused(function: Any, sentence: str):
 
 
 def test_another_function_of_a_single_sample_is_refused():
-    centred = made(4, 3, lambda self, x: (y := self.layer(x)) - (y.mean(0) if len(x) > 1 else 0))
+    centered = made(4, 3, lambda self, x: (y := self.layer(x)) - (y.mean(0) if len(x) > 1 else 0))
     with pytest.raises(FedraxError, match="evaluation of a single sample: JAX's numbers differ"):
-        from_torch(centred, torch.randn(3, 4))
+        from_torch(centered, torch.randn(3, 4))
     squeezed = made(4, 3, lambda self, x: self.layer(x)[:, None].squeeze())  # in PyTorch one sample has no rows
     from_torch(squeezed, torch.randn(3, 4))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.contract.starting import starting_parameters
+from fedrax.contract.initialization import starting_parameters
 from fedrax.contract.task import Batch, Task, Variables, classification
 from fedrax.errors import FedraxError
 from fedrax.models import Model, from_equinox, from_linen, from_nnx

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.contract.task import Batch, Task, binary, classification, regression, scale
+from fedrax.contract.task import Batch, Task, binary_classification, classification, regression, rescale
 from fedrax.errors import FedraxError
 from fedrax.models import CNN, MLP, Linear, Logistic, Model
 
@@ -42,7 +42,7 @@ def test_cross_entropy_survives_huge_logits():
 @pytest.mark.parametrize("shape", [(5,), (5, 1)])
 def test_binary(shape):
     logits, labels = np.array([-3.0, -0.1, 0.2, 5.0, 100.0]), np.array([0, 1, 1, 0, 0])
-    task = binary(outputs_are_inputs())
+    task = binary_classification(outputs_are_inputs())
     batch = Batch(jnp.asarray(logits.reshape(shape)), jnp.asarray(labels))
     expected = np.log1p(np.exp(-np.abs(logits))) + np.maximum(logits, 0) - logits * labels
     np.testing.assert_allclose(task.loss(task.init(KEY), batch, KEY), expected, rtol=1e-5)
@@ -57,7 +57,7 @@ def test_regression(shape):
         np.testing.assert_allclose(values, [0, 4, 4])
 
 
-@pytest.mark.parametrize("kind", [binary, regression])
+@pytest.mark.parametrize("kind", [binary_classification, regression])
 def test_one_output_is_needed(kind):
     task = kind(Linear().build((4,), 2))
     with pytest.raises(FedraxError, match="one output"):
@@ -67,26 +67,26 @@ def test_one_output_is_needed(kind):
 def test_scale_of_bytes_and_of_floats():
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 3, 3), np.uint8)
     mean, std = np.array([0.5, 0.4, 0.3]), np.array([0.1, 0.2, 0.3])
-    scaled = scale(mean.tolist(), std.tolist())(jnp.asarray(images))
+    scaled = rescale(mean.tolist(), std.tolist())(jnp.asarray(images))
     np.testing.assert_allclose(scaled, (images / 255 - mean) / std, rtol=1e-5, atol=1e-6)
-    grey = scale(0.1307, 0.3081)(jnp.asarray(images[..., 0]))
+    grey = rescale(0.1307, 0.3081)(jnp.asarray(images[..., 0]))
     np.testing.assert_allclose(grey, (images[..., 0] / 255 - 0.1307) / 0.3081, rtol=1e-5, atol=1e-6)
     floats = jnp.ones((2, 3))
-    assert scale(0.5, 0.5)(floats) is floats
+    assert rescale(0.5, 0.5)(floats) is floats
 
 
 def test_scale_refuses_what_cannot_be():
     with pytest.raises(FedraxError, match="positive"):
-        scale(0.0, 0.0)
+        rescale(0.0, 0.0)
     with pytest.raises(FedraxError, match="3 channels"):
-        scale([0.1, 0.2, 0.3], 1.0)(jnp.zeros((2, 4, 4, 1), jnp.uint8))
+        rescale([0.1, 0.2, 0.3], 1.0)(jnp.zeros((2, 4, 4, 1), jnp.uint8))
 
 
 @pytest.mark.parametrize("raw", ["uint8", "float32", "float64"])
 def test_float64_parameters_get_float64_inputs(raw):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 6))
     with jax.enable_x64(True):
-        task = classification(MLP((5,)).build((6,), 3), scale(0.3, 0.7))
+        task = classification(MLP((5,)).build((6,), 3), rescale(0.3, 0.7))
         params = task.init(KEY)
         batch = Batch(jnp.asarray(pixels, raw), jnp.array([0, 1, 2, 0], jnp.int32))
         losses, gradients = jax.jit(jax.value_and_grad(lambda p: task.loss(p, batch, KEY).mean()))(params)
@@ -128,7 +128,7 @@ def test_models_of_the_zoo_read_integers_as_numbers():
     params = task.init(KEY)
     assert task.outputs is not None
     np.testing.assert_array_equal(task.outputs(params, x), task.outputs(params, x.astype(np.float32)))
-    scaled = classification(MLP((5,)).build((2,), 2), scale())
+    scaled = classification(MLP((5,)).build((2,), 2), rescale())
     np.testing.assert_allclose(
         scaled.loss(params, Batch(x, y), KEY), task.loss(params, Batch(x / np.float32(255), y), KEY), rtol=1e-5
     )
@@ -179,7 +179,7 @@ def test_several_targets_a_sample_are_averaged():
     losses = squared.loss(squared.init(KEY), Batch(outputs, targets), KEY)
     np.testing.assert_allclose(losses, ((outputs - targets) ** 2).mean(1), rtol=1e-5)
     labels = (targets > 0).astype(np.int32)
-    logistic = binary(outputs_are_inputs())
+    logistic = binary_classification(outputs_are_inputs())
     expected = np.log1p(np.exp(np.where(labels == 1, -outputs, outputs))).mean(1)
     np.testing.assert_allclose(logistic.loss(logistic.init(KEY), Batch(outputs, labels), KEY), expected, rtol=1e-5)
     accuracy = logistic.metrics["accuracy"](logistic.init(KEY), Batch(outputs, labels))
@@ -194,7 +194,7 @@ def test_several_targets_a_sample_are_averaged():
         (classification, (4, 3), np.zeros(4, np.float32), "float32 labels"),
         (regression, (4, 3), np.zeros((4, 2), np.float32), r"one output a target, \(2,\) a sample"),
         (regression, (4,), np.zeros((4, 4), np.float32), r"one output a target, \(4,\) a sample"),
-        (binary, (4, 3), np.zeros((4, 1), np.int32), "one output a target"),
+        (binary_classification, (4, 3), np.zeros((4, 1), np.int32), "one output a target"),
     ],
 )
 def test_outputs_and_labels_that_do_not_fit_end_in_a_sentence(kind, outputs, labels, words):
@@ -211,7 +211,7 @@ def test_padding_is_a_label():
 
 def test_blocks_features_and_outputs_start_from_stored_samples():
     model = CNN(channels=(2, 3), hidden=4).build((8, 8, 1), 3)
-    task = classification(model, scale(0.3, 0.7))
+    task = classification(model, rescale(0.3, 0.7))
     x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), np.uint8)
     y = np.array([0, 1, 2, 0, 1])
     params = task.init(KEY)

@@ -10,13 +10,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedrax import Batch, FedAvg, Federation, FedraxError, classification, simulate
+from fedrax import FedAvg, Federation, FedraxError, classification, simulate
+from fedrax.contract import Batch
 from fedrax.contract.task import margin
 from fedrax.data import Samples
 from fedrax.experiments import experiment
 from fedrax.models import Linear, Model, SentencePairs, Tweets
-from fedrax.models.recurrent import lstm
-from fedrax.models.text import states
+from fedrax.models.lstm import lstm
+from fedrax.models.text_networks import states
 
 WORDS = ("a", "b", "c")
 KEY = jax.random.key(1)

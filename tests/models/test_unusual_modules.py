@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import FedAvg, Federation, FedSGD, LocalSGD, simulate
+from fedrax import FedAvg, Federation, LocalSGD, simulate
+from fedrax.algorithms import FedSGD
 from fedrax.contract.task import Batch, classification
 from fedrax.errors import FedraxError
 from fedrax.models import Model, Variables, from_equinox, from_linen, from_nnx
@@ -298,7 +299,7 @@ def test_bytes_are_told_of_preprocess_and_not_of_the_layout():
     with pytest.raises(TypeError, match="dtypes") as raised:
         model.apply(model.init(KEY), jnp.zeros((5, 8, 8, 1), jnp.uint8))
     (note,) = [note for note in raised.value.__notes__ if note.startswith("fedrax: ")]
-    assert "preprocess=fedrax.scale()" in note and "moveaxis" not in note
+    assert "preprocess=fedrax.contract.rescale()" in note and "moveaxis" not in note
 
 
 @pytest.mark.parametrize("where", ["attribute", "list", "function"])

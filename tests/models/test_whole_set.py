@@ -8,8 +8,8 @@ import pytest
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
 import fedrax
-from fedrax.contract.metrics import METRICS, auc, f1, r2
 from fedrax.experiments import experiment
+from fedrax.metrics import METRICS, auc, f1, r2
 from fedrax.models import Linear
 
 RNG = np.random.default_rng(0)
@@ -52,7 +52,9 @@ def test_in_a_run_and_a_loss_of_ones_own() -> None:
     def margin(outputs, labels):
         return (2 * labels - 1) * outputs[:, 0]
 
-    task = fedrax.supervised(Linear().build((3,), 1), hinge, {"margin": margin}, whole_set={"auc": METRICS["auc"]})
+    task = fedrax.contract.supervised(
+        Linear().build((3,), 1), hinge, {"margin": margin}, whole_set={"auc": METRICS["auc"]}
+    )
     result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=2, cohort_size=2)
     weight, bias = (np.asarray(result.params["output"][name]) for name in ("weight", "bias"))
     outputs = x[200:] @ weight.T + bias
@@ -61,7 +63,7 @@ def test_in_a_run_and_a_loss_of_ones_own() -> None:
     assert last["test_margin"] == pytest.approx(((2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
     assert last["test_loss"] == pytest.approx(np.maximum(0, 1 - (2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
     train, labels = federation.train
-    at_clients = fedrax.per_client(result, task, federation)["auc"]
+    at_clients = fedrax.simulation.per_client(result, task, federation)["auc"]
     for found, start, end in zip(at_clients, federation.offsets[:-1], federation.offsets[1:], strict=True):
         assert found == pytest.approx(roc_auc_score(labels[start:end], (train[start:end] @ weight.T + bias)[:, 0]))
     run = {"rounds": 2, "cohort_size": 2}

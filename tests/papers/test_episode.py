@@ -9,7 +9,8 @@ import polars as pl
 import pytest
 import tomlkit
 
-from fedrax import Batch, FedraxError, files
+from fedrax import FedraxError, files
+from fedrax.contract import Batch
 from fedrax.contract.task import objective
 from fedrax.data import load
 from fedrax.experiments import comparison

@@ -11,7 +11,7 @@ import pytest
 
 import fedrax
 from fedrax.data import load
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.method_registry import algorithms
 from papers.dlg import __main__ as dlg_main
 from papers.dlg import lenet, methods
 from papers.losac import __main__ as losac
@@ -89,7 +89,9 @@ def test_lenet_recovers_an_image_and_nothing_of_a_private_one(tmp_path: Path, mo
 
 @pytest.mark.exhaustive
 def test_methods_shows_what_is_sent_and_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "METHODS", {"FedSGD": fedrax.FedSGD(), "SignSGD": methods.METHODS["SignSGD"]})
+    monkeypatch.setattr(
+        methods, "METHODS", {"FedSGD": fedrax.algorithms.FedSGD(), "SignSGD": methods.METHODS["SignSGD"]}
+    )
     monkeypatch.setattr(methods, "SAMPLES", 1)
     rows = command(dlg_main.main, "methods", tmp_path, monkeypatch, "--steps", "120")
     numbers = 64 * 32 + 32 + 32 * 10 + 10

@@ -51,7 +51,7 @@ def test_the_search_changes_one_constant_after_another(small: Path, monkeypatch:
     monkeypatch.setattr(figure7, "VARIED", {"lambda": (50.0,)})
     text = command("figure7-search", small, monkeypatch)
     assert "| the file's | LoSAC-Prox (consistent) |" in text
-    # so strong a regulariser leaves nothing of the matrix
+    # so strong a regularizer leaves nothing of the matrix
     assert "| lambda = 50.0 | LoSAC-Prox (consistent) | 0.0 | - | 1.4142 | 0 |" in text
 
 

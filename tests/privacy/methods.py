@@ -7,7 +7,8 @@ from typing import Literal
 import jax
 
 import fedrax
-from fedrax import NonNegative, hyperparameters
+from fedrax import hyperparameters
+from fedrax.contract import NonNegative
 from fedrax.privacy.releases import Release
 
 
@@ -18,7 +19,7 @@ class Noisy(fedrax.FedAvg):
     noise: NonNegative = 1.0
     """Standard deviation over the clipping norm."""
     seen: Literal["server", "public"] = "server"
-    neighbours: Literal["presence", "replacement"] = "presence"
+    neighbors: Literal["presence", "replacement"] = "presence"
 
     def client(self, message, state, data):
         output = super().client(message, state, data)
@@ -33,4 +34,4 @@ class Noisy(fedrax.FedAvg):
 
     def releases(self) -> tuple[Release, ...]:
         """One answer about the client."""
-        return (Release(float(self.noise), seen=self.seen, neighbours=self.neighbours, paper_noise=self.noise / 2),)
+        return (Release(float(self.noise), seen=self.seen, neighbors=self.neighbors, paper_noise=self.noise / 2),)

@@ -12,7 +12,8 @@ import numpy as np
 from scipy import stats
 
 import fedrax
-from fedrax import Algorithm, ClientData, ClientOutput, Cohort, Info, Phase, Wrapper, hyperparameters, tree
+from fedrax import Algorithm, ClientData, ClientOutput, Cohort, Wrapper, hyperparameters, tree
+from fedrax.contract import Info, Phase
 from fedrax.tree import Tree
 from tests.simulation.problems import CLASSES, FEATURES, SIZES, TASK, run
 

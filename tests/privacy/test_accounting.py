@@ -7,8 +7,8 @@ from scipy.stats import norm
 
 from fedrax import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts, next_knot
+from fedrax.privacy.printed_bounds import objective_perturbation, output_perturbation
 from fedrax.privacy.releases import Release
-from fedrax.privacy.upcycled import objective_perturbation, output_perturbation
 
 DELTA = 1e-5
 PUBLIC = {"seen": "public"}
@@ -125,7 +125,7 @@ def test_a_cohort_of_fixed_size_hides_whose_place_is_taken():
 @pytest.mark.parametrize("rate", [0.02, 0.05])
 def test_replacement_in_a_cohort_of_fixed_size(rate: float):
     """Wang et al. (2019): never below what one pair of federations shows, and below the unsampled bound."""
-    accountant = Accountant([Release(1.5, neighbours="replacement", **PUBLIC)], DELTA, Cohorts("fixed", rate))
+    accountant = Accountant([Release(1.5, neighbors="replacement", **PUBLIC)], DELTA, Cohorts("fixed", rate))
     assert accountant.by_rounds
     epsilon, by = accountant.bound(1)
     assert by == "RDP" and delta_of_mixture(1.5, rate, epsilon) <= DELTA
@@ -133,9 +133,9 @@ def test_replacement_in_a_cohort_of_fixed_size(rate: float):
 
 
 def test_what_is_not_proven_is_not_claimed():
-    plain = Accountant([Release(1.0, neighbours="replacement")], DELTA).epsilon(9)
+    plain = Accountant([Release(1.0, neighbors="replacement")], DELTA).epsilon(9)
     for cohorts in (Cohorts("poisson", 0.1), Cohorts("known", 0.1)):
-        assert Accountant([Release(1.0, neighbours="replacement", **PUBLIC)], DELTA, cohorts).epsilon(9) == plain
+        assert Accountant([Release(1.0, neighbors="replacement", **PUBLIC)], DELTA, cohorts).epsilon(9) == plain
     refilled = Accountant([Release(2.0, **PUBLIC)], DELTA, Cohorts("refilled")).epsilon(9)
     assert refilled == Accountant([Release(1.0)], DELTA).epsilon(9)
     mixed = [Release(1.0, **PUBLIC), Release(9.0, seen="server")]  # the server knows who took part
@@ -144,8 +144,8 @@ def test_what_is_not_proven_is_not_claimed():
 
 def test_releases_in_unlike_words_are_compared_in_the_weaker_ones():
     """A sample changes a client, and to replace is at most to remove and to add."""
-    mixed = Accountant([Release(4.0), Release(3.0, unit="sample", neighbours="replacement")], DELTA)
-    assert (mixed.unit, mixed.neighbours) == ("sample", "replacement")
+    mixed = Accountant([Release(4.0), Release(3.0, unit="sample", neighbors="replacement")], DELTA)
+    assert (mixed.unit, mixed.neighbors) == ("sample", "replacement")
     assert mixed.epsilon(1) == pytest.approx(Accountant([Release((1 / 4 + 1 / 9) ** -0.5)], DELTA).epsilon(1))
 
 
@@ -193,7 +193,7 @@ def test_the_papers_number_is_below_the_sound_one():
     """2 tau, not tau / n_i, is what one sample can do to a clipped model."""
     clip, sigma, samples = 1.0, 0.5, 40
     accountant = Accountant(
-        [Release(sigma / (2 * clip), unit="sample", neighbours="replacement", paper_noise=sigma / clip)], DELTA
+        [Release(sigma / (2 * clip), unit="sample", neighbors="replacement", paper_noise=sigma / clip)], DELTA
     )
     paper = accountant.epsilon_paper(3, samples)
     assert paper == pytest.approx(output_perturbation(3, clip, sigma, samples, DELTA))

@@ -14,11 +14,11 @@ from fedrax.contract.task import Batch
 from fedrax.experiments.audit import Unit, guess_canaries, watch_a_client
 from fedrax.models import Logistic, Model
 from fedrax.privacy.accounting import Accountant
-from fedrax.privacy.guessing import epsilon_of_mu, guess, one_run_epsilon, one_run_p_value, tell_apart
+from fedrax.privacy.audit.bounds import epsilon_of_mu, guess, one_run_epsilon, one_run_p_value, tell_apart
+from fedrax.privacy.audit.game import watch
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import OutputPerturbation
 from fedrax.privacy.releases import Release
-from fedrax.privacy.watching import watch
 from tests.privacy.methods import Noisy
 
 DELTA = 1e-5
@@ -76,7 +76,7 @@ def audited(method: fedrax.Algorithm, rounds: int = 1, **options):
 def claimed(method: Noisy, rounds: int = 1) -> float:
     """The sound epsilon of its releases, about other data of a client: they are as far apart as two messages can be."""
     (release,) = method.releases()
-    halved = Release(release.noise / 2, neighbours="replacement")
+    halved = Release(release.noise / 2, neighbors="replacement")
     return Accountant([halved], DELTA).epsilon(rounds)
 
 
@@ -103,7 +103,7 @@ def test_what_the_public_sees_is_the_model_and_what_is_sent_and_said():
     method = Noisy(local=LOCAL, noise=2.0, seen="public")
     seen = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
     assert seen.shape == (50, 10) and len(np.unique(seen[:, -1])) == 50
-    scaffold = fedrax.ClientDP(fedrax.Scaffold(local=LOCAL))
+    scaffold = fedrax.privacy.ClientDP(fedrax.Scaffold(local=LOCAL))
     assert watch(scaffold, TASK, PARAMS, WORLDS[0], 3, rounds=2, seen="public").shape == (3, 16)
     again = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
     assert seen.tobytes() == again.tobytes()
@@ -111,10 +111,10 @@ def test_what_the_public_sees_is_the_model_and_what_is_sent_and_said():
 
 def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
     """Where nothing is drawn, and of a local optimizer whose state the client carries from round to round."""
-    local = fedrax.LocalSGD(lr=0.1, steps=2, batch_size="full", optimizer=fedrax.Optax(optax.adam), carry=True)
+    local = fedrax.LocalSGD(lr=0.1, steps=2, batch_size="full", optimizer=fedrax.optim.Optax(optax.adam), carry=True)
     method = fedrax.Scaffold(local=local)
     federation = fedrax.Federation.from_arrays(X, np.array([1]), np.zeros(1, int), num_classes=2)
-    options = {"rounds": 3, "cohort_size": 1, "params": PARAMS, "record": fedrax.Record(clients=[0])}
+    options = {"rounds": 3, "cohort_size": 1, "params": PARAMS, "record": fedrax.simulation.Record(clients=[0])}
     result = fedrax.simulate(method, TASK, federation, progress=False, **options)
     sent = [leaf.ravel() for one in result.exchanges for leaf in jax.tree.leaves(one.sent)]
     seen = watch(method, TASK, PARAMS, WORLDS[1], 1, rounds=3)
@@ -124,7 +124,7 @@ def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
 
 def test_nobody_is_seen_where_nobody_takes_part():
     """MIFA's server remembers each client's update: of one that never comes it has none."""
-    method = fedrax.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full"), memory="server")
+    method = fedrax.algorithms.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full"), memory="server")
     seen = watch(method, TASK, PARAMS, WORLDS[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)
     assert not seen.any()
 
@@ -147,7 +147,7 @@ def test_all_of_a_hundred_right_guesses():
 
 @pytest.mark.exhaustive
 def test_one_run_bounds_hold_as_often_as_they_say():
-    """Of randomised response at epsilon 1, guessed as well as can be, at most 5 % of bounds are above 1 (200 runs)."""
+    """Of randomized response at epsilon 1, guessed as well as can be, at most 5 % of bounds are above 1 (200 runs)."""
     rng, chance = np.random.default_rng(0), 1 / (1 + np.exp(-1))
     bounds = [one_run_epsilon(400, 400, int(rng.binomial(400, chance))) for _ in range(200)]
     assert sum(bound > 1 for bound in bounds) <= 0.05 * 200 + 3
@@ -201,7 +201,7 @@ def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
     method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0, at=at)
     settings = fedrax.Settings(rounds=2, cohort_size=2)
     audit = watch_a_client(method, TASK, federation, settings, unit=unit, runs=1000)
-    assert audit.claimed == pytest.approx(Accountant([Release(1.0, neighbours="replacement")], DELTA).epsilon(1))
+    assert audit.claimed == pytest.approx(Accountant([Release(1.0, neighbors="replacement")], DELTA).epsilon(1))
     assert 0.5 * audit.claimed < audit.proven < audit.claimed and not audit.refuted
     with pytest.raises(FedraxError, match="there is no client 2: there are 2"):
         watch_a_client(method, TASK, federation, settings, client=2)

@@ -9,12 +9,12 @@ import pytest
 
 import fedrax
 from fedrax import FedAvg, FedraxError, LocalSGD, Settings
+from fedrax.participation import Turns
 from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.mechanisms.client_level import ClientDP, band_coefficients
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
 from fedrax.privacy.releases import Release
-from fedrax.simulation import Turns
-from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.cohort_sampler import Sampler
 from tests.privacy.observed import zero_task
 from tests.simulation.problems import run
 

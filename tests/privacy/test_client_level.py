@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import fedrax
-from fedrax import FedAvg, FedraxError, LocalSGD, Quantised, Robust, TopK, Wrapper, hyperparameters, upcycle
+from fedrax import FedAvg, FedraxError, LocalSGD, Wrapper, hyperparameters
+from fedrax.algorithms import upcycle
+from fedrax.compression import Quantized, TopK
+from fedrax.participation import Poisson
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat, PerLeaf
 from fedrax.privacy.mechanisms.noise import with_noise
 from fedrax.privacy.releases import Release
-from fedrax.simulation import Poisson
-from fedrax.simulation.cohorts import Sampler
+from fedrax.robust import Robust
+from fedrax.simulation.cohort_sampler import Sampler
 from tests import reference
 from tests.algorithms.problems import make_problem
 from tests.privacy.observed import (
@@ -46,9 +49,9 @@ BOUNDED = {
     "scaffold": ClientDP(SCAFFOLD, clip=Flat(C), noise=0.0),
     "losac, at clients": ClientDP(fedrax.LoSAC(local=BLOCKS), clip=Flat(C), noise=0.0, at="client"),
     "episode": ClientDP(fedrax.Episode(local=LOCAL, gamma=0.1), clip=Flat(C), noise=0.0),
-    "mime, per leaf": ClientDP(fedrax.Mime(local=LOCAL), clip=PerLeaf(C), noise=0.0),
-    "mifa, each": ClientDP(fedrax.MIFA(local=LOCAL, memory="server"), clip=Flat(C), noise=0.0, at="client"),
-    "quantised": ClientDP(Quantised(FedAvg(local=LOCAL)), clip=Flat(C), noise=0.0),
+    "mime, per leaf": ClientDP(fedrax.algorithms.Mime(local=LOCAL), clip=PerLeaf(C), noise=0.0),
+    "mifa, each": ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server"), clip=Flat(C), noise=0.0, at="client"),
+    "quantized": ClientDP(Quantized(FedAvg(local=LOCAL)), clip=Flat(C), noise=0.0),
 }
 LENGTHS = {name: length_of_what_is_sent(algorithm) for name, algorithm in BOUNDED.items()}
 
@@ -293,7 +296,7 @@ def test_what_is_released():
     inner = FedAvg(local=LOCAL)
     assert ClientDP(inner, noise=1.2).releases() == (Release(noise=1.2, seen="public"),)
     assert upcycle(ClientDP(inner, noise=1.2)).releases() == (Release(noise=1.2, seen="public"),)
-    assert ClientDP(inner, noise=1.2, at="client").releases() == (Release(noise=0.6, neighbours="replacement"),)
+    assert ClientDP(inner, noise=1.2, at="client").releases() == (Release(noise=0.6, neighbors="replacement"),)
     assert inner.releases() == upcycle(inner).releases() == ()
 
 
@@ -311,13 +314,13 @@ def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
 
 def test_what_no_noise_covers_is_refused():
     inner = FedAvg(local=LOCAL)
-    refuse(ClientDP(fedrax.MIFA(local=LOCAL, memory="server")), "cannot hide each/output/bias")
+    refuse(ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server")), "cannot hide each/output/bias")
     refuse(ClientDP(inner), "uniform aggregation weights", weights="samples")
     refuse(ClientDP(Robust(inner)), "one by one")
-    for outside in (Quantised, TopK, Robust):
+    for outside in (Quantized, TopK, Robust):
         refuse(outside(ClientDP(inner)), "changes: put it inside")
-    refuse(Robust(fedrax.upcycle(ClientDP(inner))), "the noise of ClientDP is measured")
-    assert run(Quantised(ClientDP(inner, at="client")), rounds=1).events
+    refuse(Robust(fedrax.algorithms.upcycle(ClientDP(inner))), "the noise of ClientDP is measured")
+    assert run(Quantized(ClientDP(inner, at="client")), rounds=1).events
     refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "several: clip flat")
     refuse(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")
     refuse(ClientDP(inner, noise=-1.0), "ClientDP.noise must be at least 0")

@@ -10,20 +10,21 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
+from fedrax.participation import FixedList, Poisson, WeightedBySamples
 from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
 from fedrax.privacy.releases import Release
 from fedrax.report.runs import read_run
-from fedrax.simulation import FixedList, Poisson, WeightedBySamples, checkpoint
+from fedrax.simulation.persistence import checkpoint
 from tests.privacy.methods import Noisy
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_identical, run, without_times
 
 LOUD = Noisy(local=LOCAL, noise=2.0)
 PUBLIC = Noisy(local=LOCAL, noise=2.0, seen="public")
 COHORTS = [[0, 1, 2], [2, 3, 4], [2, 5, 6], [0, 1, 7]]
-SCRIPT = fedrax.Script(cohorts=COHORTS)
+SCRIPT = fedrax.simulation.Script(cohorts=COHORTS)
 
 
 def of_one(count: int, noise: float = 2.0) -> float:
@@ -106,7 +107,7 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Pat
 
 def test_a_round_that_touches_no_data_costs_nothing():
     """Upcycled-FL's second move: as many releases as without it."""
-    upcycled, plain = run(fedrax.upcycle(LOUD), script=SCRIPT), run(LOUD, script=SCRIPT)
+    upcycled, plain = run(fedrax.algorithms.upcycle(LOUD), script=SCRIPT), run(LOUD, script=SCRIPT)
     assert [event["epsilon"] for event in upcycled.events] == [event["epsilon"] for event in plain.events]
 
 

@@ -11,7 +11,8 @@ import pytest
 from scipy import stats
 
 import fedrax
-from fedrax import FedAvg, FedProx, FedraxError, LocalSGD, Scaffold, hyperparameters, tree, upcycle
+from fedrax import FedAvg, FedProx, FedraxError, LocalSGD, Scaffold, hyperparameters, tree
+from fedrax.algorithms import upcycle
 from fedrax.models import Logistic
 from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation, OutputPerturbation, linear_noise
 from fedrax.privacy.releases import Release
@@ -144,7 +145,7 @@ def test_what_is_computed_from_the_exact_data_is_refused_by_name(kind: Any):
     refuse(kind(Scaffold(local=STEPS, option="I")), leak.format("upload/control/output/bias"))
     momentum = LocalSGD(lr=0.05, steps=3, momentum=0.5)
     refuse(kind(Scaffold(local=momentum)), leak.format("upload/control/output/bias"))
-    refuse(kind(fedrax.MimeLite(local=STEPS)), leak.format("upload/gradient/output/bias"))
+    refuse(kind(fedrax.algorithms.MimeLite(local=STEPS)), leak.format("upload/gradient/output/bias"))
     refuse(kind(fedrax.LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))), leak.format("upload/gradient_sum/.*"))
     refuse(kind(FedAvg(local=STEPS)), "uniform aggregation weights", weights="samples")
 
@@ -159,8 +160,10 @@ def test_the_number_of_samples_does_not_leak_through_epochs():
 
 @pytest.mark.exhaustive
 def test_two_local_runs_are_refused():
-    refuse(OutputPerturbation(fedrax.Ditto(FedAvg(local=STEPS))), "takes local steps 2 times in a round")
-    assert run(fedrax.Ditto(OutputPerturbation(FedAvg(local=STEPS))), rounds=1).events
+    refuse(
+        OutputPerturbation(fedrax.personalization.Ditto(FedAvg(local=STEPS))), "takes local steps 2 times in a round"
+    )
+    assert run(fedrax.personalization.Ditto(OutputPerturbation(FedAvg(local=STEPS))), rounds=1).events
 
 
 # -- objective perturbation ----------------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ def test_a_step_against_numpy():
 
 
 def test_the_theorem_asks_for_a_model_a_bound_and_a_prox():
-    logistic, federation = fedrax.binary(Logistic().build((FEATURES,), 1)), make_federation()
+    logistic, federation = fedrax.contract.binary(Logistic().build((FEATURES,), 1)), make_federation()
     x, y = (np.asarray(a) for a in federation.train)
     of_two = fedrax.Federation.from_arrays(x, y % 2, offsets=federation.offsets, shuffle=False)
     method = ObjectivePerturbation(FedProx(local=STEPS, mu=0.5), alpha=10.0)
@@ -217,12 +220,14 @@ def test_the_theorem_asks_for_a_model_a_bound_and_a_prox():
     assert np.isfinite(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)])).all()
     refuse(method, "linear in the features, not for classification/logistic")
     refuse(ObjectivePerturbation(FedAvg(local=STEPS)), "FedProx with mu above 0")
-    refuse(ObjectivePerturbation(fedrax.MOON(local=STEPS, mu=0.5)), "FedProx with mu above 0")  # its mu is no prox's
+    refuse(
+        ObjectivePerturbation(fedrax.algorithms.MOON(local=STEPS, mu=0.5)), "FedProx with mu above 0"
+    )  # its mu is no prox's
 
 
 def test_what_is_released():
     output = OutputPerturbation(FedAvg(local=STEPS), tau=2.0, sigma=3.0)
-    assert output.releases() == (Release(noise=0.75, neighbours="replacement", paper_noise=1.5),)
+    assert output.releases() == (Release(noise=0.75, neighbors="replacement", paper_noise=1.5),)
     claim = ObjectivePerturbation(FedProx(mu=0.5), alpha=10.0).releases()[0]
     assert claim.noise == 0 and claim.paper_epsilon == pytest.approx((2 * 10 * 2**0.5 * 0.5 + 2.8 * 0.5) / 0.5)
     assert ObjectivePerturbation(FedAvg(), guarantee="none").releases()[0].paper_epsilon is None

@@ -150,7 +150,7 @@ MOVED = jax.jit(lambda x: sent_by(private(noise=0.0, rate=1.0), x, jnp.arange(5)
 
 
 def test_what_is_released():
-    shuffled = Release(noise=Z / 2, times=4, unit="sample", neighbours="replacement", batches="shuffled")
+    shuffled = Release(noise=Z / 2, times=4, unit="sample", neighbors="replacement", batches="shuffled")
     assert private(steps=4).releases() == (shuffled,)
     assert private(rate=0.25).releases() == (Release(noise=Z, unit="sample", batches="poisson", rate=0.25),)
 
@@ -163,10 +163,12 @@ def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
 
 def test_gradients_that_nobody_counts_are_refused():
     asks = {
-        "all of a client's data": (fedrax.Scaffold(local=LOCAL, option="I"), fedrax.Mime(local=LOCAL)),
-        "besides those of its local steps": (fedrax.Episode(local=LOCAL), fedrax.NaiveParallelClip()),
-        "steps of what stays at home": (fedrax.Personalised(FedAvg(local=LOCAL), ("*bias",), alternate=LOCAL),),
-        "a second gradient in a step": (fedrax.PFedMe(local=LocalSGD(lr=0.005, steps=2)),),
+        "all of a client's data": (fedrax.Scaffold(local=LOCAL, option="I"), fedrax.algorithms.Mime(local=LOCAL)),
+        "besides those of its local steps": (fedrax.Episode(local=LOCAL), fedrax.algorithms.NaiveParallelClip()),
+        "steps of what stays at home": (
+            fedrax.personalization.Personalized(FedAvg(local=LOCAL), ("*bias",), alternate=LOCAL),
+        ),
+        "a second gradient in a step": (fedrax.algorithms.PFedMe(local=LocalSGD(lr=0.005, steps=2)),),
     }
     for words, methods in asks.items():
         for method in methods:
@@ -175,7 +177,7 @@ def test_gradients_that_nobody_counts_are_refused():
 
 def test_steps_without_noise_before_those_with_noise_are_refused():
     """What stays at home would be exact, and move the gradient of every other sample."""
-    outside = fedrax.Personalised(SampleDP(FedAvg(local=LOCAL)), ("*bias",), alternate=LOCAL)
+    outside = fedrax.personalization.Personalized(SampleDP(FedAvg(local=LOCAL)), ("*bias",), alternate=LOCAL)
     refuse(outside, "look at samples without the noise of SampleDP")
 
 
@@ -198,9 +200,12 @@ def test_steps_and_batches_of_a_script_are_refused():
     """The ledger counts those that ``local`` has."""
     method = SampleDP(FedAvg(local=dataclasses.replace(LOCAL, order="stored")))
     steps = np.full((1, 3), 50)
-    for script in (fedrax.Script(steps=steps), fedrax.Script(batches=np.zeros((1, 3, 3, 4), int))):
+    for script in (
+        fedrax.simulation.Script(steps=steps),
+        fedrax.simulation.Script(batches=np.zeros((1, 3, 3, 4), int)),
+    ):
         refuse(method, "counts the steps and batches that local has: a script", script=script, cohort_size=3)
-    run(method, rounds=1, script=fedrax.Script(cohorts=[[1, 2]]), cohort_size=2)
+    run(method, rounds=1, script=fedrax.simulation.Script(cohorts=[[1, 2]]), cohort_size=2)
 
 
 def test_a_loss_of_a_whole_batch_is_refused():

@@ -12,33 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import (
-    ClientDP,
-    Ditto,
-    FedAvg,
-    FedBuff,
-    Federation,
-    FedProx,
-    FedraxError,
-    LocalSGD,
-    ObjectivePerturbation,
-    OutputPerturbation,
-    Phase,
-    SampleDP,
-    Script,
-    Settings,
-    Task,
-    classification,
-    cli,
-    simulate,
-)
-from fedrax.contract.hyperparameters import hyperparameters
+from fedrax import FedAvg, Federation, FedProx, FedraxError, LocalSGD, Settings, Task, classification, cli, simulate
+from fedrax.algorithms import FedBuff
+from fedrax.config.hyperparameters import hyperparameters
+from fedrax.contract import Phase
 from fedrax.experiments.audit import guess_canaries, watch_a_client
 from fedrax.models import Logistic
-from fedrax.privacy.guessing import tell_apart
+from fedrax.participation import Asynchronous, Availability, Turns, Uniform, WeightedBySamples
+from fedrax.personalization import Ditto
+from fedrax.privacy import ClientDP, ObjectivePerturbation, OutputPerturbation, SampleDP
+from fedrax.privacy.audit.bounds import tell_apart
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
-from fedrax.report.forecast import forecast
-from fedrax.simulation import Asynchronous, Availability, Turns, Uniform, WeightedBySamples
+from fedrax.report.privacy_forecast import forecast
+from fedrax.simulation import Script
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import FEDERATION, run
 

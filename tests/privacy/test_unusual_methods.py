@@ -11,30 +11,19 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import (
-    MOON,
-    ClientDP,
-    Ditto,
-    FedAvg,
-    Federation,
-    FedraxError,
-    LocalSGD,
-    Optax,
-    OutputPerturbation,
-    SampleDP,
-    Scaffold,
-    Settings,
-    TopK,
-    classification,
-    hyperparameters,
-)
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, Settings, classification, hyperparameters
+from fedrax.algorithms import MOON
+from fedrax.compression import TopK
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.experiments.audit import watch_a_client
 from fedrax.models import Logistic
+from fedrax.optim import Optax
+from fedrax.participation import Poisson, Turns, WeightedBySamples
+from fedrax.personalization import Ditto
+from fedrax.privacy import ClientDP, OutputPerturbation, SampleDP
 from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.releases import Release
-from fedrax.simulation import Poisson, Turns, WeightedBySamples
-from fedrax.simulation.cohorts import Sampler
+from fedrax.simulation.cohort_sampler import Sampler
 from tests.privacy.methods import Noisy
 from tests.simulation.problems import LOCAL, run
 
@@ -256,7 +245,7 @@ def test_the_draw_of_batches_is_audited():
     for kind in (SampleDP, WeakCoins):
         method = kind(FedAvg(local=local), clip=0.5, noise=0.7, rate=0.8)
         found = watch_a_client(method, task, one, settings, runs=4000)
-        assert (found.unit, found.neighbours) == ("sample", "presence")
+        assert (found.unit, found.neighbors) == ("sample", "presence")
         accountant = Accountant(method.releases(), 1e-2)
         assert found.claimed == accountant.epsilon(1)
         assert found.proven > 0

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from fedrax.profiling.attribution import WAIT, Spent, attribute
+from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.measurement import Traced
-from fedrax.profiling.program import ProgramText
 from fedrax.profiling.trace import Timeline, timeline, waits
 
 TEXT = ProgramText("""HloModule m

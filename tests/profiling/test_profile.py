@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax.algorithms.upcycled import Upcycled
 from fedrax.errors import FedraxError
 from fedrax.models import LSTM, Logistic, TwoNN, from_linen
-from fedrax.profiling import Limits, Profile, limits, measurement, profile, show
+from fedrax.profiling import Limits, Profile, machine_limits, measurement, profile, rendering
 from fedrax.profiling.advice import heaviest, judge
 from fedrax.profiling.attribution import Spent
-from fedrax.profiling.program import Description, ProgramText
-from fedrax.simulation import plans
-from fedrax.simulation.personal import PersonalEvaluator
+from fedrax.profiling.hlo import Description, ProgramText
+from fedrax.simulation.executors import choose
+from fedrax.simulation.personal_evaluation import PersonalEvaluator
 from fedrax.simulation.setup import Setup, prepare
-from fedrax.wrappers.upcycle import Upcycled
 from tests.thinning import thinned
 
 CLASSES, CLIENTS, ROWS = 10, 4, 24
@@ -35,7 +35,7 @@ LIMITS = Limits(gflops=100.0, gigabytes=10.0)
 @pytest.fixture(autouse=True)
 def given_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured by a test of their own."""
-    monkeypatch.setattr(limits, "measure", lambda mesh, dtype, precision: LIMITS)
+    monkeypatch.setattr(machine_limits, "measure", lambda mesh, dtype, precision: LIMITS)
 
 
 def federation(*shape: int, sizes: tuple[int, ...] = (ROWS,) * CLIENTS) -> fedrax.Federation:
@@ -145,7 +145,7 @@ def test_plans_that_are_not_one_program_are_timed_as_a_whole():
     assert {part.name for part in made.parts} == {"rounds", "evaluate", "host"} and not made.heaviest
     assert any("Plan loop is not one program" in note for note in made.notes)
     assert made.flops_a_round == 0 and made.compile_seconds == 0
-    assert show.draw(made).axes
+    assert rendering.draw(made).axes
 
 
 @pytest.mark.exhaustive
@@ -162,7 +162,7 @@ def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(mon
     found = {program.describe(name)[:3] for name in program.operations}
     assert {("convolution", "Sequential/layers_2", way) for way in ("forward", "backward")} <= found
     assert set(re.findall(r"dim_labels=(\S+),", texts[0])) == {"b01f_01io->b01f"}
-    assert len(show.draw(made).axes) == 1 + bool(made.heaviest)
+    assert len(rendering.draw(made).axes) == 1 + bool(made.heaviest)
 
 
 @pytest.mark.parametrize("rounds", [0, -3])
@@ -184,17 +184,17 @@ def test_divergence_is_a_sentence():
 
 def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    made = limits.measure(plans.make_mesh(None), budget=0.05)
+    made = machine_limits.measure(choose.make_mesh(None), budget=0.05)
     assert 1 < made.gflops < 1e6 and 0.5 < made.gigabytes < 1e5
 
 
 def test_the_limit_of_products_is_that_of_the_runs_precision(monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
-    monkeypatch.setattr(limits, "measure", lambda mesh, dtype, precision: seen.append(precision) or LIMITS)
+    monkeypatch.setattr(machine_limits, "measure", lambda mesh, dtype, precision: seen.append(precision) or LIMITS)
     run(precision="bfloat16", plan="loop")
     monkeypatch.undo()
-    monkeypatch.setattr(limits, "_best_seconds", lambda function, *_, **__: seen.append(function) or 1.0)
-    limits.measure(plans.make_mesh(None), precision=seen[0])
+    monkeypatch.setattr(machine_limits, "_best_seconds", lambda function, *_, **__: seen.append(function) or 1.0)
+    machine_limits.measure(choose.make_mesh(None), precision=seen[0])
     assert seen[0] == "bfloat16" and "reduce_precision" in str(jax.make_jaxpr(seen[1])(jnp.ones((4, 4))))
 
 

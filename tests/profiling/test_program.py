@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from fedrax.compiled.linear_algebra import RULES, TURNS
-from fedrax.compiled.on_cpu import fast_on_cpu
-from fedrax.compiled.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
-from fedrax.profiling.program import Description, ProgramText
+from fedrax.profiling.hlo import Description, ProgramText
+from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.linear_algebra import RULES, TURNS
+from fedrax.xla.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 
 
 def compiled(function: Callable, *arguments: Array, donate: tuple[int, ...] = ()) -> ProgramText:

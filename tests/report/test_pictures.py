@@ -6,11 +6,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fedrax.data import Federation
-from fedrax.data.picture import draw_labels
+from fedrax.data.plot import draw_labels
 from fedrax.report.curves import legend_columns
-from fedrax.report.grids import draw_grids
 from fedrax.report.runs import Statistic
-from fedrax.simulation.tuning import Choice, Trial
+from fedrax.report.search_plots import draw_grids
+from fedrax.tuning.selection import Choice, Trial
 
 
 @pytest.mark.parametrize("settings", [1, 3])

@@ -12,41 +12,43 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import memory
-from fedrax.compiled.alive import most_alive
-from fedrax.simulation import plans, storage, sweep
+from fedrax import host_memory
 from fedrax.simulation import run as running
-from fedrax.simulation.account import Account
+from fedrax.simulation.executors import choose
+from fedrax.simulation.placement import streaming
+from fedrax.simulation.placement.memory_budget import Account
 from fedrax.simulation.process import runtime_errors_explained
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import prepare
+from fedrax.tuning import sweep
+from fedrax.xla.peak_memory import most_alive
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, run
 
 
 def test_where_things_lie_by_default():
     """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
-    memory = 1 << 34
-    choose = lambda *what, **how: storage.choose(Settings(**how), *what, Account(memory, on_cpu=True))  # noqa: E731
-    huge = np.broadcast_to(np.zeros(1, np.float32), (memory // 8 + 10,))  # strides are zero: takes no memory
+    host_memory = 1 << 34
+    choose = lambda *what, **how: streaming.choose(Settings(**how), *what, Account(host_memory, on_cpu=True))  # noqa: E731
+    huge = np.broadcast_to(np.zeros(1, np.float32), (host_memory // 8 + 10,))  # strides are zero: takes no memory
     assert choose((huge,), 0) == (True, False)
     assert choose((huge[:-20],), 0) == choose((huge,), 0, samples="resident") == (False, False)
     many = np.broadcast_to(np.zeros(1, np.uint8), (1 << 31,))
     assert choose((many[:-1],), 0) == (False, False)
     assert choose((many,), 0) == (True, False)  # more rows than compiled code counts
-    assert choose(FEDERATION.train, memory // 2 - 1000) == (False, False)
-    assert choose(FEDERATION.train, memory // 2 + 1000) == (False, True)
+    assert choose(FEDERATION.train, host_memory // 2 - 1000) == (False, False)
+    assert choose(FEDERATION.train, host_memory // 2 + 1000) == (False, True)
     assert choose(FEDERATION.train, 0, states="spilled") == (False, False)  # no states
 
 
 def test_what_is_spent_on_one_is_not_there_for_another():
     """Samples take 600 of 1300 bytes, states 300 of the 700 left; clients at work a quarter of all."""
     samples, account = np.zeros((100, 6), np.uint8), Account(1300, on_cpu=False)
-    assert storage.choose(Settings(), (samples,), 300, account) == (False, False)
-    assert [plans.clients_at_once(Settings(), 1, 9, account, size) for size in (36, 37, 48, 326)] == [9, 5, 5, 1]
-    assert plans.clients_at_once(Settings(chunk=4), 2, 9, account, 36) == 4
-    assert storage.choose(Settings(), (samples,), 400, Account(1300, on_cpu=False)) == (False, True)
+    assert streaming.choose(Settings(), (samples,), 300, account) == (False, False)
+    assert [choose.clients_at_once(Settings(), 1, 9, account, size) for size in (36, 37, 48, 326)] == [9, 5, 5, 1]
+    assert choose.clients_at_once(Settings(chunk=4), 2, 9, account, 36) == 4
+    assert streaming.choose(Settings(), (samples,), 400, Account(1300, on_cpu=False)) == (False, True)
     streamed = Settings(samples="streamed")
-    assert storage.choose(streamed, (samples,), 400, Account(1300, on_cpu=False)) == (True, False)
+    assert streaming.choose(streamed, (samples,), 400, Account(1300, on_cpu=False)) == (True, False)
 
 
 def test_what_a_client_at_work_takes():
@@ -70,7 +72,9 @@ def test_what_a_client_at_work_takes():
 def test_what_a_server_makes_is_there_once_for_all_clients():
     """However many updates it remembers, a client at work takes the same."""
     settings = Settings(cohort_size=2)
-    few, many = (prepare(fedrax.GradMAS(memory=m), TASK, FEDERATION, settings).traced.most_alive for m in (2, 8))
+    few, many = (
+        prepare(fedrax.algorithms.GradMAS(memory=m), TASK, FEDERATION, settings).traced.most_alive for m in (2, 8)
+    )
     assert few == many > 0
 
 
@@ -86,16 +90,16 @@ def test_what_a_server_makes_is_there_once_for_all_clients():
 def test_memory_is_what_the_control_group_allows(
     groups: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    machine, limit = memory.host_memory(), 123456789
+    machine, limit = host_memory.host_memory(), 123456789
     (tmp_path / "cgroup").write_text(groups)
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
     place = tmp_path / file
     place.parent.mkdir(parents=True, exist_ok=True)
     for said, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
         place.write_text(said)
-        assert memory.host_memory() == expected
-    assert Account.of(plans.make_mesh(2)).whole == limit // 2
+        assert host_memory.host_memory() == expected
+    assert Account.of(choose.make_mesh(2)).whole == limit // 2
 
 
 @pytest.mark.parametrize(("side_by_side", "less"), [(0, "set a smaller batch"), (2, "set chunk below 2")])
@@ -130,7 +134,7 @@ def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.M
     grid = [fedrax.Scaffold(local=LOCAL), fedrax.Scaffold(local=dataclasses.replace(LOCAL, lr=0.1))]
     ways = {}
     for there in (1 << 30, 1 << 12):
-        monkeypatch.setattr("fedrax.simulation.account.host_memory", lambda there=there: there)
+        monkeypatch.setattr("fedrax.simulation.placement.memory_budget.host_memory", lambda there=there: there)
         options = {"rounds": 1, "cohort_size": 2, "states": "resident", "samples": "resident"}
         ways[there] = sweep(grid, TASK, FEDERATION, [0, 1], **options, progress=False)[0][0].plan.startswith("together")
     assert ways == {1 << 30: True, 1 << 12: False}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
 from fedrax.models import Logistic
 from fedrax.tree import Tree
@@ -27,11 +27,11 @@ BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
         (fedrax.FedAvg(local=LOCAL), 1, 1),  # x; Delta_i
         (fedrax.Scaffold(local=LOCAL), 2, 2),  # x, c; Delta_i, Delta c_i
         (fedrax.LoSAC(local=BLOCKS), 2, 2),  # x, phi; Delta x_i, Delta phi_i
-        (fedrax.MimeSVRG(local=LOCAL), 2, 2),  # x, then c; the full gradient, then Delta_i
+        (fedrax.algorithms.MimeSVRG(local=LOCAL), 2, 2),  # x, then c; the full gradient, then Delta_i
         (fedrax.Episode(local=LOCAL, gamma=0.1), 2, 2),  # x, then G; G_i, then Delta_i
-        (fedrax.MIFA(local=LOCAL, memory="server"), 1, 1),  # x; Delta_i
-        (fedrax.MIFA(local=LOCAL, memory="clients"), 1, 1),  # x; the change of Delta_i
-        (fedrax.FedSaga(local=BLOCKS), 1, 1),  # x; Delta_i
+        (fedrax.algorithms.MIFA(local=LOCAL, memory="server"), 1, 1),  # x; Delta_i
+        (fedrax.algorithms.MIFA(local=LOCAL, memory="clients"), 1, 1),  # x; the change of Delta_i
+        (fedrax.algorithms.FedSaga(local=BLOCKS), 1, 1),  # x; Delta_i
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else str(value),
 )
@@ -43,7 +43,7 @@ def test_bytes(algorithm: Algorithm, down: int, up: int):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bytes_add_up_over_clients_and_rounds(dtype: str):
-    events = run(fedrax.MimeSVRG(local=LOCAL), dtype=dtype, rounds=3).events
+    events = run(fedrax.algorithms.MimeSVRG(local=LOCAL), dtype=dtype, rounds=3).events
     each = MODEL_BYTES * (2 if dtype == "float64" else 1)
     assert [event["bytes_down"] for event in events] == [2 * each * 3 * r for r in (1, 2, 3)]
     assert [event["bytes_up"] for event in events] == [2 * each * 3 * r for r in (1, 2, 3)]
@@ -119,7 +119,7 @@ TOLD_APART = [
 )
 def test_state_across_phases_rounds_and_devices(plan: dict):
     cohorts = [[4, 1], [1, 2, 4], [0], [6, 4, 2, 1, 0], [1, 6]]  # 3, 5 and 7 never take part
-    result = run(Tallying(), script=fedrax.Script(cohorts=cohorts), rounds=5, **plan)
+    result = run(Tallying(), script=fedrax.simulation.Script(cohorts=cohorts), rounds=5, **plan)
     times, rounds, doubled, first, second = [100] * 8, [0] * 8, [0] * 8, [0] * 8, 0
     for r, cohort in enumerate(cohorts):
         for c in cohort:
@@ -147,7 +147,7 @@ def test_who_never_took_part_has_the_initial_state():
 @pytest.mark.parametrize(("devices", "rows"), [(1, 8), (2, 16)])
 def test_the_store_has_a_row_for_each_client(devices: int, rows: int):
     """On every device, as long as that takes little memory."""
-    script = fedrax.Script(cohorts=[[0, 1], [1, 2], [2, 0], [5, 1]])
+    script = fedrax.simulation.Script(cohorts=[[0, 1], [1, 2], [2, 0], [5, 1]])
     result = run(fedrax.Scaffold(local=LOCAL), script=script, devices=devices)
     assert set(result.homes) == {0, 1, 2, 5}
     assert {len(leaf) for leaf in jax.tree.leaves(result.store)} == {rows}

@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.compiled.pieces import AXIS
-from fedrax.simulation import checkpoint, states
-from fedrax.simulation.plans import make_mesh
+from fedrax.simulation.executors.choose import make_mesh
+from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.placement import client_states
+from fedrax.xla.microbatch import AXIS
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, bytes_of, run
 
 SCAFFOLD = fedrax.Scaffold(local=LOCAL)
@@ -160,9 +161,10 @@ except FedraxError as error:
 @pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
 def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Client state finds its new place where there are other devices or more clients to come."""
-    from fedrax.simulation import plans, setup
+    from fedrax.simulation import setup
+    from fedrax.simulation.executors import choose
 
-    whole, make_mesh = run(SCAFFOLD, rounds=8), plans.make_mesh
+    whole, make_mesh = run(SCAFFOLD, rounds=8), choose.make_mesh
     for count, rounds in zip(devices, (3, 8), strict=True):
         monkeypatch.setattr(setup, "make_mesh", lambda _, count=count: make_mesh(count))
         resumed = run(SCAFFOLD, rounds=rounds, directory=tmp_path, resume=True)
@@ -251,7 +253,7 @@ def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_p
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_a_run_begun_in_a_terminal_goes_on_without_one(tmp_path: Path):
-    """JAX writes its programs in colour where it writes to a terminal; the run is known by the program all the same."""
+    """JAX writes its programs in color where it writes to a terminal; the run is known by the program all the same."""
     code = (
         "import sys; assert sys.stdout.isatty()\n"
         "from tests.simulation.test_checkpoint import SCAFFOLD, run\n"
@@ -273,11 +275,11 @@ def test_a_run_begun_in_a_terminal_goes_on_without_one(tmp_path: Path):
 
 def test_an_array_on_devices_is_read_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """In the order of its rows, whichever device has them; put together on the host a store would be there twice."""
-    monkeypatch.setattr(states, "_PIECE_BYTES", 24)
+    monkeypatch.setattr(client_states, "_PIECE_BYTES", 24)
     for dtype in ("float32", "bfloat16"):
         values = np.arange(33).reshape(11, 3)[:10].astype(dtype)
         array = jax.device_put(values, NamedSharding(make_mesh(2), PartitionSpec(AXIS)))
-        pieces = list(states.Shards(array).pieces())
+        pieces = list(client_states.Shards(array).pieces())
         assert {len(piece) for piece in pieces} <= {1, 2, 4} and len(pieces) > 2
         np.testing.assert_array_equal(np.concatenate(pieces), values)
 

@@ -6,7 +6,7 @@ import jax.monitoring
 import pytest
 
 import fedrax
-from fedrax.simulation.clock import Compilations
+from fedrax.simulation.timer import Compilations
 from tests.simulation.problems import run
 
 

@@ -16,7 +16,7 @@ HAS_TRIM = os.name == "posix" and hasattr(ctypes.CDLL(None), "malloc_trim")
 FRAGMENTS = """
 import ctypes, json, resource
 import jax
-from fedrax.compiled import cores
+from fedrax.xla import cores
 
 cores.use_all_cores()
 libc = ctypes.CDLL(None)
@@ -43,7 +43,7 @@ for event, seconds in SHORT, OTHER, LONG:
 
 @pytest.mark.skipif(not HAS_TRIM, reason="only glibc keeps freed memory and has malloc_trim")
 def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
-    from fedrax.compiled.cores import _COMPILED
+    from fedrax.devices import _COMPILED
 
     script = FRAGMENTS.replace("SHORT", repr((_COMPILED, 0.001))).replace("LONG", repr((_COMPILED, 1.0)))
     script = script.replace("OTHER", repr(("/another/event", 1.0)))
@@ -54,7 +54,7 @@ def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
 
 def test_jax_reports_compilations_under_this_name():
     """Without it the listener would wait for ever."""
-    from fedrax.compiled.cores import _COMPILED
+    from fedrax.devices import _COMPILED
 
     seen: list[str] = []
 
@@ -113,8 +113,8 @@ ONE_CORE = """
 import jax
 jax.numpy.ones(3).block_until_ready()
 import fedrax
-fedrax.use_all_cores()
-fedrax.use_all_cores()
+fedrax.simulation.use_all_cores()
+fedrax.simulation.use_all_cores()
 """
 
 
@@ -122,7 +122,7 @@ fedrax.use_all_cores()
 def test_who_uses_jax_before_fedrax_is_told_that_cores_are_idle():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     made = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, env=environment, check=True)
-    assert made.stderr.count("call fedrax.use_all_cores()") == 1
+    assert made.stderr.count("call fedrax.simulation.use_all_cores()") == 1
 
 
 FORKED = """
@@ -182,7 +182,7 @@ def test_lapack_has_one_thread_during_a_run():
 
 def test_systems_that_do_not_say_which_cores_there_are(monkeypatch: pytest.MonkeyPatch):
     """As macOS and Windows."""
-    from fedrax.compiled.cores import cores
+    from fedrax.devices import cores
 
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores() == os.cpu_count()

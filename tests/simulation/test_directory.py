@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import FedraxError, Script
+from fedrax import FedraxError
 from fedrax.files import write_text
 from fedrax.models import Logistic, Model
+from fedrax.participation import FixedList
 from fedrax.report.runs import read_run
-from fedrax.simulation import FixedList, Interrupted
-from fedrax.simulation.directory import owned
+from fedrax.simulation import Interrupted, Script
+from fedrax.simulation.persistence.run_directory import owned
 from tests.simulation.problems import (
     CLASSES,
     FEATURES,

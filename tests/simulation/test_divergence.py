@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Cohort
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.simulation import NonFiniteError, checkpoint, debug, read_events
+from fedrax.simulation import NonFiniteError, read_events
+from fedrax.simulation.executors import debug
+from fedrax.simulation.persistence import checkpoint
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
 
 SICK = 5
@@ -43,7 +45,7 @@ class Overflowing(fedrax.FedAvg):
 @pytest.mark.parametrize(("method", "plan"), [*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")])
 def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
     algorithm = getattr(fedrax, method)(local=LOCAL)
-    script = fedrax.Script(cohorts=COHORTS)
+    script = fedrax.simulation.Script(cohorts=COHORTS)
     options = {"script": script, "rounds": 5, "plan": plan, "chunk": 2}
     seen: list[dict] = []
     sink = type("Seen", (), {"start": lambda s, i: None, "event": lambda s, e: seen.append(e), "finish": seen.append})
@@ -74,7 +76,9 @@ def test_the_state_is_kept_before_the_samples_are_searched(tmp_path: Path, monke
 
     monkeypatch.setattr("fedrax.simulation.run.in_the_data", search)
     with pytest.raises(MemoryError):
-        run(federation=sick_federation(), script=fedrax.Script(cohorts=COHORTS), rounds=5, directory=tmp_path)
+        run(
+            federation=sick_federation(), script=fedrax.simulation.Script(cohorts=COHORTS), rounds=5, directory=tmp_path
+        )
 
 
 def test_samples_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
@@ -95,7 +99,7 @@ def test_samples_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("chunk", [2, 3])
 def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
     """Places that fill up a chunk must not be filled with whoever comes first."""
-    script = fedrax.Script(cohorts=[[1, 2, 3, 4, 5], [6, 7, 1, 2, 3]])
+    script = fedrax.simulation.Script(cohorts=[[1, 2, 3, 4, 5], [6, 7, 1, 2, 3]])
     for devices in (1, 2):
         options = {"script": script, "rounds": 2, "devices": devices}
         result = run(federation=sick_federation(0), plan="vmap", chunk=chunk, **options)
@@ -127,7 +131,7 @@ def test_a_server_that_overflows(plan: str, size: int, tmp_path: Path):
 
 
 def test_a_resumed_run_takes_the_failure_away(tmp_path: Path):
-    script = fedrax.Script(cohorts=COHORTS)
+    script = fedrax.simulation.Script(cohorts=COHORTS)
     with pytest.raises(NonFiniteError):
         run(federation=sick_federation(), script=script, rounds=5, directory=tmp_path)
     run(federation=sick_federation(), script=script, rounds=3, directory=tmp_path, resume=True)

@@ -11,26 +11,19 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import (
-    EFSign,
-    FedAvg,
-    Federation,
-    FedraxError,
-    LocalSGD,
-    MimeSVRG,
-    ObjectivePerturbation,
-    Optax,
-    Robust,
-    Scaffold,
-    classification,
-    simulate,
-)
-from fedrax.compiled import pieces
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, simulate
+from fedrax.algorithms import MimeSVRG
+from fedrax.compression import EFSign
 from fedrax.contract.algorithm import Algorithm
-from fedrax.experiments.methods import algorithms
+from fedrax.experiments.method_registry import algorithms
 from fedrax.models import Logistic
-from fedrax.simulation import Poisson, Record, Result, Script
-from fedrax.simulation.joining import to_join
+from fedrax.optim import Optax
+from fedrax.participation import Poisson
+from fedrax.privacy import ObjectivePerturbation
+from fedrax.robust import Robust
+from fedrax.simulation import Record, Result, Script
+from fedrax.simulation.executors.data_parallel import to_join
+from fedrax.xla import microbatch
 from tests.thinning import thinned
 
 SIZES = (9, 10, 8, 12, 10, 11, 9)
@@ -44,8 +37,8 @@ KEPT = {"fedsgd", "scaffold", "mimesvrg", "efsign", "gradma", "episode", "ditto"
 def small_pieces() -> Iterator[None]:
     """Batches of this small model are cut too, into pieces of two samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_CACHED", 2 * 3 * 4)
-        patch.setattr(pieces, "_OF_WEIGHTS", 0)
+        patch.setattr(microbatch, "_CACHED", 2 * 3 * 4)
+        patch.setattr(microbatch, "_OF_WEIGHTS", 0)
         yield
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedrax.simulation.cohorts import Sampler
-from fedrax.simulation.planner import Planner
-from fedrax.simulation.settings import Poisson, Script, Settings
+from fedrax.participation.policies import Poisson
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.placement.planner import Planner
+from fedrax.simulation.settings import Script, Settings
 
 SIZES = np.random.default_rng(1).integers(1, 50, 40)
 OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
@@ -197,7 +198,7 @@ def test_devices_are_idle_where_one_has_more_to_do_and_not_where_they_join():
 
 
 def test_clients_side_by_side_are_of_like_size():
-    """They wait for the largest of them: chunks of neighbours by size make up no more steps than any other order."""
+    """They wait for the largest of them: chunks of neighbors by size make up no more steps than any other order."""
     for devices in (1, 2):
         block = planner(devices, by_samples=True, chunk=4).block(0, 20, 20)
         for r in range(20):

@@ -10,9 +10,9 @@ import pytest
 from jax.extend.core import primitives
 
 from fedrax import FedAvg, FedraxError, LocalSGD, classification, simulate
-from fedrax.compiled.products import Format, with_operands
 from fedrax.contract.task import Batch
 from fedrax.models import LSTM, LeNet, Model, TwoNN
+from fedrax.xla.precision import Format, with_operands
 from tests.simulation.problems import make_federation
 from tests.thinning import thinned
 

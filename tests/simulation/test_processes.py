@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.simulation import checkpoint
+from fedrax.simulation.persistence import checkpoint
 
 CHILD = """
 import json, os, sys
@@ -23,7 +23,7 @@ import fedrax
 process, processes, devices, port = map(int, sys.argv[1:5])
 jax.config.update("jax_num_cpu_devices", devices)
 if processes > 1:
-    fedrax.join_processes(f"127.0.0.1:{port}", processes, process)
+    fedrax.simulation.join_processes(f"127.0.0.1:{port}", processes, process)
 import numpy as np
 from fedrax.data import Federation, load
 from fedrax.data.partition import Shards
@@ -33,7 +33,8 @@ data = load("digits")
 federation = Federation.from_dataset(data, Shards(clients=20), seed=0)
 task = fedrax.classification(Logistic().build(data.train.x.shape[1:], 10))
 results = []
-methods = fedrax.FedAvg(), fedrax.Scaffold(), fedrax.MIFA(memory="server"), fedrax.Episode(gamma=0.05), fedrax.GradMA()
+mifa, episode = fedrax.algorithms.MIFA(memory="server"), fedrax.Episode(gamma=0.05)
+methods = fedrax.FedAvg(), fedrax.Scaffold(), mifa, episode, fedrax.GradMA()
 for algorithm in methods:
     kept = {"directory": f"{sys.argv[5]}/{type(algorithm).__name__}", "checkpoint_every": 2}
     if isinstance(algorithm, fedrax.Scaffold):
@@ -88,7 +89,7 @@ import jax
 import fedrax
 port, process, what, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 jax.config.update("jax_num_cpu_devices", 1)
-fedrax.join_processes(f"127.0.0.1:{port}", 2, process)
+fedrax.simulation.join_processes(f"127.0.0.1:{port}", 2, process)
 from tests.simulation.problems import FEDERATION, LOCAL, TASK
 
 class Second:
@@ -139,7 +140,7 @@ import jax
 import fedrax
 port, process, rounds, directory, lr = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
 jax.config.update("jax_num_cpu_devices", 1)
-fedrax.join_processes(f"127.0.0.1:{port}", 2, process)
+fedrax.simulation.join_processes(f"127.0.0.1:{port}", 2, process)
 from tests.simulation.problems import FEDERATION, TASK
 
 method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=lr, steps=3, batch_size=2))
@@ -189,7 +190,7 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 import jax
 import fedrax
 jax.config.update("jax_num_cpu_devices", 1)
-fedrax.join_processes(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+fedrax.simulation.join_processes(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
 from tests.simulation.problems import FEDERATION, LOCAL, TASK
 
 rounds = (4, 2)[int(sys.argv[2])]

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import Record, tree
+from fedrax import tree
+from fedrax.simulation import Record
 from tests.simulation.problems import AWAY, LOCAL, SCAFFOLD, run, state_of
 
-MIME = fedrax.MimeSVRG(local=LOCAL)
+MIME = fedrax.algorithms.MimeSVRG(local=LOCAL)
 EVERYBODY = tuple(range(8))
 
 
@@ -62,7 +63,8 @@ def test_the_server_makes_its_step_of_what_was_noted() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "algorithm", [fedrax.Quantised(inner=SCAFFOLD, bits=4), fedrax.TopK(inner=fedrax.FedAvg(local=LOCAL))]
+    "algorithm",
+    [fedrax.compression.Quantized(inner=SCAFFOLD, bits=4), fedrax.compression.TopK(inner=fedrax.FedAvg(local=LOCAL))],
 )
 def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
     """Compressed, and of as many bytes as events count."""
@@ -82,7 +84,7 @@ def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
         (Record(clients=()), "one client at least"),
         (Record(clients=(True,)), "no client True"),
         (Record(max_bytes=400), "the record would take"),
-        ((0, 1), "record is a fedrax.Record"),
+        ((0, 1), "record is a fedrax.simulation.Record"),
     ],
 )
 def test_a_record_of_what_there_is_not_is_refused(record: Any, sentence: str) -> None:

@@ -94,7 +94,7 @@ def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCap
         for lr, seed in ((0.1, 0), (0.2, 1), (0.4, 2)):
             local = dataclasses.replace(LOCAL, lr=lr)
             blocks = fedrax.LocalSGD(lr=lr / 10, steps=2, blocks=2)
-            kept = fedrax.Scaffold(local=local), fedrax.MIFA(local=local), fedrax.LoSAC(local=blocks)
+            kept = fedrax.Scaffold(local=local), fedrax.algorithms.MIFA(local=local), fedrax.LoSAC(local=blocks)
             for method in (fedrax.FedAvg(local=local), *kept):
                 result = run(method, task=task, seed=seed, rounds=3 + seed)
             ends.append(result.params["output"]["weight"])

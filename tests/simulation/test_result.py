@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import (
-    FedAvg,
-    Federation,
-    FedraxError,
-    LocalSGD,
-    Scaffold,
-    Variables,
-    binary,
-    classification,
-    simulate,
-)
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, simulate
+from fedrax.contract import Variables, binary
 from fedrax.data import Shards
 from fedrax.models import Linear
 
@@ -61,7 +52,7 @@ def test_curves_hold_the_events_numbers(result, tmp_path):
 
 def test_a_saved_model_starts_another_run(result, tmp_path):
     result.save(tmp_path / "model.safetensors")
-    loaded = fedrax.load(tmp_path / "model.safetensors")
+    loaded = fedrax.simulation.load_model(tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded, result.params)
     again = simulate(method, task, federation, rounds=1, params=loaded, cohort_size=2)
     before = task.metrics["accuracy"](loaded, federation.test).mean()
@@ -70,17 +61,17 @@ def test_a_saved_model_starts_another_run(result, tmp_path):
 
 
 def test_files_of_other_structures(tmp_path):
-    from fedrax.simulation.model_file import save_model
+    from fedrax.simulation.persistence.model_file import save_model
 
     params, statistics = [jnp.arange(3.0), {"a": (jnp.ones((2, 2)),)}], {"mean": jnp.array(4, jnp.int32)}
     save_model(tmp_path / "m", params, statistics)
     like = jax.tree.map(jnp.zeros_like, Variables(params, statistics))
-    found = fedrax.load(tmp_path / "m", like=like)
+    found = fedrax.simulation.load_model(tmp_path / "m", like=like)
     assert jax.tree.structure(found) == jax.tree.structure(like)
     jax.tree.map(np.testing.assert_array_equal, found, Variables(params, statistics))
-    assert isinstance(fedrax.load(tmp_path / "m"), Variables)
+    assert isinstance(fedrax.simulation.load_model(tmp_path / "m"), Variables)
     with pytest.raises(FedraxError, match=r"0 is of shape \(3,\), should be of shape \(5,\)"):
-        fedrax.load(tmp_path / "m", like=Variables([jnp.zeros(5), params[1]], statistics))
+        fedrax.simulation.load_model(tmp_path / "m", like=Variables([jnp.zeros(5), params[1]], statistics))
     with pytest.raises(FedraxError, match="not numbers"):
         save_model(tmp_path / "k", {"key": jax.random.key(0)})
     with pytest.raises(FedraxError, match="two arrays of the model are called a/b"):
@@ -99,13 +90,13 @@ def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
     for dtype, array in (("I64", np.array([2**40 + 1])), ("F64", np.array([1e300, 1 / 3]))):
         (tmp_path / "model").write_bytes(stored("params/w", dtype, array))
         for found in (
-            fedrax.load(tmp_path / "model"),
-            fedrax.load(tmp_path / "model", like={"w": jnp.zeros(len(array))}),
+            fedrax.simulation.load_model(tmp_path / "model"),
+            fedrax.simulation.load_model(tmp_path / "model", like={"w": jnp.zeros(len(array))}),
         ):
             assert found["w"].dtype == array.dtype and (np.asarray(found["w"]) == array).all()
     long = simulate(method, task, federation, rounds=1, cohort_size=2, dtype="float64")
     long.save(tmp_path / "long")
-    jax.tree.map(np.testing.assert_array_equal, fedrax.load(tmp_path / "long"), long.params)
+    jax.tree.map(np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path / "long"), long.params)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +119,12 @@ def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
 def test_what_is_no_model_is_a_sentence(content, tmp_path):
     (tmp_path / "model").write_bytes(content)
     with pytest.raises(FedraxError, match="model"):
-        fedrax.load(tmp_path / "model")
+        fedrax.simulation.load_model(tmp_path / "model")
     with pytest.raises(FedraxError, match="there is no file"):
-        fedrax.load(tmp_path / "none")
+        fedrax.simulation.load_model(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FedraxError, match="not a regular file"):
-        fedrax.load(tmp_path / "pipe")
+        fedrax.simulation.load_model(tmp_path / "pipe")
 
 
 def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
@@ -152,7 +143,9 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
     moved = dataclasses.replace(result, statistics={"mean": np.ones(2)})
     assert moved.variables == Variables(result.params, moved.statistics)
     seen[-1].save(tmp_path / "kept.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, fedrax.load(tmp_path / "kept.safetensors"), result.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path / "kept.safetensors"), result.params
+    )
     whole = simulate(method, task, federation, **run)
     resumed = simulate(method, task, federation, **run, directory=tmp_path / "run", resume=True)
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
@@ -197,7 +190,7 @@ def test_names_that_there_are_not():
 
 
 def test_binary_is_at_hand():
-    assert fedrax.binary is binary
+    assert fedrax.contract.binary is binary
 
 
 def test_a_model_with_too_few_outputs_for_the_classes_is_refused():

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedrax import Episode, FedAvg, Federation, GradMA, LocalSGD, MimeSVRG, Scaffold, classification, simulate
-from fedrax.compiled import pieces
-from fedrax.compiled.arithmetic import flops_in
-from fedrax.compiled.pieces import Cut, cuts_in, pieces_of, speed_of
+from fedrax import Episode, FedAvg, Federation, GradMA, LocalSGD, Scaffold, classification, simulate
+from fedrax.algorithms import MimeSVRG
 from fedrax.models import from_linen
+from fedrax.xla import microbatch
+from fedrax.xla.flops import flops_in
+from fedrax.xla.microbatch import Cut, cuts_in, pieces_of, speed_of
 
 SIZES = (9, 10, 8, 12, 11)
 LOCAL = LocalSGD(lr=0.05, epochs=2, batch_size=7)
@@ -43,8 +44,8 @@ class Normed(nn.Module):
 def shared() -> Iterator[None]:
     """However little a batch takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_MOST", float("inf"))
-        patch.setattr(pieces, "_FLOPS", 1.0)
+        patch.setattr(microbatch, "_MOST", float("inf"))
+        patch.setattr(microbatch, "_FLOPS", 1.0)
         yield
 
 
@@ -129,9 +130,9 @@ def test_how_fast_devices_are_together() -> None:
 
 
 def test_what_may_be_shared_is_found_in_a_program() -> None:
-    cut = pieces.Pieces(8, jnp.float32, None, 0.125)
+    cut = microbatch.Pieces(8, jnp.float32, None, 0.125)
     gradient = lambda w, x, counts: jax.value_and_grad(lambda w: (x @ w).sum())(w)  # noqa: E731
-    program = jax.make_jaxpr(lambda w, x: pieces.summed(gradient, cut, w, x, None))(jnp.ones(3), jnp.ones((8, 3)))
+    program = jax.make_jaxpr(lambda w, x: microbatch.summed(gradient, cut, w, x, None))(jnp.ones(3), jnp.ones((8, 3)))
     assert cuts_in(program) == [Cut(1, 0, 0.125)]
 
 

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.simulation import evaluate, planner, plans, row_file, storage
-from fedrax.simulation.engine import Engine
-from fedrax.simulation.row_file import RowFile
+from fedrax.simulation import evaluation
+from fedrax.simulation.executors import choose
+from fedrax.simulation.executors.compiled import Engine
+from fedrax.simulation.placement import planner, row_file, streaming
+from fedrax.simulation.placement.row_file import RowFile
 from tests.simulation.problems import (
     AWAY,
     FEATURES,
@@ -34,7 +36,7 @@ METHODS = {
     "fedavg": fedrax.FedAvg(local=LOCAL),
     "scaffold": SCAFFOLD,
     "losac": fedrax.LoSAC(local=fedrax.LocalSGD(lr=0.05, steps=3, blocks=2)),
-    "mifa": fedrax.MIFA(local=LOCAL),
+    "mifa": fedrax.algorithms.MIFA(local=LOCAL),
     "episode": fedrax.Episode(gamma=0.05, local=LOCAL),
 }
 OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
@@ -46,7 +48,7 @@ OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eva
 @pytest.fixture(params=[1 << 30, 1200, 1], ids=["roomy", "tight", "no room"])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes for a block's samples and states: any block fits, a round or two fit, or not even one round does."""
-    monkeypatch.setattr(storage, "_BLOCK_BYTES", request.param)
+    monkeypatch.setattr(streaming, "_BLOCK_BYTES", request.param)
     return request.param
 
 
@@ -106,20 +108,20 @@ def test_neither_seeds_nor_rounds_compile_anew(
     room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Of clients of unlike sizes on two devices, whose homes are spread otherwise by every seed."""
-    monkeypatch.setattr(storage, "_BLOCK_BYTES", room)
+    monkeypatch.setattr(streaming, "_BLOCK_BYTES", room)
     monkeypatch.setattr(planner, "_SMALL_STORE", 0)  # or states so small have a row for every client
     federation = make_federation(tuple(np.random.default_rng(0).lognormal(1, 1, 70).astype(int) + 1))
     method = fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.05, epochs=1, batch_size=2))
     task, rooms, needed = dataclasses.replace(TASK, name="of its own"), set(), set()
-    made = storage.Spill.__init__
+    made = streaming.Spill.__init__
 
-    def spy(self: storage.Spill, initial: Any, planner: Any, *more: Any) -> None:
+    def spy(self: streaming.Spill, initial: Any, planner: Any, *more: Any) -> None:
         made(self, initial, planner, *more)
         rooms.add(self.room)
         rounds = planner.sampler.settings.rounds
         needed.add(int(planner.block(0, rounds, rounds).count.max()))
 
-    monkeypatch.setattr(storage.Spill, "__init__", spy)
+    monkeypatch.setattr(streaming.Spill, "__init__", spy)
     with jax.log_compiles():
         for seed in range(4):
             options = {"rounds": 3 + 4 * seed, "cohort_size": 18, "eval_every": 5, "states": "spilled"}
@@ -148,7 +150,7 @@ def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Engine, "run", spy)
     monkeypatch.setattr("fedrax.simulation.run._BLOCK_SECONDS", 1000.0)  # blocks as long as they may be
-    script = fedrax.Script(cohorts=[[0, 1]] * 3 + [[0, 2]] * 3)
+    script = fedrax.simulation.Script(cohorts=[[0, 1]] * 3 + [[0, 2]] * 3)
     run(SCAFFOLD, script=script, rounds=6, eval_every=3, **AWAY)
     one_each = sum(FEDERATION.sizes[:2]), sum(FEDERATION.sizes[[0, 2]])
     assert [sum(rows) for _, rows, _ in seen][-1] == one_each[1] and sum(seen[0][1]) == one_each[0]
@@ -167,7 +169,7 @@ def test_different_blocks_share_a_program(caplog: pytest.LogCaptureFixture):
 def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
     """No block but the last ends before the samples of the next one are on the devices."""
     made = queue.Queue()
-    whole, place = Engine.run, storage.Streamer.place
+    whole, place = Engine.run, streaming.Streamer.place
 
     def slow(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
         first = int(xs.round[0])
@@ -176,7 +178,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
             done.append(made.get(timeout=1800))
         return whole(self, algorithm, carry, key, xs, rounds)
 
-    def notice(self: storage.Streamer, xs: Any, rounds: int) -> Any:
+    def notice(self: streaming.Streamer, xs: Any, rounds: int) -> Any:
         placed = place(self, xs, rounds)
         if threading.current_thread() is not threading.main_thread():
             made.put(int(xs.round[0]))
@@ -184,7 +186,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
 
     done: list[int] = []
     monkeypatch.setattr(Engine, "run", slow)
-    monkeypatch.setattr(storage.Streamer, "place", notice)
+    monkeypatch.setattr(streaming.Streamer, "place", notice)
     run(SCAFFOLD, rounds=6, eval_every=2, **AWAY)
     assert done and done[-1] >= 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedrax-samples")]
@@ -195,20 +197,22 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
     """The same value of each sample, whatever fits into a piece."""
-    monkeypatch.setattr(evaluate, "_rows_of_a_chunk", lambda: 7)
-    evaluate.compiled_evaluation.cache_clear()
+    monkeypatch.setattr(evaluation, "_rows_of_a_chunk", lambda: 7)
+    evaluation.compiled_evaluation.cache_clear()
     rng = np.random.default_rng(rows)
-    batch = fedrax.Batch(rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32))
+    batch = fedrax.contract.Batch(
+        rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32)
+    )
     params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), TASK.init(jax.random.key(0)))
-    mesh = plans.make_mesh(devices)
-    expected = evaluate.Evaluator(TASK, mesh, batch).per_sample(params)
+    mesh = choose.make_mesh(devices)
+    expected = evaluation.Evaluator(TASK, mesh, batch).per_sample(params)
     for most in (1, 300, 1 << 20):
-        monkeypatch.setattr(evaluate, "_PIECE_BYTES", most)
-        found = evaluate.StreamedEvaluator(TASK, mesh, batch).per_sample(params)
+        monkeypatch.setattr(evaluation, "_PIECE_BYTES", most)
+        found = evaluation.StreamedEvaluator(TASK, mesh, batch).per_sample(params)
         assert found.keys() == expected.keys() == {"loss", "accuracy"}
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values)
-    evaluate.compiled_evaluation.cache_clear()
+    evaluation.compiled_evaluation.cache_clear()
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------
@@ -218,9 +222,9 @@ def test_rounds_that_fit_by_hand():
     values = np.array([[[4, 1], [0, 9]], [[1, 4], [2, 9]], [[3, 9], [0, 2]]], np.int32)
     count = np.array([[2, 1], [2, 1], [1, 2]])
     rows = np.array([10, 20, 30, 40, 50, 0, 0, 0, 0, 1000])
-    fits = [storage.rounds_that_fit(values, count, rows, room) for room in (1, 69, 70, 109, 110, 500)]
+    fits = [streaming.rounds_that_fit(values, count, rows, room) for room in (1, 69, 70, 109, 110, 500)]
     assert fits == [1, 1, 2, 2, 3, 3]
-    assert [storage.rounds_that_fit(values, count, None, room) for room in (1, 2, 3)] == [1, 2, 3]
+    assert [streaming.rounds_that_fit(values, count, None, room) for room in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_few_capacities():
@@ -258,11 +262,11 @@ def test_pages_of_a_mapping_are_released(tmp_path: Path):
     np.save(tmp_path / "x.npy", np.zeros((1000, 10)))
     private = np.load(tmp_path / "x.npy", mmap_mode="c")
     private[3] = 1
-    storage.release(np.asarray(private))
+    streaming.release(np.asarray(private))
     assert private[3, 0] == 1
     shared = np.load(tmp_path / "x.npy", mmap_mode="r+")
     shared[4] = 2
-    storage.release(np.asarray(shared)[5:])
+    streaming.release(np.asarray(shared)[5:])
     assert shared[4, 0] == 2 and np.load(tmp_path / "x.npy")[4, 0] == 2
 
 
@@ -302,7 +306,7 @@ algorithm = getattr(fedrax, method)(local=fedrax.LocalSGD(lr=0.1, steps=1, batch
 everybody = np.random.default_rng(0).permutation(n)
 cohorts = [everybody[(np.arange(cohort) + r * cohort) % n] for r in range(rounds)]
 result = fedrax.simulate(
-    algorithm, task, federation, rounds=rounds, cohort_size=cohort, script=fedrax.Script(cohorts=cohorts),
+    algorithm, task, federation, rounds=rounds, cohort_size=cohort, script=fedrax.simulation.Script(cohorts=cohorts),
     eval_every=100, eval_train=True, samples="streamed", states="spilled", directory=directory / "run",
     keep_clients=False,
 )

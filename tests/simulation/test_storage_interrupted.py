@@ -16,10 +16,12 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.simulation import NonFiniteError, checkpoint, row_file, storage
-from fedrax.simulation.account import Account
-from fedrax.simulation.row_file import RowFile
+from fedrax.config.hyperparameters import hyperparameters
+from fedrax.simulation import NonFiniteError
+from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.placement import row_file, streaming
+from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
     AWAY,
@@ -88,7 +90,7 @@ def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path, monke
     like = {"store": jax.ShapeDtypeStruct((1000, 1024), np.float32)}
     stored = checkpoint.load(tmp_path / "c", like, in_pieces="store")[0]["store"]
     again = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
-    spill = object.__new__(storage.Spill)
+    spill = object.__new__(streaming.Spill)
     spill.files = again
     old = np.arange(4, 1000)
     spill.fill(stored, old, old[::-1])
@@ -102,7 +104,7 @@ def test_a_large_store_goes_to_the_checkpoint_and_back_piece_by_piece(tmp_path: 
     initial = np.zeros(1 << 14, np.float32)
     table, again = RowFile(tmp_path, 1000, initial), RowFile(tmp_path, 1000, initial)
     table.write(np.arange(500), np.ones((500, 1 << 14), np.float32))
-    spill = object.__new__(storage.Spill)
+    spill = object.__new__(streaming.Spill)
     spill.files = [again]
     tracemalloc.start()
     checkpoint.save(tmp_path / "c", {"store": [table]}, {})
@@ -132,7 +134,7 @@ def test_the_sick_client_is_named(plan: str, client: int, name: str, tmp_path: P
     x, y = (np.array(a) for a in FEDERATION.train)
     x[FEDERATION.offsets[client] : FEDERATION.offsets[client + 1]] = np.nan
     sick = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
-    script, messages = fedrax.Script(cohorts=[[0, 2, 7], [6, 4], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
+    script, messages = fedrax.simulation.Script(cohorts=[[0, 2, 7], [6, 4], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
     for where, away in (("resident", {}), ("away", AWAY)):
         with pytest.raises(NonFiniteError) as caught:
             run(method, sick, script=script, rounds=5, plan=plan, directory=tmp_path / where, **away)
@@ -167,7 +169,7 @@ class Worn(fedrax.FedAvg):
 def test_a_worn_client_is_named(client: int):
     """The diagnosis starts from the states of the block, which has fewer rows than there are clients."""
     others = [[c for c in (0, 2, 4, 6) if c != client], [1, 3, 5], [7]]
-    script = fedrax.Script(cohorts=[sorted([client, *some]) for some in others])
+    script = fedrax.simulation.Script(cohorts=[sorted([client, *some]) for some in others])
     with pytest.raises(NonFiniteError, match=f"^Worn, round 3, client {client}: upload"):
         run(Worn(local=LOCAL), script=script, rounds=3, eval_every=1, cohort_size=4, **AWAY)
 
@@ -254,8 +256,8 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     account = Account(1 << 30, on_cpu=True)
     for away in ({"samples": "streamed"}, {"states": "spilled"}):
         with pytest.raises(FedraxError, match="by a single process only"):
-            storage.choose(Settings(**away), FEDERATION.train, 8, account)
-    assert storage.choose(Settings(), FEDERATION.train, 1 << 60, account) == (False, False)
+            streaming.choose(Settings(**away), FEDERATION.train, 8, account)
+    assert streaming.choose(Settings(), FEDERATION.train, 1 << 60, account) == (False, False)
 
 
 def test_a_sweep_takes_turns():

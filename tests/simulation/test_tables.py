@@ -9,10 +9,10 @@ import pytest
 
 import fedrax
 from fedrax import tree
-from fedrax.contract.hyperparameters import hyperparameters
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.table import Table, set_state, state_in
 from fedrax.models import MLP
-from fedrax.simulation.engine import Engine
+from fedrax.simulation.executors.compiled import Engine
 from tests.simulation.problems import CLASSES, FEATURES, assert_close, make_federation, run
 from tests.thinning import thinned
 
@@ -120,7 +120,7 @@ def test_a_row_is_read_and_written():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("algorithm", [fedrax.LoSAC, fedrax.FedSaga])
+@pytest.mark.parametrize("algorithm", [fedrax.LoSAC, fedrax.algorithms.FedSaga])
 def test_a_simulation_does_not_copy_tables(algorithm, monkeypatch):
     """A round needs less scratch memory than one client's table, of which it uses few rows."""
     sizes = []

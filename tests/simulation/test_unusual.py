@@ -11,26 +11,18 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import (
-    Ditto,
-    FedAvg,
-    Federation,
-    FedraxError,
-    LocalSGD,
-    Optax,
-    PFedMe,
-    Scaffold,
-    Script,
-    Variables,
-    classification,
-    sweep,
-)
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, sweep
+from fedrax.algorithms import PFedMe
+from fedrax.config.annotations import Leaf
+from fedrax.config.hyperparameters import hyperparameters
+from fedrax.contract import Variables
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.averaging import Averaging
-from fedrax.contract.fields import Leaf
-from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.models import Model
-from fedrax.simulation import checkpoint
+from fedrax.optim import Optax
+from fedrax.personalization import Ditto
+from fedrax.simulation import Script
+from fedrax.simulation.persistence import checkpoint
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, assert_identical, run
 
 

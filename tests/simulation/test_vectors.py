@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import fedrax
 from fedrax import tree
-from fedrax.compiled.pieces import AXIS
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract import vectors as module
-from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.vectors import Changes, Vectors, exchanged, fetched, is_vectors, on_axis, padded, settled, watched
 from fedrax.simulation import NonFiniteError
-from fedrax.simulation.engine import Engine, server_specs
+from fedrax.simulation.executors.compiled import Engine, server_specs
+from fedrax.xla.microbatch import AXIS
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
 
 K, S = 5, 4
@@ -99,8 +99,8 @@ def test_shares_of_vectors(few: int, monkeypatch):
 
 REMEMBERING = (
     fedrax.GradMA(local=LOCAL, memory=4),
-    fedrax.GradMAS(local=LOCAL, memory=6, scope="leaf"),
-    fedrax.MIFA(local=LOCAL, memory="server"),
+    fedrax.algorithms.GradMAS(local=LOCAL, memory=6, scope="leaf"),
+    fedrax.algorithms.MIFA(local=LOCAL, memory="server"),
 )
 
 
@@ -181,7 +181,7 @@ def assert_identical_leaves(one: Any, two: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("kind", [fedrax.GradMAS, fedrax.GradMA])
+@pytest.mark.parametrize("kind", [fedrax.algorithms.GradMAS, fedrax.GradMA])
 def test_a_round_accumulates_in_place(kind, monkeypatch):
     """Or it would copy all that the server remembers, twice."""
     found = []

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax import Averaging, FedAvg, Positive, Wrapper, hyperparameters, tree
+from fedrax import Averaging, FedAvg, Wrapper, hyperparameters, tree
+from fedrax.config.hyperparameters import NonNegative
+from fedrax.contract import Positive
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.tree import Tree
 
 
@@ -160,7 +161,7 @@ class Shaken(FedAvg):
 
 @hyperparameters
 class NormAtHome(Averaging):
-    """FedBN (Li et al. 2021): normalisation stays on each client, with its running statistics; all else is FedAvg."""
+    """FedBN (Li et al. 2021): normalization stays on each client, with its running statistics; all else is FedAvg."""
 
     @property
     def statistics_at_home(self) -> bool:
@@ -172,14 +173,14 @@ class NormAtHome(Averaging):
         return self._norm(params)
 
     def client(self, message: Tree, state: dict[str, Array], data: ClientData) -> ClientOutput:
-        """Local steps with the client's own normalisation, which goes up as no change."""
+        """Local steps with the client's own normalization, which goes up as no change."""
         result = self.local.run(data, self.personal(message, state))
         ends = self._norm(result.params)
         upload = tree.sub(self._placed(result.params, self._norm(message)), message)
         return ClientOutput(upload=upload, state=ends, info=result.info)
 
     def personal(self, params: Tree, state: dict[str, Array]) -> Tree:
-        """The global model with the client's own normalisation."""
+        """The global model with the client's own normalization."""
         return self._placed(params, state)
 
     def _norm(self, params: Tree) -> dict[str, Array]:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import FedAvg, LocalSGD, LoSAC, Quantised, Scaffold, Script, Upcycled, tree
+from fedrax import FedAvg, LocalSGD, LoSAC, Scaffold, Upcycled, tree
+from fedrax.compression import Quantized
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Batch
-from fedrax.simulation import Result
+from fedrax.simulation import Result, Script
 from tests.simulation.problems import LOCAL, TASK, assert_close, make_federation, run
 from tests.thinning import thinned
 from tests.wrappers.own_methods import Counted, Masked, PerSample, Private, Ridge, Shaken, Signs
@@ -46,7 +47,7 @@ def moved(result: Result) -> np.ndarray:
 # -- noise ---------------------------------------------------------------------------------------------------------
 
 NOISY = partial(Private, clip=0.05, sigma=0.01)
-ORDERS = list(permutations([NOISY, Upcycled, Quantised]))
+ORDERS = list(permutations([NOISY, Upcycled, Quantized]))
 
 
 def name_of(order: tuple) -> str:
@@ -63,9 +64,9 @@ def test_every_order_runs_and_every_plan(order: tuple):
     assert_close(short(method, plan=plan, rounds=1), short(method, rounds=1))
 
 
-def test_the_order_of_noise_and_quantisation_shows_in_the_bytes():
-    """Noise inside is quantised with the update; the levels cannot be made noisy."""
-    inside, plain = (compiled(m).events[-1]["bytes_up"] for m in (Quantised(NOISY(FEDAVG)), Quantised(FEDAVG)))
+def test_the_order_of_noise_and_quantization_shows_in_the_bytes():
+    """Noise inside is quantized with the update; the levels cannot be made noisy."""
+    inside, plain = (compiled(m).events[-1]["bytes_up"] for m in (Quantized(NOISY(FEDAVG)), Quantized(FEDAVG)))
     assert inside == plain
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError, check_algorithm, tree
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.hyperparameters import hyperparameters
 from fedrax.contract.wrapper import Wrapper
 from fedrax.models import from_linen
 from tests.simulation.problems import FEDERATION, SIZES, TASK, run
@@ -65,8 +65,8 @@ def test_a_gradient_rule_is_the_gradient():
     "method",
     [
         with_gradients(summed, with_gradients(summed)),
-        fedrax.SampleDP(inner=with_gradients(summed)),
-        with_gradients(summed, fedrax.SampleDP(inner=AVERAGE)),
+        fedrax.privacy.SampleDP(inner=with_gradients(summed)),
+        with_gradients(summed, fedrax.privacy.SampleDP(inner=AVERAGE)),
     ],
     ids=["twice", "inside noise", "around noise"],
 )
@@ -117,7 +117,7 @@ def test_the_outermost_direction_rule_has_the_last_word():
 
 def test_noise_upon_noise_is_refused():
     with pytest.raises(FedraxError, match="SampleDP inside SampleDP"):
-        run(fedrax.SampleDP(inner=around(lambda data: data, fedrax.SampleDP(inner=AVERAGE))), rounds=1)
+        run(fedrax.privacy.SampleDP(inner=around(lambda data: data, fedrax.privacy.SampleDP(inner=AVERAGE))), rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_noise_upon_noise_is_refused():
 )
 def test_noise_is_for_methods_that_see_samples_as_it_is_counted(change: Callable, what: str):
     with pytest.raises(FedraxError, match=f"SampleDP goes around methods .* asks for {what}"):
-        run(fedrax.SampleDP(inner=around(change)), rounds=1, weights="uniform")
+        run(fedrax.privacy.SampleDP(inner=around(change)), rounds=1, weights="uniform")
 
 
 def test_gradients_by_a_rule_are_refused_where_they_would_leave_statistics_behind():

@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax import MOON, Attacked, FedAvg, FedMLB, FedraxError, LocalSGD, Personalised, RandomK, Script, upcycle
+from fedrax import FedAvg, FedraxError, LocalSGD
+from fedrax.algorithms import MOON, FedMLB, upcycle
+from fedrax.compression import RandomK
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Batch
 from fedrax.models import MLP
-from fedrax.wrappers.attacked import LabelFlip
+from fedrax.personalization import Personalized
+from fedrax.robust import Attacked
+from fedrax.robust.attacked_clients import LabelFlip
+from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, run
 
 TASK = fedrax.classification(MLP(hidden=(5, 4), activation="tanh").build((4,), 3))
@@ -23,7 +28,9 @@ LOCAL = LocalSGD(lr=0.1, steps=2, batch_size="full")
 FIRST = tuple(name for name in fedrax.tree.leaf_names(TASK.init(jax.random.key(0))) if name.startswith("dense1"))
 
 
-@pytest.mark.parametrize("method", [FedMLB(LOCAL), MOON(LOCAL), FedAvg(LOCAL), fedrax.PFedMe(LOCAL)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [FedMLB(LOCAL), MOON(LOCAL), FedAvg(LOCAL), fedrax.algorithms.PFedMe(LOCAL)], ids=repr
+)
 def test_flipped_labels_are_those_of_every_term(method: Algorithm):
     """As if the malicious clients' data had other labels."""
     bad = (1, 4)
@@ -52,12 +59,12 @@ def contrast(mu: float, own: Any, start: Any, previous: Any, batch: Batch) -> An
 
 
 def test_what_is_held_is_held_in_every_term():
-    """Personalised with alternate around MOON: the contrast knows the first layer as it stays."""
+    """Personalized with alternate around MOON: the contrast knows the first layer as it stays."""
     client, rounds, mu = 3, 2, 2.0
     start = TASK.init(jax.random.key(7))
     low, high = FEDERATION.offsets[client : client + 2]
     options: dict[str, Any] = {"task": TASK, "params": start, "rounds": rounds, "dtype": "float64", "devices": 1}
-    method = Personalised(MOON(LOCAL, mu=mu), at_home=FIRST, alternate=dataclasses.replace(LOCAL, steps=1))
+    method = Personalized(MOON(LOCAL, mu=mu), at_home=FIRST, alternate=dataclasses.replace(LOCAL, steps=1))
     found = run(method, script=Script(cohorts=[[client]] * rounds), **options)
     with jax.enable_x64(True):
         batch = Batch(*(jnp.asarray(part[low:high]) for part in FEDERATION.train))
@@ -81,13 +88,15 @@ def test_what_is_held_is_held_in_every_term():
 
 
 OTHERS = {
-    "MimeLite sends something else down": Personalised(fedrax.MimeLite(LOCAL), at_home=FIRST),
-    "FedCM sends something else down": Personalised(fedrax.FedCM(LOCAL), at_home=FIRST),
-    "FedExP sends something else up": Personalised(fedrax.FedExP(LOCAL), at_home=FIRST),
-    "QFedAvg sends something else up": Personalised(fedrax.QFedAvg(LOCAL), at_home=FIRST),
-    "FedNova sends something else up": Personalised(fedrax.FedNova(LOCAL), at_home=FIRST),
-    "Scaffnew moves its parameters before it": upcycle(fedrax.Scaffnew(LocalSGD(lr=0.1)), 0.5),
-    "Scaffnew takes its local steps in another exchange": fedrax.Ditto(fedrax.Scaffnew(LocalSGD(lr=0.1))),
+    "MimeLite sends something else down": Personalized(fedrax.algorithms.MimeLite(LOCAL), at_home=FIRST),
+    "FedCM sends something else down": Personalized(fedrax.algorithms.FedCM(LOCAL), at_home=FIRST),
+    "FedExP sends something else up": Personalized(fedrax.algorithms.FedExP(LOCAL), at_home=FIRST),
+    "QFedAvg sends something else up": Personalized(fedrax.algorithms.QFedAvg(LOCAL), at_home=FIRST),
+    "FedNova sends something else up": Personalized(fedrax.algorithms.FedNova(LOCAL), at_home=FIRST),
+    "Scaffnew moves its parameters before it": upcycle(fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1)), 0.5),
+    "Scaffnew takes its local steps in another exchange": fedrax.personalization.Ditto(
+        fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1))
+    ),
 }
 
 
@@ -98,11 +107,15 @@ def test_what_would_be_wrong_in_silence_is_refused(sentence: str):
 
 
 def test_ditto_takes_steps_of_its_own_beside_drawn_ones():
-    method = fedrax.Ditto(fedrax.Scaffnew(LocalSGD(lr=0.1)), own_steps=LOCAL)
+    method = fedrax.personalization.Ditto(fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1)), own_steps=LOCAL)
     assert run(method, task=TASK, rounds=1, weights="uniform").events
 
 
-@pytest.mark.parametrize("method", [fedrax.FedCM(LOCAL), fedrax.FedNova(LOCAL), fedrax.QFedAvg(LOCAL)], ids=repr)
+@pytest.mark.parametrize(
+    "method",
+    [fedrax.algorithms.FedCM(LOCAL), fedrax.algorithms.FedNova(LOCAL), fedrax.algorithms.QFedAvg(LOCAL)],
+    ids=repr,
+)
 def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
     """Numbers of steps and scales reach the server as they are; of the rest half is drawn."""
     options: dict[str, Any] = {"task": TASK, "rounds": 6}
@@ -115,6 +128,6 @@ def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
 
 
 def test_labels_that_a_task_is_not_meant_for_are_refused():
-    task = fedrax.binary(MLP(hidden=(5,)).build((4,), 1))
+    task = fedrax.contract.binary(MLP(hidden=(5,)).build((4,), 1))
     with pytest.raises(FedraxError, match="takes labels from 0 to 1, and these are from 0 to 2"):
         run(task=task, rounds=1)

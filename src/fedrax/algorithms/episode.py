@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from fedrax import tree
 from fedrax.algorithms.mime import Message, Server
+from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Positive, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, Step
 from fedrax.errors import FedraxError
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

@@ -1,6 +1,6 @@
 """FedADMM: the alternating direction method of multipliers with inexact local steps (LoSAC paper, Appendix E).
 
-It minimises (1/N) sum_i f_i + Psi in its consensus form, in which every client keeps a copy x_i of the server's z
+It minimizes (1/N) sum_i f_i + Psi in its consensus form, in which every client keeps a copy x_i of the server's z
 and a multiplier pi_i for x_i = z. Eq. 74 has absorbed the factor 1/N in f_i; here f_i is what it is for every other
 method, and Psi is taken N times instead.
 """
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Positive, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Count, Positive, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.proximal import Prox
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD, Step
+from fedrax.contract.traits import Requirements
 from fedrax.errors import FedraxError
+from fedrax.optim.proximal import Prox
 from fedrax.tree import Tree
 
 
@@ -41,7 +41,7 @@ class Client(NamedTuple):
 class FedADMM(Algorithm):
     """x_i <- (rho eta z - eta pi_i + x_i - eta g_i) / (1 + rho eta), pi_i <- pi_i + rho (x_i - z) (Algorithm 3).
 
-    The server minimises over z, from the last pi_i + rho x_i of all clients. What it keeps of them is their sum;
+    The server minimizes over z, from the last pi_i + rho x_i of all clients. What it keeps of them is their sum;
     clients send by how much their term has changed.
     """
 
@@ -52,8 +52,8 @@ class FedADMM(Algorithm):
     Where rho eta T is far above 1, a round is one step of gradient descent, 1 / rho long whatever eta and T are; where
     it is far below, it diverges."""
     prox: Prox | None = None
-    """Regulariser Psi, on the server."""
-    server_steps: Count = 1
+    """Regularizer Psi, on the server."""
+    server_steps: PositiveInt = 1
     """Proximal steps (Eq. 81) that the server takes on z in each round."""
     server_lr: Positive | None = None
     """eta_g, their size; left out it is 1 / (N rho), with which one step gives the minimum (Eq. 82)."""
@@ -69,12 +69,12 @@ class FedADMM(Algorithm):
             if getattr(self.local, name) is not None:
                 raise FedraxError(f"FedADMM has local steps of its own: leave local.{name} out")
         if self.local.prox is not None:
-            raise FedraxError("FedADMM applies its regulariser on the server: set prox instead of local.prox")
+            raise FedraxError("FedADMM applies its regularizer on the server: set prox instead of local.prox")
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round: x_i = z and pi_i = 0, then the first steps on z."""
         total = tree.scale(num_clients * self.rho, params)
-        return Server(self._minimised(params, total, num_clients), total)
+        return Server(self._minimized(params, total, num_clients), total)
 
     def init_client(self, params: Tree) -> Client:
         """x_i = z before the first steps on it, pi_i = 0."""
@@ -99,9 +99,9 @@ class FedADMM(Algorithm):
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """The cohort's terms of the sum renewed, and the steps on z with which the next round begins."""
         total = tree.add_scaled(server.total, jnp.asarray(cohort.size, float), cohort.mean)
-        return Server(self._minimised(server.params, total, cohort.num_clients), total), {}
+        return Server(self._minimized(server.params, total, cohort.num_clients), total), {}
 
-    def _minimised(self, z: Tree, total: Tree, num_clients: int) -> Tree:
+    def _minimized(self, z: Tree, total: Tree, num_clients: int) -> Tree:
         """Eq. 81: z <- prox_{eta_g N Psi}(z - eta_g (N rho z - sum_i (pi_i + rho x_i))), step by step."""
         lr = 1 / (num_clients * self.rho) if self.server_lr is None else self.server_lr
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from fedrax import tree
+from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.averaging import Averaging, Server
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, hyperparameters
-from fedrax.contract.local import LocalSGD, pull
-from fedrax.contract.requirements import Requirements
-from fedrax.contract.schedules import Constant
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, pull
+from fedrax.contract.traits import Requirements
 from fedrax.errors import warn
+from fedrax.optim.schedules import Constant
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.hyperparameters import NonNegative, NonNegativeInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, Whole, hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 
@@ -52,7 +52,7 @@ class FedBuff(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     power: NonNegative = 0.5
     """How fast an upload's weight falls with its delay; 0: not at all."""
-    max_delay: Whole = 10
+    max_delay: NonNegativeInt = 10
     """The longest delay: so many sums of the model's size are kept, and one more. Longer ones are refused, but of
     uploads that no round of the run takes, such as those of clients that are never heard of again."""
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.annotations import Bound
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.fields import Bound
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, Step
 from fedrax.errors import FedraxError
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

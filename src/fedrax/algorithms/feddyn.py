@@ -1,4 +1,4 @@
-"""FedDyn: federated learning with dynamic regularisation (Acar et al. 2021)."""
+"""FedDyn: federated learning with dynamic regularization (Acar et al. 2021)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Positive, hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.tree import Tree
 
 
@@ -31,7 +31,7 @@ class Client(NamedTuple):
 
 @hyperparameters
 class FedDyn(Algorithm):
-    """Clients minimise f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, whose terms beside f_i local momentum sees.
+    """Clients minimize f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, whose terms beside f_i local momentum sees.
 
     Then lambda_i <- lambda_i - alpha (x_i - x), and over the S clients of the cohort, of N,
     h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1, with one alpha for all clients: the
@@ -61,13 +61,13 @@ class FedDyn(Algorithm):
         return Client(tree.zeros_like(params))
 
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
-        """Local steps on the regularised loss, then the new lambda_i."""
+        """Local steps on the regularized loss, then the new lambda_i."""
 
-        def regularised(gradient: Tree, x: Tree) -> Tree:
+        def regularized(gradient: Tree, x: Tree) -> Tree:
             step = lambda g, dual, a, b: (g - dual + self.alpha * (a - b)).astype(g.dtype)  # noqa: E731
             return jax.tree.map(step, gradient, state.dual, x, message)
 
-        result = self.local.run(data, message, term=regularised)
+        result = self.local.run(data, message, term=regularized)
         delta = tree.sub(result.params, message)
         dual = tree.add_scaled(state.dual, -self.alpha, delta)
         return ClientOutput(upload=delta, state=Client(dual), info=result.info)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Positive, hyperparameters
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local_training import LocalSGD
 from fedrax.tree import Tree
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Decay, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Decay, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
+from fedrax.contract.local_training import LocalSGD, Step
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 

@@ -1,4 +1,4 @@
-"""FedMLB: multi-level branched regularisation (Kim, Kim and Han 2022)."""
+"""FedMLB: multi-level branched regularization (Kim, Kim and Han 2022)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
-from fedrax.contract.requirements import Requirements
 from fedrax.contract.task import Batch
+from fedrax.contract.traits import Requirements
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 

@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging of clients that take different numbers of steps (Wang et al. 2020)."""
+"""FedNova: normalized averaging of clients that take different numbers of steps (Wang et al. 2020)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Positive, hyperparameters
-from fedrax.contract.local import LocalSGD, pull
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, pull
 from fedrax.errors import FedraxError
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 
@@ -61,7 +61,7 @@ class FedNova(Algorithm):
         return Server(params, self.server_optimizer.init(params))
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local steps from the global parameters; the normalised update goes up."""
+        """Local steps from the global parameters; the normalized update goes up."""
         result = self.local.run(data, message, term=None if self.mu is None else pull(self.mu, message))
         length = self._length(result.steps, data.round)
         direction = tree.scale(1 / length, tree.sub(result.params, message))
@@ -80,7 +80,7 @@ class FedNova(Algorithm):
         return steps
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """One step of the server optimizer on tau_eff times the mean normalised update."""
+        """One step of the server optimizer on tau_eff times the mean normalized update."""
         direction, tau = cohort.mean
         params, state = self.server_optimizer.step(
             server.params, server.optimizer, tree.scale(tau, direction), cohort.round

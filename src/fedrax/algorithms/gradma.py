@@ -1,7 +1,7 @@
 """GradMA (Luo et al. 2023): directions corrected on the workers, on the server with a memory of updates, or on both.
 
 A correction takes the direction's nearest vector that does not point against any of a few remembered ones
-(:mod:`fedrax.compiled.cone`). The worker remembers its last point and the global one, the server its clients' updates.
+(:mod:`fedrax.optim.cone`). The worker remembers its last point and the global one, the server its clients' updates.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.cone import multipliers, project
+from fedrax.config.hyperparameters import Decay, NonNegativeInt, Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Decay, Positive, Whole, hyperparameters
-from fedrax.contract.local import LocalResult, LocalSGD, Step
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalResult, LocalSGD, Step
+from fedrax.contract.traits import Requirements
 from fedrax.contract.vectors import Vectors
+from fedrax.optim.cone import multipliers, project
 from fedrax.tree import Tree
 
 Scope = Literal["vector", "leaf"]
@@ -120,7 +120,7 @@ class ServerMemory(Algorithm):
     """Momentum of the server's direction."""
     beta2: Decay = 0.5
     """What remains of a remembered update after a round."""
-    memory: Whole = 100
+    memory: NonNegativeInt = 100
     """Clients whose updates are remembered; none, or at least the cohort. More than there are clients is all of
     them. When full, of the clients outside the cohort the one that took part least since it entered is dropped
     (of several the first to enter, of these the smallest number)."""

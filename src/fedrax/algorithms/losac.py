@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.requirements import Requirements
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, Step
 from fedrax.contract.table import Table
+from fedrax.contract.traits import Requirements
 from fedrax.errors import FedraxError
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 
@@ -79,7 +79,7 @@ class LoSAC(Algorithm):
     local: LocalSGD = LocalSGD(steps=5, blocks=5)
     reading: Literal["printed", "consistent", "auto"] = "auto"
     """Scales of Eq. 11-13: as printed, or such that Eq. 12 holds. auto: as printed, but consistent where a
-    prox is given, because the printed scales would solve the problem with a weaker regulariser."""
+    prox is given, because the printed scales would solve the problem with a weaker regularizer."""
 
     @property
     def consistent(self) -> bool:

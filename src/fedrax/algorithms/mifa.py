@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.contract.vectors import Vectors
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

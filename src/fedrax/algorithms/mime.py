@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Decay, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Decay, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, Step
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 @hyperparameters
-class Centred(Algorithm):
+class Centerd(Algorithm):
     """Two phases: the cohort's mean full gradient c at x, then local steps that know it."""
 
     local: LocalSGD = LocalSGD()
@@ -90,7 +90,7 @@ class Centred(Algorithm):
 
 
 @hyperparameters
-class MimeSVRG(Centred):
+class MimeSVRG(Centerd):
     """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
 
     def direction(self, message: Message, corrected: Tree) -> Tree:
@@ -126,7 +126,7 @@ def _renewed(beta: Any, gradient: Tree, momentum: Tree, cohort: Cohort) -> Tree:
 
 
 @hyperparameters
-class Mime(Centred):
+class Mime(Centerd):
     """d = (1 - beta)(g_i(x_i; xi) - g_i(x; xi) + c) + beta s; after the round s <- (1 - beta) c + beta s.
 
     s is zero at first. beta = 0 is MimeSVRG.

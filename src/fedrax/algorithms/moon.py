@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
-from fedrax.contract.requirements import Requirements
 from fedrax.contract.task import Batch
+from fedrax.contract.traits import Requirements
 from fedrax.tree import Tree
 
 

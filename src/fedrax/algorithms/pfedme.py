@@ -1,4 +1,4 @@
-"""pFedMe: personalised models with Moreau envelopes (Dinh, Tran and Nguyen 2020)."""
+"""pFedMe: personalized models with Moreau envelopes (Dinh, Tran and Nguyen 2020)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 
 from fedrax import tree
+from fedrax.config.hyperparameters import Positive, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Count, Positive, hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, Step
 from fedrax.errors import FedraxError, warn
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 
@@ -42,7 +42,7 @@ class PFedMe(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     lam: Positive = 15.0
     """lambda: how near a client's own model stays to w."""
-    inner_steps: Count = 5
+    inner_steps: PositiveInt = 5
     """K, gradient steps of theta on each batch."""
     inner_lr: Positive = 0.05
     """The step size of theta."""
@@ -75,7 +75,7 @@ class PFedMe(Algorithm):
         """w and theta from the global parameters."""
 
         def towards_own(gradient: Tree, w: Tree, theta: Tree, step: Step) -> tuple[Tree, Tree]:
-            theta = self._personalised(w if self.restart else theta, w, step, data)
+            theta = self._personalized(w if self.restart else theta, w, step, data)
             return tree.scale(self.lam, tree.sub(w, theta)), theta
 
         result = self.local.run(data, message, towards_own, memory=message)
@@ -83,7 +83,7 @@ class PFedMe(Algorithm):
         info = {**result.info, "gradients": self.inner_steps * result.info["gradients"]}
         return ClientOutput(upload=tree.sub(result.params, message), state=Client(result.memory), info=info)
 
-    def _personalised(self, theta: Tree, w: Tree, step: Step, data: ClientData) -> Tree:
+    def _personalized(self, theta: Tree, w: Tree, step: Step, data: ClientData) -> Tree:
         """K steps theta <- theta - inner_lr (grad f_i(theta; batch) + lambda (theta - w))."""
 
         def descend(_: Any, theta: Tree) -> Tree:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import FedraxError
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 _TINY = 1e-10
@@ -37,7 +37,7 @@ class Upload(NamedTuple):
 
 @hyperparameters
 class QFedAvg(Algorithm):
-    """Minimises sum_i p_i f_i^(q+1) / (q + 1): the greater q, the more the clients count that do badly. Algorithm 2.
+    """Minimizes sum_i p_i f_i^(q+1) / (q + 1): the greater q, the more the clients count that do badly. Algorithm 2.
 
     With F_i = f_i(x) over all of a client's data and L = 1 / eta for the unknown Lipschitz constant, client i sends
     F_i^q L Delta_i and h_i = q F_i^(q-1) |L Delta_i|^2 + L F_i^q, and x <- x + sum_i p_i F_i^q L Delta_i / sum_i p_i

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.annotations import Bound
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.fields import Bound
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 

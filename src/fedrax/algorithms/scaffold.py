@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from fedrax import tree
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD, Step
-from fedrax.contract.requirements import Requirements
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD, Step
+from fedrax.contract.traits import Requirements
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.signs import Signs
+from fedrax.compression.packing import Signs
+from fedrax.config.hyperparameters import Decay, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Decay, hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.tree import Tree
 
 

@@ -4,11 +4,11 @@ Messages come from ``simulate(..., record=Record(...))``. A view says how they c
 that would have made them, a score says how near it came.
 """
 
-from fedrax.attacks.attack import Attack, Reconstruction, descent, dlg, inverting_gradients
-from fedrax.attacks.labels import labels_of
+from fedrax.attacks.label_recovery import labels_of
 from fedrax.attacks.messages import Seen, gradients_seen, vectors
-from fedrax.attacks.metrics import Score, frobenius, label_recovery, matching, psnr, score, ssim
-from fedrax.attacks.view import View, as_client_program, as_gradient
+from fedrax.attacks.observation import View, as_client_program, as_gradient
+from fedrax.attacks.reconstruction import Attack, Reconstruction, descent, dlg, inverting_gradients
+from fedrax.attacks.similarity import Score, frobenius, label_recovery, matching, psnr, score, ssim
 
 __all__ = [
     "Attack",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
-from fedrax.simulation.recording import Exchange, Sent
+from fedrax.simulation.results.message_recorder import Exchange, Sent
 from fedrax.tree import Tree
 
 
@@ -33,7 +33,7 @@ def parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
 
 
 def without_whole_numbers(read: Tree, sent: Tree) -> Tree:
-    """What was ``read`` of a message without what travelled as whole numbers, where reading keeps its structure.
+    """What was ``read`` of a message without what traveled as whole numbers, where reading keeps its structure.
 
     Counts of signs, say, have no derivative, and would drown what has one.
     """

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fedrax.errors import FedraxError, FedraxWarning
-from fedrax.text import plain_lines
+from fedrax.escaping import plain_lines
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
@@ -40,7 +40,7 @@ COMMANDS = {
 USAGE = """\
 usage: fedrax COMMAND [ARGUMENTS]
 
-Federated optimisation on heterogeneous clients: compare methods in simulation.
+Federated optimization on heterogeneous clients: compare methods in simulation.
 
 commands:
 {commands}
@@ -187,7 +187,7 @@ def _sentence(error: BaseException) -> str | None:
     """What to say of an error: the library's own sentence, whose code it was, what the system does not do, or None."""
     if isinstance(error, FedraxError):
         return str(error)
-    own_code = sys.modules.get("fedrax.experiments.own_code")
+    own_code = sys.modules.get("fedrax.experiments.user_code")
     if own_code is not None and (theirs := own_code.traceback_of(error)) is not None:
         return theirs
     if isinstance(error, OSError) and error.filename is not None:

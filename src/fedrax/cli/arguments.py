@@ -18,11 +18,11 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro import constructors
 
-from fedrax.contract.fields import Field, fields_of, hints_of
+from fedrax.config.annotations import Field, fields_of, hints_of
 from fedrax.errors import FedraxError
-from fedrax.experiments import config, experiment, own_code
-from fedrax.experiments.config import FROM_PYTHON, Choice, Table, fits_a_file, says_whole
+from fedrax.experiments import experiment, serialization, user_code
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.serialization import FROM_PYTHON, Choice, Table, fits_a_file, says_whole
 
 T = TypeVar("T")
 PARTS = ("data", "partition", "model", "task", "algorithm", "run")
@@ -98,14 +98,14 @@ def choices_in(value: Any, path: str = "") -> Iterator[Chosen]:
     """Every such place, outer ones first."""
     for name, field in fields_of(type(value)).items():
         item, where = getattr(value, name), f"{path}.{name}" if path else name
-        choice = config.choice_of(field)
+        choice = serialization.choice_of(field)
         if choice is not None:
             yield Chosen(where, choice, item)
         if dataclasses.is_dataclass(item):
             yield from choices_in(item, where)
 
 
-def take_choices(table: Table, args: list[str], reader: config.Reader) -> tuple[Table, list[str]]:
+def take_choices(table: Table, args: list[str], reader: serialization.Reader) -> tuple[Table, list[str]]:
     """``table`` with the names that ``args`` choose (``--algorithm losac``), and the other arguments."""
     table = copy.deepcopy(table)
     tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=", arg) else [arg])]
@@ -131,9 +131,9 @@ def _of_one_method(table: Table, args: list[str], parts: tuple[str, ...]) -> Tab
         return {key: value for key, value in table.items() if key != "algorithm"}
     tokens = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--algorithm=") else [arg])]
     for name in [value for flag, value in itertools.pairwise(tokens) if flag == "--algorithm"]:
-        cls = config.ALGORITHM.find(name, Path.cwd(), "typed")
+        cls = serialization.ALGORITHM.find(name, Path.cwd(), "typed")
         if shared.keys() <= fields_of(cls).keys():
-            return table | {"algorithm": {"name": config.own_name(cls) or name, **shared}}
+            return table | {"algorithm": {"name": serialization.own_name(cls) or name, **shared}}
     return table
 
 
@@ -151,7 +151,7 @@ def _choose(table: Table, chosen: Chosen, name: str) -> None:
     known = {field.name for field in dataclasses.fields(cls)}
     keeps = isinstance(old, Mapping) and (chosen.choice.keep or cls is type(chosen.value))
     kept = {key: value for key, value in old.items() if key in known and key != "name"} if keeps else {}
-    table[last] = {"name": config.own_name(cls) or name, **kept}
+    table[last] = {"name": serialization.own_name(cls) or name, **kept}
 
 
 def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
@@ -162,7 +162,7 @@ def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
         return dataclasses.replace(value, **{first: without(getattr(value, first), *inside) if inside else None})
 
     for flag in flags:
-        other = config.replaced_by(flag, made)
+        other = serialization.replaced_by(flag, made)
         if other is not None and other not in flags:
             made = without(made, *other.split("."))
     return made
@@ -180,7 +180,7 @@ def _refuse_beyond_files(made: Experiment, tokens: list[str]) -> None:
     """Refuse flags for what only Python can say, of which no flag is offered."""
     for flag in (token for token in tokens if token.startswith("--")):
         field = _field_of(made, flag)
-        if field is None or not field.classes or config.choice_of(field) is not None:
+        if field is None or not field.classes or serialization.choice_of(field) is not None:
             continue
         if not says_whole(cls := field.classes[0]):
             raise FedraxError(f"{flag.split('=')[0]}: no flag can say what {cls.__name__} holds: {FROM_PYTHON}")
@@ -226,14 +226,14 @@ def parse_experiment(
     path = Path(args[0]) if args and not args[0].startswith("-") else None
     table = {} if path is None else experiment.read_file(path)
     source, folder = ("command line", Path()) if path is None else (str(path), path.parent)
-    trust = "beside" if path is None else own_code.trust_in(path)
+    trust = "beside" if path is None else user_code.trust_in(path)
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder, trust)  # explains that this is a file for `fedrax compare`
     if "compare" in table:
         table = _of_one_method(table, args, parts)
     left_out = [key for key in table if key in experiment.OF_COMPARISONS]
     table = {key: value for key, value in table.items() if key not in left_out}
-    reader = config.Reader(source, folder, tyro.MISSING, trust)
+    reader = serialization.Reader(source, folder, tyro.MISSING, trust)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
     made = _as_flagged(reader.fields(Experiment, table, "", Experiment()), rest)
     _refuse_beyond_files(made, rest)
@@ -259,7 +259,9 @@ def parse_experiment(
     result = dataclasses.replace(made, name=parsed.name, **changed)
     # read once more, as the file of the run will be: flags take the forms that values of a file have
     # what the file alone says has been read already
-    result = config.Reader("command line", Path()).fields(Experiment, experiment.to_table(result), "", Experiment())
+    result = serialization.Reader("command line", Path()).fields(
+        Experiment, experiment.to_table(result), "", Experiment()
+    )
     try:
         result.check()
     except FedraxError as error:

@@ -16,10 +16,10 @@ from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.audit import Audit, guess_canaries, watch_a_client
-from fedrax.report.tables import wide_console
+from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import Settings, use_all_cores
-from fedrax.simulation.cohorts import Sampler
-from fedrax.simulation.spending import cohorts_of
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.privacy_ledger import cohorts_of
 
 DESCRIPTION = """Attack a private experiment: `fedrax audit [FILE.toml] [flags]`.
 
@@ -89,7 +89,7 @@ def _print(audits: list[Audit]) -> None:
     for head in heads + ["by the paper"] * paper:
         table.add_column(head, justify="left" if head in heads[:2] else "right")
     for a in audits:
-        about = f"{a.neighbours} of a {a.unit}"
+        about = f"{a.neighbors} of a {a.unit}"
         cells = [a.attacker, about, str(a.rounds), str(a.trials), f"≥ {a.proven:.4g}", f"≤ {a.claimed:.4g}"]
         claim = "–" if a.claimed_paper is None else f"≤ {a.claimed_paper:.4g}"
         table.add_row(*cells, *[claim + (" refuted" if a.paper_refuted else "")] * paper)

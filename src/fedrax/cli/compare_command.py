@@ -15,15 +15,16 @@ from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import Reporting, make_trackers
 from fedrax.errors import FedraxError
-from fedrax.experiments import comparison, grid
-from fedrax.experiments.comparing import Outcome, compare
+from fedrax.escaping import plain
+from fedrax.experiments import comparison
 from fedrax.experiments.comparison import SHARED, Comparison, Job
-from fedrax.experiments.config import ALGORITHM, replaced_by
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.running import ProgressWatcher
-from fedrax.report import tables
+from fedrax.experiments.jobs import ProgressWatcher
+from fedrax.experiments.run_comparison import ComparisonResult, compare
+from fedrax.experiments.search import grid
+from fedrax.experiments.serialization import ALGORITHM, replaced_by
+from fedrax.report import comparison_table
 from fedrax.simulation import Interrupted
-from fedrax.text import plain
 
 DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax compare FILE.toml... [flags]`.
 
@@ -231,14 +232,14 @@ class Shown(ProgressWatcher):
             super().say(text)
 
 
-def report(outcome: Outcome, options: CompareOptions, args: list[str]) -> None:
+def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) -> None:
     """Table, JSON, where everything is kept; what to try next."""
     spec, out = outcome.comparison, outcome.directory
     if options.json:
         print(json.dumps(outcome.summary()))
     elif not options.quiet:
-        console = tables.wide_console()
-        tables.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
+        console = comparison_table.wide_console()
+        comparison_table.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
         for line in outcome.lines():
             console.print(plain(line))
         shown = " and ".join(str(picture) for picture in outcome.pictures)

@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Literal
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
-from fedrax.cli.pictures import save
+from fedrax.cli.figures import save
 from fedrax.cli.run_command import not_of_one_run
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import FedraxError
+from fedrax.escaping import plain
 from fedrax.experiments import experiment
-from fedrax.report.tables import wide_console
-from fedrax.simulation import Asynchronous, Poisson, Turns, Uniform, use_all_cores
-from fedrax.text import plain
+from fedrax.participation import Asynchronous, Poisson, Turns, Uniform
+from fedrax.report.comparison_table import wide_console
+from fedrax.simulation import use_all_cores
 
 if TYPE_CHECKING:
-    from fedrax.diagnosis import Diagnosis
+    from fedrax.analysis import Diagnosis
 
 DESCRIPTION = """A task and its partition measured: `fedrax diagnose [FILE.toml] [flags]`.
 
@@ -56,7 +57,7 @@ def main(args: list[str]) -> int:
     spec, options = parsed.experiment, parsed.options
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.diagnosis import advice, diagnose, show, trials
+    from fedrax.analysis import advice, diagnose, rendering, trials
 
     def progress(text: str, last: bool) -> None:
         if not options.json and sys.stderr.isatty():
@@ -88,7 +89,7 @@ def main(args: list[str]) -> int:
         raise unmeasured
     if made is None and failed is not None:
         raise failed
-    pictures, not_drawn = ((), None) if made is None else save(partial(show.draw, made), options.picture)
+    pictures, not_drawn = ((), None) if made is None else save(partial(rendering.draw, made), options.picture)
     if options.json:
         first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
         reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": left_out, "set_aside": aside}
@@ -97,7 +98,7 @@ def main(args: list[str]) -> int:
     else:
         for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
             tell(plain(note))
-        told = show.lines(made) if made is not None else [f"not measured   {unmeasured}"]
+        told = rendering.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
         _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
     if (error := failed or not_drawn) is not None:  # once what was found is printed
@@ -107,14 +108,14 @@ def main(args: list[str]) -> int:
 
 def _print(name: str, made: Diagnosis | None, told: list[str]) -> None:
     """The table of what was measured, if anything was, and what it says."""
-    from fedrax.diagnosis import show
+    from fedrax.analysis import rendering
 
     console = wide_console()
     if made is not None:
         rounds = max([made.points[-1].round, *made.left_out])
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
         console.print(f"{plain(name)}: {about}", highlight=False, markup=False)
-        console.print(show.points_table(made))
+        console.print(rendering.points_table(made))
     for line in told:
         console.print(line, highlight=False, markup=False)
 

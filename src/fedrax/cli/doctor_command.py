@@ -13,9 +13,9 @@ import tyro
 
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
+from fedrax.escaping import plain
 from fedrax.report import doctor
-from fedrax.simulation.directory import owned
-from fedrax.text import plain
+from fedrax.simulation.persistence.run_directory import owned
 
 DESCRIPTION = """Examine a run's directory: `fedrax doctor DIR`.
 

@@ -13,21 +13,21 @@ from rich.table import Table
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli.arguments import parse
-from fedrax.contract.fields import fields_of
-from fedrax.contract.local import LocalSGD
+from fedrax.config.annotations import fields_of
+from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import unknown
-from fedrax.experiments import config
+from fedrax.escaping import without_markup
+from fedrax.experiments import serialization
 from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
-from fedrax.experiments.tasks import TASK
-from fedrax.report.tables import wide_console
+from fedrax.experiments.task_specs import TASK
+from fedrax.report.comparison_table import wide_console
+from fedrax.robust.wrapper import Robust
 from fedrax.simulation import Settings
-from fedrax.text import without_markup
-from fedrax.wrappers.robust import Robust
 
 
-def _of(cls: type, name: str) -> config.Choice:
+def _of(cls: type, name: str) -> serialization.Choice:
     """What a field may be."""
-    choice = config.choice_of(fields_of(cls)[name])
+    choice = serialization.choice_of(fields_of(cls)[name])
     assert choice is not None
     return choice
 
@@ -80,7 +80,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def entries(choice: config.Choice) -> list[dict[str, Any]]:
+def entries(choice: serialization.Choice) -> list[dict[str, Any]]:
     """Name, one line of description, and settings of every class of a choice."""
     made = []
     for name, cls in choice.classes().items():
@@ -95,12 +95,12 @@ def entries(choice: config.Choice) -> list[dict[str, Any]]:
 def settings(cls: type, value: Any = None) -> dict[str, Any]:
     """Every field with its default, or with what ``value`` holds; null where there is none."""
     shown = {}
-    for name, item in config.defaults_of(cls, value).items():
-        choice = config.choice_of(fields_of(cls)[name])
+    for name, item in serialization.defaults_of(cls, value).items():
+        choice = serialization.choice_of(fields_of(cls)[name])
         if item is None or item is dataclasses.MISSING:
             shown[name] = None
         elif dataclasses.is_dataclass(item):
             shown[name] = ({} if choice is None else {"name": choice.name_of(item)}) | settings(type(item), item)
         else:
-            shown[name] = config.plain(item)
+            shown[name] = serialization.plain(item)
     return shown

@@ -13,16 +13,16 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from fedrax.analysis import gradient_dissimilarity
 from fedrax.cli.arguments import parse_experiment
-from fedrax.cli.pictures import save
+from fedrax.cli.figures import save
 from fedrax.cli.run_command import say_notes
 from fedrax.data import Federation, has_one_label, heterogeneity, label_counts
-from fedrax.diagnosis import gradient_dissimilarity
 from fedrax.errors import FedraxError
+from fedrax.escaping import plain
 from fedrax.experiments import experiment
-from fedrax.report.tables import wide_console
+from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import use_all_cores
-from fedrax.text import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def main(args: list[str]) -> int:
     counts = label_counts(federation) if has_one_label(federation) else None
 
     def drawn() -> Figure:
-        from fedrax.data.picture import draw_labels  # which takes a while
+        from fedrax.data.plot import draw_labels  # which takes a while
 
         return draw_labels(federation, options.show)
 

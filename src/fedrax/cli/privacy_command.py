@@ -13,11 +13,11 @@ from rich import box
 from rich.table import Table
 
 from fedrax.cli.arguments import parse_experiment
-from fedrax.cli.pictures import save
+from fedrax.cli.figures import save
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.report.forecast import Forecast, Part, draw, forecast
-from fedrax.report.tables import wide_console
+from fedrax.report.comparison_table import wide_console
+from fedrax.report.privacy_forecast import Forecast, Part, draw, forecast
 from fedrax.simulation import Settings, use_all_cores
 from fedrax.simulation.setup import prepare
 
@@ -87,13 +87,13 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
 def _releases(made: Forecast) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     paper = made.spent.epsilon_paper is not None
-    heads = ["release", "noise", "times", "of a", "neighbours", "batches", "seen by", "epsilon", "accountant"]
+    heads = ["release", "noise", "times", "of a", "neighbors", "batches", "seen by", "epsilon", "accountant"]
     for head in heads + ["epsilon by the paper"] * paper:
         table.add_column(head, justify="right" if head in ("noise", "times") or "epsilon" in head else "left")
     for number, part in enumerate(made.parts, 1):
         table.add_row(*_cells(str(number), part), *[_number(part.epsilon_paper)] * paper)
     spent = made.spent
-    last = ["together", "", "", spent.unit, spent.neighbours, "", "", _number(spent.epsilon), spent.by]
+    last = ["together", "", "", spent.unit, spent.neighbors, "", "", _number(spent.epsilon), spent.by]
     table.add_row(*last, *[_number(spent.epsilon_paper)] * paper, style="bold")
     return table
 
@@ -102,7 +102,7 @@ def _cells(number: str, part: Part) -> Sequence[str]:
     r = part.release
     batches = f"poisson {r.rate:.4g}" if r.batches == "poisson" else r.batches
     noise = f"{float(r.noise):.4g}"
-    return number, noise, str(r.times), r.unit, r.neighbours, batches, r.seen, _number(part.epsilon), part.by
+    return number, noise, str(r.times), r.unit, r.neighbors, batches, r.seen, _number(part.epsilon), part.by
 
 
 def _answers(made: Forecast, rounds: int) -> Table:

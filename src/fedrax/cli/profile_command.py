@@ -10,10 +10,10 @@ from fedrax import files
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.report.tables import wide_console
+from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import use_all_cores
-from fedrax.simulation.directory import CHECKPOINT
-from fedrax.simulation.events import FILE
+from fedrax.simulation.persistence.run_directory import CHECKPOINT
+from fedrax.simulation.results.events import FILE
 
 DESCRIPTION = """Where a round's time goes: `fedrax profile [FILE.toml] [flags]`.
 
@@ -49,18 +49,18 @@ def main(args: list[str]) -> int:
         raise FedraxError(f"{options.out} holds a run, whose experiment.toml would be replaced: choose another --out.")
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.profiling import profile, show
+    from fedrax.profiling import profile, rendering
 
     made = profile(algorithm, task, federation, spec.run, rounds=options.rounds, keep_trace=options.trace)
     if options.json:
         print(json.dumps(made.to_dict()))
     else:
-        show.show(made, wide_console())
+        rendering.show(made, wide_console())
     if options.out is not None:
         experiment.write(spec, options.out / "experiment.toml")
         files.write_text(options.out / "profile.json", json.dumps(made.to_dict(), indent=1) + "\n")
         for kind in ("png", "svg"):
-            show.save(made, options.out / f"profile.{kind}")
+            rendering.save(made, options.out / f"profile.{kind}")
     for what, where in (("profile", options.out), ("trace", options.trace)):
         if where is not None and not options.json:
             print(f"{what} kept in {where}")

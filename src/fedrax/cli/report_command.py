@@ -40,7 +40,7 @@ def main(args: list[str]) -> int:
         raise FedraxError("which runs? fedrax report DIR...")
     if options.target is not None and not 0 < options.target <= 1:
         raise FedraxError(f"the target is an accuracy in (0, 1], not {options.target}.")
-    from fedrax.report.page import write_report
+    from fedrax.report.html import write_report
 
     path = write_report(options.directories, options.out, target=options.target, title=options.title)
     print(f"report: {path}")

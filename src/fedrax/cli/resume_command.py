@@ -12,7 +12,7 @@ import tyro
 from fedrax.cli.arguments import parse
 from fedrax.cli.run_command import Reporting, run
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment, own_code
+from fedrax.experiments import experiment, user_code
 from fedrax.report import doctor
 from fedrax.simulation import use_all_cores
 
@@ -43,7 +43,7 @@ def main(args: list[str]) -> int:
         below = doctor.runs_below(parsed.directory)
         other = f"; {below}; a comparison goes on by the command that began it" if below else ""
         raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml{other}.")
-    trusted = parsed.trust or own_code.is_sealed(parsed.directory)
+    trusted = parsed.trust or user_code.is_sealed(parsed.directory)
     spec = experiment.read(file, "typed" if trusted else "none")
     if parsed.rounds is not None:
         if parsed.rounds < spec.run.rounds:

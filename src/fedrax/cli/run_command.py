@@ -12,17 +12,17 @@ from typing import Any
 from fedrax.cli import forget_output, tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
+from fedrax.escaping import plain
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.running import ExperimentFile
+from fedrax.experiments.jobs import ExperimentFile
 from fedrax.report import sinks
+from fedrax.report.comparison_table import wide_console
 from fedrax.report.runs import finite, summary_line
-from fedrax.report.tables import wide_console
 from fedrax.simulation import Event, Interrupted, Result, simulate, use_all_cores
 from fedrax.simulation.process import stop_runs
-from fedrax.simulation.progress import ProgressSink
-from fedrax.text import plain
+from fedrax.simulation.results.progress import ProgressSink
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 

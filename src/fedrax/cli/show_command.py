@@ -11,8 +11,8 @@ import tyro
 
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
-from fedrax.report import tables
-from fedrax.report.runs import find_runs, group, main_metric, summarise, target_of
+from fedrax.report import comparison_table
+from fedrax.report.runs import find_runs, group, main_metric, summarize, target_of
 
 DESCRIPTION = """Show runs: `fedrax show DIR...`.
 
@@ -47,15 +47,15 @@ def main(args: list[str]) -> int:
     methods = group(list(found.values()))
     metric = main_metric(methods)
     target, given = target_of(methods, options.target)
-    rows = [summarise(method, target, metric) for method in methods]
+    rows = [summarize(method, target, metric) for method in methods]
     if options.json:
-        print(json.dumps({"metric": metric, "target": target, "methods": tables.values(rows)}))
+        print(json.dumps({"metric": metric, "target": target, "methods": comparison_table.values(rows)}))
     elif options.markdown:
-        print(tables.markdown(rows, target, metric), end="")
+        print(comparison_table.markdown(rows, target, metric), end="")
     else:
-        console = tables.wide_console()
-        tables.show(console, rows, target, metric)
-        console.print(tables.legend(target, given, rows))
+        console = comparison_table.wide_console()
+        comparison_table.show(console, rows, target, metric)
+        console.print(comparison_table.legend(target, given, rows))
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves
 

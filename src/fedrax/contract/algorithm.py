@@ -5,7 +5,7 @@ It never sees loops over clients, devices, files or networks. One round is one o
 
 1. ``broadcast(server) -> message`` goes to every client of the cohort,
 2. ``client(message, state, data) -> ClientOutput`` runs on each of them,
-3. ``receive(upload)`` makes of each upload what is averaged: it decodes, dequantises, unmasks,
+3. ``receive(upload)`` makes of each upload what is averaged: it decodes, dequantizes, unmasks,
 4. ``server(server, cohort) -> server, info`` takes the cohort's mean in, or where the phase is ``stacked`` the uploads.
 
 A client's **state** is what its next phase receives: a phase's returned state goes to the same client's next
@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax import Array
 
-from fedrax.compiled.streams import stream_key
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.traits import Requirements
 from fedrax.errors import FedraxError
+from fedrax.prng.streams import stream_key
 from fedrax.tree import Tree
 
 if TYPE_CHECKING:
-    from fedrax.contract.local import LocalSGD
+    from fedrax.contract.local_training import LocalSGD
     from fedrax.privacy.releases import Release
 
 Info = dict[str, Array]
@@ -44,7 +44,7 @@ class ClientOutput(NamedTuple):
     """What one client hands back at the end of a phase.
 
     ``upload``, ``total`` and ``each`` are what travels, and count as bytes sent. ``upload`` is averaged over the
-    cohort with the aggregation weights, once ``receive`` has decoded it: in float32 at least, whatever it travelled
+    cohort with the aggregation weights, once ``receive`` has decoded it: in float32 at least, whatever it traveled
     in. ``total`` is summed as it is, for masked or counted numbers: integers exactly, modulo 2^32, and floats in
     float32 at least. ``each`` reaches the server one per client (stacked), for methods whose server remembers
     clients. ``state`` stays on the client. ``info`` is for people: averaged over the cohort, except ``gradients``

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.server_optimizers import SGD, ServerOptimizer
+from fedrax.contract.local_training import LocalSGD
+from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax import tree
-from fedrax.contract.mistakes import explained, refuse
+from fedrax.config.user_errors import explained, refuse
 from fedrax.contract.table import is_table
 from fedrax.contract.vectors import holds_vectors, is_vectors
 from fedrax.errors import FedraxError
@@ -31,8 +31,8 @@ _BEGINNINGS = ("train_", "test_", "seconds")
 def check_method(algorithm: Any) -> None:
     """Refuse properties that hold something else than the contract's, and functions of other arguments."""
     from fedrax.contract.algorithm import Phase
-    from fedrax.contract.local import LocalSGD
-    from fedrax.contract.requirements import Requirements
+    from fedrax.contract.local_training import LocalSGD
+    from fedrax.contract.traits import Requirements
     from fedrax.privacy.releases import Release
 
     wanted: dict[str, tuple[Any, str]] = {

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.layers import in_loops
-from fedrax.compiled.pieces import AXIS, TRACED, as_traced, pieces_of, summed
-from fedrax.compiled.products import Format
-from fedrax.compiled.random_order import shuffled_index, uniform_index
-from fedrax.compiled.scopes import GATHER, GRADIENT, scope
-from fedrax.compiled.streams import FRESH, stream_key
-from fedrax.compiled.tracing import untraced
-from fedrax.contract.batch_gradient import batch_gradient, quick, scaled_sum
+from fedrax.contract.assignment import Carried, Layout, Place
+from fedrax.contract.gradient import batch_gradient, quick, scaled_sum
+from fedrax.contract.hooks import GradientRule, Ruled, one_a_sample, sums
 from fedrax.contract.model import with_statistics
-from fedrax.contract.place import Carried, Layout, Place
-from fedrax.contract.rules import GradientRule, Ruled, one_a_sample, sums
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
+from fedrax.prng.permutation import shuffled_index, uniform_index
+from fedrax.prng.streams import FRESH, stream_key
 from fedrax.tree import Tree
+from fedrax.xla.layer_scan import in_loops
+from fedrax.xla.microbatch import AXIS, TRACED, as_traced, pieces_of, summed
+from fedrax.xla.precision import Format
+from fedrax.xla.scopes import GATHER, GRADIENT, scope
+from fedrax.xla.tracing import untraced
 
 Order = Literal["shuffle", "stored", "replacement"]
 Reduction = Literal["mean", "sum"]

@@ -1,6 +1,6 @@
-"""What the clients optimise: a loss on a batch, the metrics to watch, and where the parameters start.
+"""What the clients optimize: a loss on a batch, the metrics to watch, and where the parameters start.
 
-task = classification(MLP(hidden=(200, 200)).build((28, 28), 10), preprocess=scale(0.1307, 0.3081))
+task = classification(MLP(hidden=(200, 200)).build((28, 28), 10), preprocess=rescale(0.1307, 0.3081))
 params = task.init(jax.random.key(0))
 losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sample
 """
@@ -97,7 +97,7 @@ class Task:
     """The metrics of which a smaller value is better, as of a loss; of all others a larger one is."""
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
     """Metrics of all samples together, by name: functions of NumPy arrays, the outputs [n, ...] and y [n, ...], to a
-    number, or None where it is not defined. They need `outputs`; see `fedrax.contract.metrics`."""
+    number, or None where it is not defined. They need `outputs`; see `fedrax.metrics`."""
     one_output_a_class: bool = False
     """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
     labels_within: tuple[float, float] | None = None
@@ -139,7 +139,7 @@ class Task:
         return OfOutputs(self.outputs, self.loss_of_outputs)
 
 
-def scale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
+def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
     """Images of bytes to floats: x / 255, then (x - mean) / std for each channel. Floats pass unchanged.
 
     mean and std are one number, or one for each channel (the last axis of x). It is meant to run inside
@@ -166,7 +166,7 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
     """Cross entropy of the model's logits [B, ..., classes] against integer labels [B, ...]; metric: accuracy.
 
     Where a sample has labels at several positions (tokens, pixels), its loss and its accuracy are the means over
-    them. Positions labelled ``padding`` are left out; a sample without any other counts 0. ``preprocess`` maps
+    them. Positions labeled ``padding`` are left out; a sample without any other counts 0. ``preprocess`` maps
     what the data set stores to what the model reads, see `scale`; without it integers reach the model as integers.
     Raises FedraxError where logits and labels do not go together.
     """
@@ -214,7 +214,7 @@ def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
     return replace(made, one_output_a_class=True)
 
 
-def binary(model: Model, preprocess: Preprocess | None = None) -> Task:
+def binary_classification(model: Model, preprocess: Preprocess | None = None) -> Task:
     """Logistic loss of one logit a label ([B] or [B, 1]; [B, ...]) against labels 0 and 1; metric: accuracy.
 
     Of several labels a sample, the loss and the accuracy are means.
@@ -353,7 +353,7 @@ def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
             f" {logits.shape} for {labels.dtype} labels of shape {labels.shape}{hint}."
         )
     if logits.shape[-1] == 1:
-        raise FedraxError("a classification needs an output for each class, not one: binary(model) takes one")
+        raise FedraxError("classification needs one output per class, not one: use binary_classification(model)")
     labels = jnp.asarray(labels)
     return labels if jnp.issubdtype(labels.dtype, jnp.signedinteger) else labels.astype(int)
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import use_abstract_mesh
 
-from fedrax.compiled.pieces import TRACED
-from fedrax.compiled.tracing import NO_MESH
-from fedrax.contract.mistakes import in_words, own_frame
+from fedrax.config.user_errors import in_words, own_frame
 from fedrax.errors import FedraxError
+from fedrax.xla.microbatch import TRACED
+from fedrax.xla.tracing import NO_MESH
 
 MANY = 16 * TRACED
 """Samples for models that take them in groups of two, four, eight or sixteen only."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, keeps
 from fedrax.contract.checks import kind
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.errors import FedraxError, unknown
 from fedrax.tree import Tree
 

@@ -1,12 +1,11 @@
 """Data sets, partitions, and federations: plain NumPy arrays on the host.
 
-Pictures are in ``fedrax.data.picture``, apart so that a run does not wait for matplotlib.
+Pictures are in ``fedrax.data.plot``, apart so that a run does not wait for matplotlib.
 """
 
 from fedrax.data.dataset import Dataset, Samples, as_samples
 from fedrax.data.federation import Federation, aligned
 from fedrax.data.heterogeneity import Heterogeneity, has_one_label, heterogeneity, label_counts
-from fedrax.data.huggingface import from_huggingface
 from fedrax.data.partition import (
     PARTITIONS,
     ClassesPerClient,
@@ -21,7 +20,8 @@ from fedrax.data.partition import (
     Shards,
     Similarity,
 )
-from fedrax.data.readers import DATASETS, DatasetEntry, load
+from fedrax.data.readers.huggingface import from_huggingface
+from fedrax.data.registry import DATASETS, DatasetEntry, load
 from fedrax.data.validation import hold_out
 
 __all__ = [

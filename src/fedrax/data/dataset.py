@@ -32,7 +32,7 @@ class Dataset:
 
     ``num_classes`` is None for a regression. ``pixels`` says that x are bytes of images, which models read scaled
     to 0 .. 1; other bytes are tokens or counts. ``mean`` and ``std`` are per channel (the last axis of x), taken
-    after pixels have been scaled by 1/255; empty means no normalisation. ``train_clients`` and ``test_clients``
+    after pixels have been scaled by 1/255; empty means no normalization. ``train_clients`` and ``test_clients``
     hold the natural client of each row as an integer [n], where the data has such clients. ``padding`` is the label
     of positions that do not count (-1, 255, ...), where y is [n, ...]. ``truth`` is what made the data, where it is
     known: models may measure how far they are from it. ``vocabulary`` are the words that tokens from 2 on stand for;
@@ -95,23 +95,23 @@ class Dataset:
         if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
             raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
 
-    def preprocess(self, normalise: bool = True) -> "Preprocess | None":
-        """What a task does to x first: see `fedrax.contract.task.scale`; None where x is read as it is.
+    def preprocess(self, normalize: bool = True) -> "Preprocess | None":
+        """What a task does to x first: see `fedrax.contract.rescale`; None where x is read as it is.
 
-        ``normalise`` takes mean and deviation out, where they are known; without it pixels lie in 0 .. 1.
+        ``normalize`` takes mean and deviation out, where they are known; without it pixels lie in 0 .. 1.
         """
-        return preprocess_of(self.pixels, self.mean, self.std, normalise)
+        return preprocess_of(self.pixels, self.mean, self.std, normalize)
 
 
 def preprocess_of(
-    pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalise: bool
+    pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalize: bool
 ) -> "Preprocess | None":
-    """`scale` for pixels and for what has a mean (a mean is of pixels), None for anything else."""
-    from fedrax.contract.task import scale  # here, so that arrays can be read without JAX
+    """`rescale` for pixels and for what has a mean (a mean is of pixels), None for anything else."""
+    from fedrax.contract.task import rescale  # here, so that arrays can be read without JAX
 
-    if mean and normalise:
-        return scale(mean, std)
-    return scale() if pixels or mean else None
+    if mean and normalize:
+        return rescale(mean, std)
+    return rescale() if pixels or mean else None
 
 
 def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samples:

@@ -105,9 +105,9 @@ class Federation:
         """Training rows of each client, int64 [N]."""
         return np.diff(self.offsets)
 
-    def preprocess(self, normalise: bool = True) -> "Preprocess | None":
+    def preprocess(self, normalize: bool = True) -> "Preprocess | None":
         """What a task does to x first, as ``Dataset.preprocess`` says: for ``classification(model, ...)``."""
-        return preprocess_of(self.pixels, self.mean, self.std, normalise)
+        return preprocess_of(self.pixels, self.mean, self.std, normalize)
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, partition: Partitioner, seed: int, shuffle: bool = True) -> Self:

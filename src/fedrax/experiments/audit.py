@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.seeds import START, seeded
-from fedrax.contract.starting import shapes_of, starting_parameters
+from fedrax.contract.initialization import shapes_of, starting_parameters
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement
-from fedrax.privacy.guessing import CONFIDENCE, check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
-from fedrax.privacy.watching import Drawn, watch
+from fedrax.privacy.audit.bounds import CONFIDENCE, check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
+from fedrax.privacy.audit.game import Drawn, watch
+from fedrax.prng.seeds import START, seeded
 from fedrax.simulation import Settings, simulate
-from fedrax.simulation.cohorts import Sampler
-from fedrax.simulation.spending import ledger_of, private_releases
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.privacy_ledger import ledger_of, private_releases
 
 Unit = Literal["client", "sample"]
 SHARE = 1 / 3
@@ -40,7 +40,7 @@ class Audit:
 
     attacker: Literal["watches a client", "guesses canaries"]
     unit: Unit
-    neighbours: Literal["presence", "replacement"]
+    neighbors: Literal["presence", "replacement"]
     rounds: int
     trials: int
     """Runs of each world that the bound rests on, or guesses."""
@@ -105,7 +105,7 @@ def watch_a_client(
     start = starting_parameters(task, seeded(settings.seed, START), None)
     _check_admitted(algorithm, task, settings, start)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
-    coins = all((r.unit, r.neighbours, r.batches) == ("sample", "presence", "poisson") for r in releases)
+    coins = all((r.unit, r.neighbors, r.batches) == ("sample", "presence", "poisson") for r in releases)
     presence = drawn == "poisson" or coins
     worlds = _worlds(federation, client, unit, drawn, rate, coins)
     shared: dict[str, Any] = {"rounds": rounds, "drawn": drawn, "precision": settings.precision}

@@ -37,18 +37,19 @@ from typing import Annotated, Any
 import tomlkit
 
 from fedrax import files
-from fedrax.contract.fields import Bound, describe
-from fedrax.contract.hyperparameters import Count, check
+from fedrax.config.annotations import Bound, describe
+from fedrax.config.hyperparameters import PositiveInt, check
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment, grid
-from fedrax.experiments.config import METHODS, Reader, is_another
+from fedrax.escaping import settings_in_words
+from fedrax.experiments import experiment
 from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
-from fedrax.experiments.grid import Grid, Point
-from fedrax.experiments.inside import shared_by, with_tables
-from fedrax.experiments.own_code import Trust, trust_in
+from fedrax.experiments.nesting import shared_by, with_tables
+from fedrax.experiments.search import grid
+from fedrax.experiments.search.grid import Grid, Point
+from fedrax.experiments.serialization import METHODS, Reader, is_another
+from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.report.runs import Method, Run, read_run
 from fedrax.simulation.settings import Seed, Settings
-from fedrax.text import settings_in_words
 
 OUTPUTS = (
     "table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "report.html", "search",
@@ -56,7 +57,7 @@ OUTPUTS = (
 """What stands beside the methods' directories."""
 SHARED = ("data", "partition", "model", "task")
 """What all methods have in common."""
-OF_ROWS, OF_ALL = ("normalise", "validation"), ("seeds", "target", "search")
+OF_ROWS, OF_ALL = ("normalize", "validation"), ("seeds", "target", "search")
 """And besides: of an experiment, and of the comparison itself, where a file gives it."""
 OF_METHODS = (*SHARED, *OF_ROWS)
 """All that may not differ between methods."""
@@ -76,7 +77,7 @@ class Search:
     """Seeds of the runs to choose by; the first of the comparison's by default."""
     metric: str | None = None
     """What to choose by, after the last round; accuracy by default, the loss where there is none."""
-    trials: Count | None = None
+    trials: PositiveInt | None = None
     """Settings of each method that Optuna tries, in place of every point of its grid; ranges need it."""
 
 

@@ -40,18 +40,18 @@ import numpy as np
 import tomlkit
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.hyperparameters import check
 from fedrax.contract.task import Task
 from fedrax.contract.task_checks import check_words
 from fedrax.data import DATASETS, PARTITIONS, Dataset, Federation, hold_out, load
-from fedrax.data.files import given_directory
 from fedrax.data.partition import Shards
+from fedrax.data.readers.array_files import given_directory
 from fedrax.errors import FedraxError
-from fedrax.experiments import config
-from fedrax.experiments.config import ALGORITHM, Choice, Reader, Table
-from fedrax.experiments.own_code import Trust, trust_in
-from fedrax.experiments.tasks import TASK, Auto
+from fedrax.experiments import serialization
+from fedrax.experiments.serialization import ALGORITHM, Choice, Reader, Table
+from fedrax.experiments.task_specs import TASK, Auto
+from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.files import read_table, write_text
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
@@ -62,7 +62,7 @@ def _data_classes() -> dict[str, type]:
     """For each data set a class of its reader's options."""
     made = {}
     for name, entry in DATASETS.items():
-        made[name] = config.options_class(entry.read, ("data_dir",), "read")
+        made[name] = serialization.options_class(entry.read, ("data_dir",), "read")
         made[name].__doc__ = entry.description
     return made
 
@@ -70,7 +70,7 @@ def _data_classes() -> dict[str, type]:
 def _own_data(found: Any) -> type:
     if not inspect.isfunction(found):
         raise FedraxError(f"{found!r} is not a function that returns a fedrax.data.Dataset.")
-    return config.options_class(found, ("data_dir",), "read")
+    return serialization.options_class(found, ("data_dir",), "read")
 
 
 @cache
@@ -98,7 +98,7 @@ def _own_model(found: Any) -> type:
         return found
     if not inspect.isfunction(found):
         raise FedraxError(f"{found!r} is not a function that returns a Model or a Task.")
-    return config.options_class(found, ("input_shape", "num_outputs"), "build")
+    return serialization.options_class(found, ("input_shape", "num_outputs"), "build")
 
 
 OF_COMPARISONS = ("compare", "seeds", "target", "grid", "search")
@@ -121,8 +121,8 @@ class Experiment:
     model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
     task: Annotated[Any, TASK] = dataclasses.field(default_factory=Auto)
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
-    normalise: bool = True
-    """Standardise images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
+    normalize: bool = True
+    """Standardize images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
     validation: float = 0.0
     """Share of each client's training rows that is held out and evaluated on, in place of the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
@@ -162,8 +162,8 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
     if "compare" in table:
         raise FedraxError(
-            f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it; in Python fedrax.read"
-            " reads it and fedrax.compare runs it."
+            f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it; in Python"
+            " fedrax.experiments.read_file reads it and fedrax.compare runs it."
         )
     table = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
@@ -186,7 +186,7 @@ def read_file(path: Path) -> Table:
     if reader is not None:
         raise FedraxError(f"{path} is data, and no experiment: give it by --data {reader} --data.path {path}")
     table = read_table(path)
-    if not set(table) - {"name", "normalise", "seeds", "target"}:
+    if not set(table) - {"name", "normalize", "seeds", "target"}:
         raise FedraxError(f"{path} says nothing of an experiment: no [data], [model], [algorithm], [run], ...")
     return table
 
@@ -196,12 +196,12 @@ def uses_own_code(part: Any) -> bool:
     if not dataclasses.is_dataclass(part):
         return False
     inner = (getattr(part, field.name) for field in dataclasses.fields(part))
-    return config.own_name(type(part)) is not None or any(map(uses_own_code, inner))
+    return serialization.own_name(type(part)) is not None or any(map(uses_own_code, inner))
 
 
 def to_table(experiment: Experiment) -> Table:
     """Every setting of the experiment, defaults included."""
-    return config.table_of(experiment, Experiment())
+    return serialization.table_of(experiment, Experiment())
 
 
 def write(experiment: Experiment, path: str | Path) -> None:
@@ -252,7 +252,7 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    task = experiment.task.build(made, federation, federation.preprocess(experiment.normalise))
+    task = experiment.task.build(made, federation, federation.preprocess(experiment.normalize))
     check_words(task, federation)
     return task
 

@@ -5,7 +5,7 @@ What was simulated is deployed unchanged: :func:`client_app` and :func:`server_a
 """
 
 from fedrax.flower.client import client_app
-from fedrax.flower.rehearsal import LocalGrid
+from fedrax.flower.local_grid import LocalGrid
 from fedrax.flower.server import federate, server_app
 
 __all__ = ["LocalGrid", "client_app", "federate", "server_app"]

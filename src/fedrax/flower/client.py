@@ -15,31 +15,31 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedrax.compiled.cores import use_all_cores
-from fedrax.compiled.edits import Code
+from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.assignment import Place
 from fedrax.contract.checks import check_method, checked_personal
 from fedrax.contract.client_data import Layout
-from fedrax.contract.hyperparameters import check
 from fedrax.contract.model import with_statistics
-from fedrax.contract.place import Place
-from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Dataset, Federation, Samples
+from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
-from fedrax.flower.keeping import kept_in
-from fedrax.flower.memory import Memory
-from fedrax.flower.nodes import log
-from fedrax.flower.orders import Order
-from fedrax.flower.records import packed, unpacked
-from fedrax.flower.travelling import Travelling, needs_start, shapes_of_samples, travelling
-from fedrax.simulation.beginning import at_first, start_and_statistics
-from fedrax.simulation.evaluate import sample_values
+from fedrax.flower.client_store import Memory
+from fedrax.flower.instructions import Order
+from fedrax.flower.persistence import kept_in
+from fedrax.flower.registry import log
+from fedrax.flower.schema import Traveling, needs_start, shapes_of_samples, traveling
+from fedrax.flower.serialization import packed, unpacked
+from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
+from fedrax.simulation.validate_run import at_first, start_and_statistics
 from fedrax.tree import Tree
 from fedrax.version import VERSION
+from fedrax.xla.fingerprint import Code
 
 Data = Callable[[Context], Any] | Federation
 """What a client's own samples come from."""
@@ -185,7 +185,7 @@ class _Begun:
     """What this process knows of the federation before its part."""
 
     program: Program
-    phases: list[Travelling]
+    phases: list[Traveling]
     params: Tree
     statistics: Tree
     initial: Kept
@@ -204,7 +204,7 @@ class _Begun:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))
         program = Program(task, layout, order.num_clients, chunk=0, code=Code(algorithm, task))
-        phases = travelling(program, algorithm, params, statistics, shapes_of_samples(samples))
+        phases = traveling(program, algorithm, params, statistics, shapes_of_samples(samples))
         down = () if algorithm.statistics_at_home else statistics
         return cls(program, phases, params, statistics, initial, down)
 

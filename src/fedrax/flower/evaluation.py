@@ -15,13 +15,13 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
 from fedrax.data.dataset import as_samples
 from fedrax.errors import FedraxError
-from fedrax.flower.network import Traffic
-from fedrax.flower.nodes import Nodes, log
-from fedrax.flower.orders import Order
-from fedrax.flower.records import packed
-from fedrax.flower.travelling import shapes_of_samples
-from fedrax.simulation.evaluate import Evaluator, is_lower_better, measured, over_clients, sample_values
-from fedrax.simulation.plans import make_mesh
+from fedrax.flower.executor import Traffic
+from fedrax.flower.instructions import Order
+from fedrax.flower.registry import Nodes, log
+from fedrax.flower.schema import shapes_of_samples
+from fedrax.flower.serialization import packed
+from fedrax.simulation.evaluation import Evaluator, is_lower_better, measured, over_clients, sample_values
+from fedrax.simulation.executors.choose import make_mesh
 from fedrax.tree import Tree
 
 Evaluate = Callable[[Tree, Tree, Order, np.ndarray], dict[str, float]]

@@ -14,37 +14,37 @@ import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedrax.compiled.cores import use_all_cores
-from fedrax.compiled.edits import Code
-from fedrax.compiled.tracing import computed
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_init, require_finite_start
 from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
-from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
+from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, warn
+from fedrax.flower.driver import Leading
 from fedrax.flower.evaluation import on_the_clients, on_the_server
-from fedrax.flower.leading import Leading
-from fedrax.flower.network import Arithmetic, Traffic
-from fedrax.flower.nodes import Nodes
-from fedrax.flower.travelling import any_place, needs_start, shapes_of_samples, travelling
+from fedrax.flower.executor import Arithmetic, Traffic
+from fedrax.flower.registry import Nodes
+from fedrax.flower.schema import any_place, needs_start, shapes_of_samples, traveling
 from fedrax.privacy.ledger import Ledger
-from fedrax.simulation.arguments import changed_settings, check_lists
-from fedrax.simulation.beginning import at_first, check_needs, check_run, start_and_statistics
-from fedrax.simulation.cohorts import Sampler
-from fedrax.simulation.communication import trace_round
-from fedrax.simulation.events import RunInfo, Sink
-from fedrax.simulation.identity import of_method
+from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.persistence.run_identity import of_method
+from fedrax.simulation.privacy_ledger import ledger_of
 from fedrax.simulation.process import arithmetic
-from fedrax.simulation.result import Result
+from fedrax.simulation.results.events import RunInfo, Sink
+from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import Program
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import Settings
-from fedrax.simulation.spending import ledger_of
+from fedrax.simulation.traffic import trace_round
+from fedrax.simulation.validate import changed_settings, check_lists
+from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
 from fedrax.tree import Tree
+from fedrax.xla.fingerprint import Code
+from fedrax.xla.tracing import computed
 
 _OURS = ("rounds", "cohort_size", "weights", "eval_every", "per_client", "target", "epsilon_budget", "delta", "dtype")
 """Settings that mean something here; the others are a simulator's."""
@@ -157,7 +157,7 @@ def _prepare(
     program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=Code(algorithm, task))
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)
-    phases = travelling(program, algorithm, start, statistics, samples)
+    phases = traveling(program, algorithm, start, statistics, samples)
     ledger = _ledger(algorithm, settings, sampler, seed)
     wanted = needs_start(algorithm, start, statistics)
     start, statistics = drawn()

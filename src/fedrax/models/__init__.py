@@ -1,13 +1,13 @@
 """Models: the zoo, and what wraps models users bring."""
 
 from fedrax.contract.model import Model, Variables
-from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
-from fedrax.models.equinox import from_equinox
-from fedrax.models.linen import from_linen
-from fedrax.models.nnx import from_nnx
+from fedrax.models.adapters.equinox import from_equinox
+from fedrax.models.adapters.linen import from_linen
+from fedrax.models.adapters.nnx import from_nnx
+from fedrax.models.convolutional import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.pytorch import TorchModel, from_torch
-from fedrax.models.text import SentencePairs, Tweets
+from fedrax.models.text_networks import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 from fedrax.models.zoo import CNN, LSTM, MLP, MODELS, LeNet, Linear, Logistic, TwoNN
 

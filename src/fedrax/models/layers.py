@@ -63,7 +63,7 @@ def output(layer: Layer, x: Array) -> Array:
     where the long axis is the contiguous one, and a step of softmax regression takes about half the time.
     """
     weight = layer["weight"]
-    # by the outputs alone: of any number of samples it is to be one program, see `fedrax.compiled.pieces`
+    # by the outputs alone: of any number of samples it is to be one program, see `fedrax.xla.microbatch`
     return (_small_product if weight.shape[0] <= _SMALL else _product)(x, weight) + layer["bias"]
 
 

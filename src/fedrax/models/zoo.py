@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.contract.hyperparameters import Count, check
+from fedrax.config.hyperparameters import PositiveInt, check
 from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError, known_fields_only
-from fedrax.models.deep import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
+from fedrax.models.convolutional import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
     ACTIVATIONS,
     conv2d,
@@ -36,10 +36,10 @@ from fedrax.models.layers import (
     output,
     to_features,
 )
-from fedrax.models.parts import image_shape
+from fedrax.models.lstm import init_lstm, lstm
+from fedrax.models.network_parts import image_shape
 from fedrax.models.polynomial import Polynomial
-from fedrax.models.recurrent import init_lstm, lstm
-from fedrax.models.text import SentencePairs, Tweets
+from fedrax.models.text_networks import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 
 Shape = tuple[int, ...]
@@ -74,7 +74,7 @@ class Logistic:
 class MLP:
     """Dense layers with an activation after each, on the flattened input."""
 
-    hidden: tuple[Count, ...] = (200, 200)
+    hidden: tuple[PositiveInt, ...] = (200, 200)
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
     start: Start = "pytorch"
     """Distribution of the starting parameters."""
@@ -119,8 +119,8 @@ def _started(model: Model, start: Start) -> Model:
 class LeNet:
     """5x5 convolutions with ReLU, each pooled 2x2, then dense layers with ReLU, on [H, W] or [H, W, C]."""
 
-    channels: tuple[Count, Count] = (32, 64)
-    hidden: tuple[Count, ...] = (512, 128)
+    channels: tuple[PositiveInt, PositiveInt] = (32, 64)
+    hidden: tuple[PositiveInt, ...] = (512, 128)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         height, width, channels_in = image_shape("lenet", input_shape, smallest=16)
@@ -152,8 +152,8 @@ class CNN:
     dense layer; dropout acts only where the loss is given a key.
     """
 
-    channels: tuple[Count, Count] = (32, 64)
-    hidden: Count = 128
+    channels: tuple[PositiveInt, PositiveInt] = (32, 64)
+    hidden: PositiveInt = 128
     dropout: tuple[float, float] = (0.25, 0.5)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
@@ -190,7 +190,7 @@ class CNN:
 class LSTM:
     """One LSTM layer over a sequence [T, F]; its last hidden state feeds the output layer."""
 
-    hidden: Count = 128
+    hidden: PositiveInt = 128
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
         if len(input_shape) != 2:

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fedrax.errors import FedraxError
+from fedrax.privacy.printed_bounds import moments_epsilon
 from fedrax.privacy.releases import Release
-from fedrax.privacy.upcycled import moments_epsilon
 
 Amplification = Literal["auto", "none", "poisson", "fixed"]
 """What to take from the draw of cohorts: what is proven for it, nothing, or what one kind of draw gives."""
@@ -87,7 +87,7 @@ class Accountant:
     The server that sees an answer knows whose it is: only releases that are all for the "public" are amplified by the
     draw of cohorts, and only about whole clients, since about one sample the draw hides nothing as long as the rest of
     the client's data may give it away. Draws of a fixed size do not amplify what clients remember of their rounds
-    (:attr:`Release.remembers`). ``unit`` and ``neighbours`` say what the number is about; releases that differ
+    (:attr:`Release.remembers`). ``unit`` and ``neighbors`` say what the number is about; releases that differ
     in them are compared in the weaker words: samples rather than clients, replacement rather than presence.
 
     Raises FedraxError without dp-accounting, or for a delta outside of (0, 1).
@@ -101,14 +101,14 @@ class Accountant:
             raise FedraxError(f"a noise of {odd:g} is too {'small' if odd < 1 else 'large'} to be accounted for")
         self.releases, self.delta = tuple(releases), float(delta)
         self.unit: str = "sample" if any(r.unit == "sample" for r in releases) else "client"
-        same = len({(r.unit, r.neighbours) for r in releases}) == 1
-        self.neighbours: str = releases[0].neighbours if same else "replacement"
+        same = len({(r.unit, r.neighbors) for r in releases}) == 1
+        self.neighbors: str = releases[0].neighbors if same else "replacement"
         self._public = all(r.seen == "public" for r in releases) and self.unit == "client"
         self.empty_place = self._public and cohorts.place_is_taken and any(r.remembers for r in releases)
         """Whether nobody comes in the place of a client that is not there, who would remember it ever after."""
         self.cohorts = Cohorts() if self.empty_place else cohorts
         alone = all(r.apart == 1 for r in releases)
-        proven = self.cohorts.drawn == "fixed" or (self.cohorts.drawn == "poisson" and self.neighbours == "presence")
+        proven = self.cohorts.drawn == "fixed" or (self.cohorts.drawn == "poisson" and self.neighbors == "presence")
         self.by_rounds = self._public and alone and self.cohorts.rate < 1 and proven
         self._plain, self._sampled = self._terms()
 
@@ -129,7 +129,7 @@ class Accountant:
         if not self.protects:
             return Bound(math.inf, "no noise")
         found = [Bound(_gaussian(self._plain / math.sqrt(count), self.delta), "analytic Gaussian")]
-        if self.by_rounds and self.cohorts.drawn == "fixed" and self.neighbours == "replacement":
+        if self.by_rounds and self.cohorts.drawn == "fixed" and self.neighbors == "replacement":
             found.append(Bound(self._renyi(count), "RDP"))
         elif self._sampled:
             found = found if self.by_rounds else []
@@ -145,7 +145,8 @@ class Accountant:
         """What the methods' papers claim for ``count`` rounds of a client of ``samples`` samples; None: nothing else.
 
         Gaussian answers as Theorem 6.2 of Upcycled-FL composes them, others as Theorem 6.3, with what each release
-        gives as its paper's; see :mod:`fedrax.privacy.upcycled`. inf where a theorem does not hold for so few samples.
+        gives as its paper's; see :mod:`fedrax.privacy.printed_bounds`. inf where a theorem does not hold for so few
+        samples.
         """
         if not self.has_paper:
             return None
@@ -204,23 +205,23 @@ class Accountant:
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _noise(self, release: Release) -> float:
-        """Its noise multiplier in the accountant's own words of who is a neighbour.
+        """Its noise multiplier in the accountant's own words of who is a neighbor.
 
         To replace something is to take it away and to add something, and a sample changes a client: at most twice the
         sensitivity to presence, and at most that to replacement.
         """
-        halved = release.neighbours == "presence" and (release.unit, release.neighbours) != (self.unit, self.neighbours)
+        halved = release.neighbors == "presence" and (release.unit, release.neighbors) != (self.unit, self.neighbors)
         return float(release.noise) / (2 if halved else 1)
 
     def _terms(self) -> tuple[float, list[_Sampled]]:
         """Of one count: the noise multiplier of all unsampled answers as one, and the sampled ones."""
         if not self.protects:
             return 0.0, []
-        by_batch = lambda r: r.batches == "poisson" and (r.unit, self.neighbours) == ("sample", "presence")  # noqa: E731
+        by_batch = lambda r: r.batches == "poisson" and (r.unit, self.neighbors) == ("sample", "presence")  # noqa: E731
         answers = [(self._noise(r), r.times) for r in self.releases if not by_batch(r)]
         precision = sum(times / noise**2 for noise, times in answers)
         plain = math.inf if precision == 0 else precision**-0.5
-        if self._public and self.neighbours == "presence" and self.cohorts.place_is_taken:
+        if self._public and self.neighbors == "presence" and self.cohorts.place_is_taken:
             # Who is not there makes room for another, so a sum changes by up to two clients: for draws of a fixed size
             # Zhu, Dong and Wang (2022) then give the bound of Poisson sampling.
             plain /= 2
@@ -232,7 +233,7 @@ class Accountant:
     def _renyi_of_one(self) -> tuple[tuple[float, ...], np.ndarray]:
         """(orders, divergences of one count)."""
         dp = _package()
-        if self.by_rounds and self.cohorts.drawn == "fixed" and self.neighbours == "replacement":
+        if self.by_rounds and self.cohorts.drawn == "fixed" and self.neighbors == "replacement":
             scale = 10**6  # the rate as a fraction: never below it
             event = dp.SampledWithoutReplacementDpEvent(
                 scale, min(scale, math.ceil(self.cohorts.rate * scale)), dp.GaussianDpEvent(self._plain)
@@ -277,9 +278,7 @@ class Accountant:
 def about_replacement(releases: Sequence[Release]) -> tuple[Release, ...]:
     """The same releases in words of other data: to replace something is to take it away and to add something."""
     share = {"presence": 0.5, "replacement": 1.0}
-    return tuple(
-        dataclasses.replace(r, noise=r.noise * share[r.neighbours], neighbours="replacement") for r in releases
-    )
+    return tuple(dataclasses.replace(r, noise=r.noise * share[r.neighbors], neighbors="replacement") for r in releases)
 
 
 def next_knot(count: int) -> int:

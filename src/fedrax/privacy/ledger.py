@@ -26,7 +26,7 @@ class Spent:
     delta: float
     unit: str
     """Whose presence or data the number is about: a "client" or a "sample"."""
-    neighbours: str
+    neighbors: str
     """Whether it is there, "presence", or has other data, "replacement"."""
     by: str
     """The accountant whose bound is the smallest."""
@@ -41,7 +41,7 @@ class Spent:
     @property
     def about(self) -> str:
         """What the number is about, in words."""
-        return f"{self.neighbours} of a {self.unit}" + (", its place left empty" if self.empty_place else "")
+        return f"{self.neighbors} of a {self.unit}" + (", its place left empty" if self.empty_place else "")
 
     def __str__(self) -> str:
         said = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.by})"
@@ -78,7 +78,7 @@ class Ledger:
         """The account as it is now."""
         of, count = self.accountant, self.count
         epsilon, by = of.bound(count)
-        return Spent(epsilon, of.delta, of.unit, of.neighbours, by, count, self.epsilon_paper, of.empty_place)
+        return Spent(epsilon, of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place)
 
     def _claim(self, clients: np.ndarray) -> None:
         """Take the paper's claim for ``clients`` in: for the others it is as it was."""

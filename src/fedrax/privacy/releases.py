@@ -13,14 +13,14 @@ class Release:
     """
 
     noise: float
-    """Standard deviation of the noise over the L2 sensitivity of what it is added to, both as ``neighbours`` and
+    """Standard deviation of the noise over the L2 sensitivity of what it is added to, both as ``neighbors`` and
     ``unit`` define them (the noise multiplier); 0 means nothing protects the answer."""
     times: int = 1
     """How often a taking-part client's data are asked in one round (local steps of DP-SGD; else 1)."""
     unit: Literal["client", "sample"] = "client"
     """Whose presence the sensitivity is about: a whole "client" or one "sample" of it."""
-    neighbours: Literal["presence", "replacement"] = "presence"
-    """What changes between two neighbouring federations: the unit is there or not ("presence"), or its data are others
+    neighbors: Literal["presence", "replacement"] = "presence"
+    """What changes between two neighboring federations: the unit is there or not ("presence"), or its data are others
     ("replacement")."""
     batches: Literal["all", "poisson", "shuffled"] = "all"
     """How the samples of one answer were drawn: "all", "poisson" or "shuffled" (no amplification is known for the last

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import is_wide
-from fedrax.contract.local import LocalSGD
+from fedrax.contract.local_training import LocalSGD
 from fedrax.profiling.attribution import NAMES, Spent
-from fedrax.profiling.limits import Limits
+from fedrax.profiling.machine_limits import Limits
 from fedrax.simulation.setup import Setup
 
 NEAR_LIMIT = 0.5

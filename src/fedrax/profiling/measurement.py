@@ -15,14 +15,14 @@ import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.profiling import trace
-from fedrax.profiling.program import ProgramText
+from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.trace import Timeline
-from fedrax.simulation.events import events_of
+from fedrax.simulation.persistence.resume import fresh
+from fedrax.simulation.placement.streaming import Portion
+from fedrax.simulation.results.events import events_of
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.run import storage_of
-from fedrax.simulation.saving import fresh
 from fedrax.simulation.setup import Setup
-from fedrax.simulation.storage import Portion
 
 _ROUNDS_A_CALL = 64
 _SECONDS, _AT_MOST = 2.0, 10.0

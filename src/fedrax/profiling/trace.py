@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.profiling.program import ProgramText
+from fedrax.profiling.hlo import ProgramText
 
 
 @dataclass

@@ -9,11 +9,11 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fedrax.escaping import for_picture
 from fedrax.files import write_picture
 from fedrax.report.runs import Method, curve
-from fedrax.text import for_picture
 
-# Okabe and Ito's palette, distinguishable with any kind of colour vision; yellow, too light for lines, left out.
+# Okabe and Ito's palette, distinguishable with any kind of color vision; yellow, too light for lines, left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", "-.", ":")
 METRICS = {
@@ -79,12 +79,12 @@ def legend_columns(figure: Figure, labels: Sequence[str]) -> int:
 
 
 def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> None:
-    colour, dash = PALETTE[index % len(PALETTE)], DASHES[(index // len(PALETTE)) % len(DASHES)]
+    color, dash = PALETTE[index % len(PALETTE)], DASHES[(index // len(PALETTE)) % len(DASHES)]
     marker = "o" if len(table) <= 12 else None
     axes.plot(
-        table[x], table["mean"], color=colour, linestyle=dash, linewidth=1.8, marker=marker, markersize=3.5, label=label
+        table[x], table["mean"], color=color, linestyle=dash, linewidth=1.8, marker=marker, markersize=3.5, label=label
     )
-    axes.fill_between(table[x], table["low"], table["high"], color=colour, alpha=0.15, linewidth=0)
+    axes.fill_between(table[x], table["low"], table["high"], color=color, alpha=0.15, linewidth=0)
 
 
 def set_scale(axes: Axes, values: Sequence[float], metric: str) -> None:

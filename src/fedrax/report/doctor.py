@@ -12,10 +12,11 @@ from pathlib import Path
 from fedrax.errors import FedraxError
 from fedrax.files import MAX_FILE, reading, replacing
 from fedrax.report.runs import read_experiment
-from fedrax.simulation import checkpoint, clients_file, events
-from fedrax.simulation.clients_file import read_clients
-from fedrax.simulation.directory import CHECKPOINT, FAILURE
-from fedrax.simulation.saving import round_of
+from fedrax.simulation.persistence import checkpoint, clients_file
+from fedrax.simulation.persistence.clients_file import read_clients
+from fedrax.simulation.persistence.resume import round_of
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
+from fedrax.simulation.results import events
 
 _DEEPEST = 5
 """Folders between a run and the folder that is looked through for it: a comparison's, search, method, setting, seed."""

@@ -13,10 +13,10 @@ import polars as pl
 
 from fedrax.errors import FedraxError
 from fedrax.files import read_table, reading
-from fedrax.simulation import checkpoint
-from fedrax.simulation.directory import CHECKPOINT, FAILURE
-from fedrax.simulation.events import Event, holds, read_events
-from fedrax.simulation.result import to_target
+from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
+from fedrax.simulation.results.events import Event, holds, read_events
+from fedrax.simulation.results.result import to_target
 
 COMPARISON = "comparison.json"
 """In the directory of a comparison: its methods and its search, in numbers."""
@@ -305,7 +305,7 @@ def best_of(run: Run, metric: str) -> tuple[float, int] | None:
     return min(values, key=lambda entry: sign * entry[0], default=None)
 
 
-def summarise(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
+def summarize(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
     """Final test values, and what it took to reach the target (over the seeds that did; None if not all did)."""
     lasts = [last_values(run.events) for run in method.runs]
     reached = [] if target is None else [to_target(list(run.events), metric, target) for run in method.runs]
@@ -362,7 +362,7 @@ def target_of(methods: Sequence[Method], given: float | None = None) -> tuple[fl
     if given is not None:
         return given, True
     sound = [method for method in methods if method.failure is None] or methods
-    finals = [row.accuracy.mean for m in sound if (row := summarise(m, None)).accuracy is not None]
+    finals = [row.accuracy.mean for m in sound if (row := summarize(m, None)).accuracy is not None]
     known = [final for final in finals if math.isfinite(final)]
     return (math.floor(95 * max(known)) / 100 or None) if known else None, False
 

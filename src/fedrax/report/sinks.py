@@ -1,7 +1,7 @@
 """Who sees a run while it goes on: lines of JSON, TensorBoard, Weights & Biases, MLflow.
 
 Each is a :class:`fedrax.simulation.Sink` for ``simulate(..., sinks=[...])``. The last three need packages of their
-own, imported when the sink is made. The line of progress is in :mod:`fedrax.simulation.progress`.
+own, imported when the sink is made. The line of progress is in :mod:`fedrax.simulation.results.progress`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedrax.errors import FedraxError
-from fedrax.simulation.events import Event, RunInfo
+from fedrax.simulation.results.events import Event, RunInfo
 
 
 class JsonSink:

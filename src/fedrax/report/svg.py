@@ -1,6 +1,6 @@
 """Charts as text: SVG for a page that loads nothing, every name in it shown and never interpreted.
 
-Colours are classes of the page's style (``s0`` to ``s6``), so that one picture serves light and dark screens.
+Colors are classes of the page's style (``s0`` to ``s6``), so that one picture serves light and dark screens.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedrax.text import plain
+from fedrax.escaping import plain
 
-COLOURS, DASHES = 7, ("", "7 4", "2 3", "9 3 2 3")
+COLORS, DASHES = 7, ("", "7 4", "2 3", "9 3 2 3")
 WIDTH, HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 46
 _MARKED = 26
@@ -40,13 +40,13 @@ def number(value: float) -> str:
 
 
 def series_class(index: int) -> str:
-    """Of the lines and dots of the method at ``index``: its colour, and a name to hide it by."""
-    return f"s{index % COLOURS} m{index}"
+    """Of the lines and dots of the method at ``index``: its color, and a name to hide it by."""
+    return f"s{index % COLORS} m{index}"
 
 
 def dash(index: int) -> str:
-    """The attribute of lines whose colour has come before."""
-    pattern = DASHES[(index // COLOURS) % len(DASHES)]
+    """The attribute of lines whose color has come before."""
+    pattern = DASHES[(index // COLORS) % len(DASHES)]
     return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 
@@ -221,7 +221,7 @@ def _line(curve: Curve, x: Scale, y: Scale) -> str:
 def swatch(index: int) -> str:
     """A method's line in a legend."""
     line = f'<line class="mean" x1="1" x2="27" y1="7" y2="7"{dash(index)}/>'
-    return f'<svg class="swatch s{index % COLOURS}" viewBox="0 0 28 14" aria-hidden="true">{line}</svg>'
+    return f'<svg class="swatch s{index % COLORS}" viewBox="0 0 28 14" aria-hidden="true">{line}</svg>'
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,24 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
-from fedrax.compiled.cores import join_processes, use_all_cores
-from fedrax.simulation.clients import per_client
-from fedrax.simulation.debug import NonFiniteError
-from fedrax.simulation.events import Event, RunInfo, Sink, read_events
-from fedrax.simulation.model_file import load
-from fedrax.simulation.process import Interrupted
-from fedrax.simulation.recording import Exchange, Record, Sent
-from fedrax.simulation.result import Result, Snapshot, to_target
-from fedrax.simulation.run import simulate
-from fedrax.simulation.settings import (
+from fedrax.devices import join_processes, use_all_cores
+from fedrax.participation.policies import (
     Asynchronous,
     Availability,
     FixedList,
     Poisson,
-    Script,
-    Settings,
     Turns,
     Uniform,
     WeightedBySamples,
 )
-from fedrax.simulation.sweep import sweep
-from fedrax.simulation.tuning import Tuned, tune
+from fedrax.simulation.client_metrics import per_client
+from fedrax.simulation.executors.debug import NonFiniteError
+from fedrax.simulation.persistence.model_file import load_model
+from fedrax.simulation.process import Interrupted
+from fedrax.simulation.results.events import Event, RunInfo, Sink, read_events
+from fedrax.simulation.results.message_recorder import Exchange, Record, Sent
+from fedrax.simulation.results.result import Result, Snapshot, to_target
+from fedrax.simulation.run import simulate
+from fedrax.simulation.settings import Script, Settings
 
 __all__ = [
     "Asynchronous",
@@ -40,17 +37,14 @@ __all__ = [
     "Settings",
     "Sink",
     "Snapshot",
-    "Tuned",
     "Turns",
     "Uniform",
     "WeightedBySamples",
     "join_processes",
-    "load",
+    "load_model",
     "per_client",
     "read_events",
     "simulate",
-    "sweep",
     "to_target",
-    "tune",
     "use_all_cores",
 ]

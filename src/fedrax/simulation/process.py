@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from threadpoolctl import threadpool_limits
 
-from fedrax.compiled.cores import abandon_processes
+from fedrax.devices import abandon_processes
 from fedrax.errors import FedraxError
 from fedrax.files import replacing
 from fedrax.version import VERSION

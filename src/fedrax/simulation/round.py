@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled import linear_algebra
-from fedrax.compiled.edits import Code
-from fedrax.compiled.pieces import AXIS
-from fedrax.compiled.products import Format
-from fedrax.compiled.tracing import traced_once, untraced
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
 from fedrax.contract.vectors import holds_vectors
 from fedrax.tree import Tree
+from fedrax.xla import linear_algebra
+from fedrax.xla.fingerprint import Code
+from fedrax.xla.microbatch import AXIS
+from fedrax.xla.precision import Format
+from fedrax.xla.tracing import traced_once, untraced
 
 SERVER_KEY, SHARED_KEY = 0xFFFFFFFF, 0xFFFFFFFE
 """Of the keys of a round, by client's number, the server's, and the one that all clients know."""

@@ -14,22 +14,22 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from fedrax.compiled.cores import use_all_cores
+from fedrax.config.user_errors import explained
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.mistakes import explained
 from fedrax.contract.task import Task
 from fedrax.data import Federation
+from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
-from fedrax.simulation import checkpoint
-from fedrax.simulation.arguments import changed_settings, check_arguments, check_lists, rounds_kept
-from fedrax.simulation.clients_file import write_clients
-from fedrax.simulation.clock import clock
-from fedrax.simulation.debug import NonFiniteError, culprit, in_the_data
-from fedrax.simulation.directory import CHECKPOINT, FAILURE, RunDirectory, owned
-from fedrax.simulation.engine import NOTED, Carry
-from fedrax.simulation.evaluate import remedy
-from fedrax.simulation.events import Event, EventFile, Sink, events_of, report, round_seconds
+from fedrax.simulation.evaluation import remedy
+from fedrax.simulation.executors.compiled import NOTED, Carry
+from fedrax.simulation.executors.debug import NonFiniteError, culprit, in_the_data
+from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.persistence.clients_file import write_clients
+from fedrax.simulation.persistence.resume import Begun, begin, check_goes_on, check_kept, save
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, owned
+from fedrax.simulation.placement.streaming import Portion, Spill, Storage, Streamer
+from fedrax.simulation.privacy_ledger import check_not_spent, enter, last_round, ledger_of
 from fedrax.simulation.process import (
     Interrupted,
     Stop,
@@ -40,18 +40,18 @@ from fedrax.simulation.process import (
     runtime_errors_explained,
     write_environment,
 )
-from fedrax.simulation.progress import with_progress
-from fedrax.simulation.recording import Exchange, Record, exchanges
-from fedrax.simulation.result import NO_CLIENTS, OfEach, Result, Snapshot
-from fedrax.simulation.saving import Begun, begin, check_goes_on, check_kept, save
+from fedrax.simulation.results.events import Event, EventFile, Sink, events_of, report, round_seconds
+from fedrax.simulation.results.message_recorder import Exchange, Record, exchanges
+from fedrax.simulation.results.progress import with_progress
+from fedrax.simulation.results.result import NO_CLIENTS, OfEach, Result, Snapshot
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.setup import Setup, prepare
-from fedrax.simulation.spending import check_not_spent, enter, last_round, ledger_of
-from fedrax.simulation.storage import Portion, Spill, Storage, Streamer
+from fedrax.simulation.timer import clock
+from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, rounds_kept
 from fedrax.tree import Tree
 
 Callback = Callable[[Snapshot], Any]
-"""Returns True to end the run after this round; see :class:`fedrax.Snapshot`."""
+"""Returns True to end the run after this round; see :class:`fedrax.simulation.Snapshot`."""
 LONGEST_BLOCK = 64
 _BLOCK_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
@@ -81,7 +81,7 @@ def simulate(
     params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
     directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default. One that
     holds a run, or that another run is writing to, is refused.
-    Of several processes (:func:`fedrax.join_processes`) each calls simulate alike, and the first one writes.
+    Of several processes (:func:`fedrax.simulation.join_processes`) each calls simulate alike, and the first one writes.
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
@@ -128,7 +128,9 @@ def check_possible(
 
 def _check_record(record: Any, setup: Setup) -> None:
     if not isinstance(record, Record):
-        raise FedraxError(f"record is a fedrax.Record, which names clients and rounds, not {type(record).__name__}")
+        raise FedraxError(
+            f"record must be a fedrax.simulation.Record (clients and rounds), not {type(record).__name__}"
+        )
     if not setup.alone:
         raise FedraxError("messages are recorded by a run of a single process only")
     record.check(setup.info.num_clients, setup.info.rounds, setup.info.bytes_down + setup.info.bytes_up)

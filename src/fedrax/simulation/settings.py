@@ -4,82 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 
-from fedrax.compiled.products import Format
-from fedrax.contract.hyperparameters import Bound, Count, Fraction, Positive
+from fedrax.config.hyperparameters import Bound, Fraction, Positive, PositiveInt
 from fedrax.errors import FedraxError, known_fields_only, warn
+from fedrax.participation.policies import UNIFORM, Participation
 from fedrax.privacy.accounting import Amplification
+from fedrax.xla.precision import Format
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Draw the cohort uniformly without replacement."""
-
-
-@dataclass(frozen=True)
-class WeightedBySamples:
-    """Draw the cohort without replacement with chances in proportion to the clients' sample counts."""
-
-
-@dataclass(frozen=True)
-class Poisson:
-    """Each client takes part with chance S / N, independently of all others and of all other rounds.
-
-    S, ``cohort_size``, is then the number of clients in the mean, and a round may have none. It is the sampling that
-    the tightest amplification of privacy is proven for.
-    """
-
-
-@dataclass(frozen=True)
-class Availability:
-    """Draw the cohort uniformly from the clients that a trace says are available in the round.
-
-    The trace is a CSV file with columns ``round`` (from 0) and ``client``; it repeats after its last round.
-    """
-
-    trace: Path
-    """The CSV file."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """All clients in turn: once shuffled, then S in each round, from the first ones again after the last.
-
-    A client's rounds are as far apart as they can be. The last cohort of a turn is smaller where S does not divide N.
-    """
-
-
-@dataclass(frozen=True)
-class FixedList:
-    """Draw the cohort uniformly from a list of clients; all of them take part where it is no longer than the cohort."""
-
-    clients: tuple[int, ...]
-    """The clients, by number."""
-
-
-@dataclass(frozen=True)
-class Asynchronous:
-    """Clients work at their own pace, for methods whose uploads may arrive late (FedBuff).
-
-    ``concurrency`` clients are at work at any time: who finishes is replaced at once by one drawn uniformly. A round is
-    a step of the server, on the next ``cohort_size`` uploads to arrive. The trace is a CSV file with columns ``client``
-    and ``seconds``, how long a client takes from its start to its upload's arrival; of several lines of a client the
-    first is its first time, and they repeat. Events have the simulated ``clock``.
-    """
-
-    trace: Path
-    """The CSV file."""
-    concurrency: Count = 20
-    """M, clients at work at any time."""
-
-
-Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList | Turns | Asynchronous
 
 
 @known_fields_only
@@ -87,21 +22,21 @@ Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList
 class Settings:
     """Settings of `fedrax.simulate`; the ``[run]`` table of an experiment file."""
 
-    rounds: Count = 100
+    rounds: PositiveInt = 100
     """R, communication rounds."""
-    cohort_size: Count = 10
+    cohort_size: PositiveInt = 10
     """S, clients a round (at most, under an availability trace; in the mean, where each joins by chance); 10, or all
     clients where there are fewer."""
     seed: Seed = 0
     """Decides starting parameters, cohorts, stragglers and batches; the same for every algorithm."""
     weights: Literal["uniform", "samples"] = "uniform"
     """Aggregation weights p_i: equal, or in proportion to the clients' sample counts."""
-    participation: Participation = Uniform()
+    participation: Participation = UNIFORM
     """Who takes part."""
     stragglers: Fraction = 0.0
     """Share of each cohort that does only part of its local work: each a share drawn uniformly from (0, 1], in whole
     steps or epochs, rounded up."""
-    eval_every: Count = 10
+    eval_every: PositiveInt = 10
     """Rounds between evaluations; the last round is always evaluated."""
     eval_train: bool = False
     """Also evaluate on all clients' training data: ``train_loss`` in events is then of these, and the loss along a
@@ -109,7 +44,7 @@ class Settings:
     per_client: bool = False
     """Also report metrics per client: the worst, with its number of samples, percentiles, mean and standard deviation
     over clients."""
-    finetune: Count | None = None
+    finetune: PositiveInt | None = None
     """Also report metrics of each client's own copy of the global model after so many epochs of its local steps, at the
     step size of the first round."""
     target: Annotated[float, Bound(gt=0, le=1)] | None = None
@@ -129,9 +64,9 @@ class Settings:
     states: Literal["auto", "resident", "spilled"] = "auto"
     """Where client states lie: on the devices, or in scratch files on disk. By default on the devices unless they
     would take more than half of the memory that samples leave there."""
-    devices: Count | None = None
+    devices: PositiveInt | None = None
     """Devices to spread the clients over; all by default."""
-    chunk: Count | None = None
+    chunk: PositiveInt | None = None
     """Clients side by side in one vmap (plan vmap); chosen from the memory at hand by default."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and arithmetic. A model's parameters of a shorter type are held in it, too, as the run's
@@ -140,7 +75,7 @@ class Settings:
     """Operands of the matrix products and convolutions of local gradients: float32, or a shorter format that an
     accelerator multiplies faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU operands are
     rounded in the same way, at no gain in speed."""
-    checkpoint_every: Count | None = None
+    checkpoint_every: PositiveInt | None = None
     """Rounds between checkpoints; by default about every 30 seconds and at the end."""
 
     def check(self) -> None:

@@ -16,36 +16,36 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from fedrax import tree
-from fedrax.compiled.edits import Code
-from fedrax.compiled.pieces import Cut, cuts_in, speed_of
-from fedrax.compiled.tracing import computed, uncollected
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
-from fedrax.contract.seeds import RUN, START, seeded
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.account import Account
-from fedrax.simulation.beginning import at_first, check_needs, check_run, start_and_statistics
-from fedrax.simulation.cohorts import Sampler
-from fedrax.simulation.communication import TracedRound, trace_round
-from fedrax.simulation.debug import DebugEngine
-from fedrax.simulation.engine import Carry, Engine
-from fedrax.simulation.evaluate import Evaluator, StreamedEvaluator, measured, trace_evaluation
-from fedrax.simulation.events import RunInfo
-from fedrax.simulation.given import given_work
-from fedrax.simulation.identity import identify
-from fedrax.simulation.loop import LoopEngine
-from fedrax.simulation.personal import Metrics, PersonalEvaluator
-from fedrax.simulation.planner import Planner, rows_on_a_device
-from fedrax.simulation.plans import choose_plan, clients_at_once, describe, make_mesh
+from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, measured, trace_evaluation
+from fedrax.simulation.executors.choose import choose_plan, clients_at_once, describe, make_mesh
+from fedrax.simulation.executors.compiled import Carry, Engine
+from fedrax.simulation.executors.debug import DebugEngine
+from fedrax.simulation.executors.loop import LoopEngine
+from fedrax.simulation.persistence.run_identity import identify
+from fedrax.simulation.personal_evaluation import Metrics, PersonalEvaluator
+from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.planner import Planner, rows_on_a_device
+from fedrax.simulation.placement.streaming import choose
+from fedrax.simulation.results.events import RunInfo
 from fedrax.simulation.round import Kept, Program
 from fedrax.simulation.settings import Script, Settings
-from fedrax.simulation.storage import choose
+from fedrax.simulation.traffic import TracedRound, trace_round
+from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
+from fedrax.simulation.validate_script import given_work
 from fedrax.tree import Tree
+from fedrax.xla.fingerprint import Code
+from fedrax.xla.microbatch import Cut, cuts_in, speed_of
+from fedrax.xla.tracing import computed, uncollected
 
 ENGINES = {"scan": Engine, "vmap": Engine, "loop": LoopEngine, "debug": DebugEngine}
 
@@ -81,7 +81,7 @@ class Setup:
     info: RunInfo
     traced: TracedRound
     identity: dict[str, str] | None
-    """What decides the numbers, see :func:`fedrax.simulation.identity.identify`; None where nothing is kept."""
+    """Digests of what decides the numbers, see :func:`run_identity.identify`; None without a directory."""
 
     @property
     def stateful(self) -> bool:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrax.compiled.cores import use_all_cores
 from fedrax.contract.model import Model, Params, Variables
+from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
-from fedrax.models.pytorch.gradients import hooked_parameters, lost_derivatives
-from fedrax.models.pytorch.lines import line_of_error
-from fedrax.models.pytorch.memory import called_once
+from fedrax.models.pytorch.export import quiet
+from fedrax.models.pytorch.module_state import called_once
 from fedrax.models.pytorch.program import BEYOND, Program, only_batches_of
-from fedrax.models.pytorch.tracing import quiet
+from fedrax.models.pytorch.source_locations import line_of_error
+from fedrax.models.pytorch.stop_gradients import hooked_parameters, lost_derivatives
 
 QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """What is run once need not run fast."""
@@ -43,8 +43,9 @@ class TorchModel(Model):
     def to_torch(self, trained: Any) -> Any:
         """A copy of the module with trained values, in evaluation mode.
 
-        trained: a :class:`fedrax.Result`, :class:`fedrax.Variables` or parameters. Running statistics are those of a
-        result or Variables. Its ``state_dict()`` is what ``torch.save`` writes. Raises FedraxError for other trees.
+        trained: a :class:`fedrax.Result`, :class:`fedrax.contract.Variables` or parameters. Running statistics are
+        those of a result or Variables. Its ``state_dict()`` is what ``torch.save`` writes. Raises FedraxError for
+        other trees.
         """
         torch = _torch()
         params = getattr(trained, "params", trained)

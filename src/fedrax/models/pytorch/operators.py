@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import kinks
+from fedrax.models.pytorch import subgradients
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """By name, or name and overload."""
@@ -104,9 +104,9 @@ OPERATORS |= {
     "erfinv": jax.scipy.special.erfinv,
     "lgamma": jax.scipy.special.gammaln,
     "digamma": jax.scipy.special.digamma,
-    "abs": kinks.absolute,
-    "angle": kinks.angle,
-    "i0": kinks.i0,
+    "abs": subgradients.absolute,
+    "angle": subgradients.angle,
+    "i0": subgradients.i0,
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "log_sigmoid": jax.nn.log_sigmoid,
@@ -114,9 +114,9 @@ OPERATORS |= {
     "mish": jax.nn.mish,
     "relu": jax.nn.relu,
     "selu": jax.nn.selu,
-    "hardswish": lambda x: x * kinks.between(x + 3, 0, 6) / 6,
-    "hardsigmoid": lambda x: kinks.between(x + 3, 0, 6) / 6,
-    "relu6": lambda x: kinks.between(x, 0, 6),
+    "hardswish": lambda x: x * subgradients.between(x + 3, 0, 6) / 6,
+    "hardsigmoid": lambda x: subgradients.between(x + 3, 0, 6) / 6,
+    "relu6": lambda x: subgradients.between(x, 0, 6),
     "leaky_relu": lambda x, negative_slope=0.01: jnp.where(x > 0, x, negative_slope * x),
     "threshold": lambda x, threshold, value: jnp.where(x > threshold, x, value),
     "softshrink": lambda x, lambd=0.5: jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0)),
@@ -131,7 +131,7 @@ OPERATORS |= {f"special_{name}": getattr(jax.scipy.special, name) for name in ["
 
 @operator("hardtanh")
 def _hardtanh(x: Array, min_val: float = -1.0, max_val: float = 1.0) -> Array:
-    return kinks.between(x, min_val, max_val)
+    return subgradients.between(x, min_val, max_val)
 
 
 @operator("clamp", "clip")
@@ -204,9 +204,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 for _name, _function in {
     "maximum": jnp.maximum, "minimum": jnp.minimum, "max.other": jnp.maximum, "min.other": jnp.minimum,
-    "fmax": kinks.fmax, "fmin": kinks.fmin, "hypot": jnp.hypot, "copysign": kinks.copysign,
+    "fmax": subgradients.fmax, "fmin": subgradients.fmin, "hypot": jnp.hypot, "copysign": subgradients.copysign,
     "ldexp": lambda x, other: x * jnp.exp2(jnp.asarray(other, x.dtype)),
-    "atan2": kinks.arctan2, "remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide,
+    "atan2": subgradients.arctan2, "remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide,
     "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
     "ge": jnp.greater_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and, "bitwise_or": jnp.bitwise_or,

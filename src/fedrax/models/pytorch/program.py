@@ -19,23 +19,13 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import (  # noqa: F401 - they enter their operators
-    deviations,
-    fourier,
-    kinks,
-    layers,
-    matrices,
-    ordering,
-    pooling,
-    randomness,
-    recurrent,
-    sampling,
-    shapes,
+from fedrax.models.pytorch import (
+    subgradients,
 )
-from fedrax.models.pytorch.gradients import ANOTHER
-from fedrax.models.pytorch.lines import line_of
+from fedrax.models.pytorch.export import export
 from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
-from fedrax.models.pytorch.tracing import export
+from fedrax.models.pytorch.source_locations import line_of
+from fedrax.models.pytorch.stop_gradients import ANOTHER
 
 _PLAIN = (operator, math)
 """Where the functions of sizes come from: ``x.size(0) * 2``."""
@@ -200,5 +190,5 @@ def _function_of(node: Any) -> Callable | None:
     if name == "fedrax.stop_gradient.default":
         return lax.stop_gradient
     if name == "fedrax.with_gradient_of.default":
-        return kinks.with_gradient_of
+        return subgradients.with_gradient_of
     return OPERATORS.get(key_of(target)) if name.startswith("aten.") else None

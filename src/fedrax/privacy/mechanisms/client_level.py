@@ -13,10 +13,10 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.config.hyperparameters import NonNegative, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, summed_dtype, unchanged
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import Count, NonNegative, hyperparameters
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.traits import Requirements
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
 from fedrax.privacy.mechanisms.clipping import Adaptive, Clipping, Flat
@@ -62,7 +62,7 @@ class ClientDP(Wrapper):
     """z, the noise multiplier: standard deviation over C."""
     at: Literal["server", "client"] = "server"
     """Who adds the noise: a server that is trusted with the sum, or each client."""
-    bands: Count = 1
+    bands: PositiveInt = 1
     """b: above 1 the server's noise is that of a banded matrix mechanism, in which a round's takes back part of that of
     the b - 1 rounds before it (DP-FTRL; Kairouz et al. 2021), for clients that take part b rounds apart or more."""
 
@@ -104,7 +104,7 @@ class ClientDP(Wrapper):
         if self.at == "server":
             noise = float(self.noise) / float(np.linalg.norm(band_coefficients(self.bands)))
             return (Release(noise=noise, seen="public", apart=self.bands, remembers=self.inner.remembers),)
-        return (Release(noise=float(self.noise) / 2, neighbours="replacement"),)
+        return (Release(noise=float(self.noise) / 2, neighbors="replacement"),)
 
     @property
     def _keeps(self) -> bool:
@@ -203,7 +203,7 @@ class ClientDP(Wrapper):
 
 
 def band_coefficients(bands: int) -> np.ndarray:
-    """c_0 = 1, c_1, ... c_{b-1} of the factorisation, float [b]: (2j choose j) / 4^j.
+    """c_0 = 1, c_1, ... c_{b-1} of the factorization, float [b]: (2j choose j) / 4^j.
 
     The first b diagonals of the square root C of the matrix of prefix sums (Fichtenberger et al. 2023; Kalinin and
     Lampert 2024). Noise C^-1 z on the rounds then hides C times what is summed, whose columns have length |c|.

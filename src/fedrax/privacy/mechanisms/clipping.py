@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.contract.hyperparameters import Fraction, NonNegative, Positive, hyperparameters
+from fedrax.config.hyperparameters import Fraction, NonNegative, Positive, hyperparameters
 from fedrax.privacy.mechanisms.noise import shortened
 from fedrax.tree import Tree
 

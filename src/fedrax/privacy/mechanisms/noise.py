@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compiled.lengths import length
-from fedrax.compiled.normals import normals
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Info, summed_dtype
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
+from fedrax.xla.normal import normals
+from fedrax.xla.norms import length
 
 
 def shortened(vector: Tree, bound: Any) -> tuple[Tree, Array]:

@@ -13,15 +13,15 @@ from jax import Array
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg, FedProx
 from fedrax.algorithms.fednova import FedNova
+from fedrax.config.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.hyperparameters import NonNegative, Positive, hyperparameters
-from fedrax.contract.requirements import Requirements
 from fedrax.contract.task import Batch
+from fedrax.contract.traits import Requirements
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
-from fedrax.privacy.mechanisms.dependence import uncovered
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
+from fedrax.privacy.mechanisms.taint import uncovered
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
 
@@ -89,7 +89,7 @@ class OutputPerturbation(_LocalModels):
         """One Gaussian answer a phase, of sensitivity 2 tau to other data of the client."""
         ratio = float(self.sigma) / float(self.tau)
         times = len(self.inner.phases)
-        return (Release(noise=ratio / 2, times=times, neighbours="replacement", paper_noise=ratio),)
+        return (Release(noise=ratio / 2, times=times, neighbors="replacement", paper_noise=ratio),)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
@@ -108,7 +108,7 @@ class ObjectivePerturbation(_LocalModels):
 
     |n| is Gamma(d, 1 / alpha) for d parameters, its direction uniform. Private Upcycled-FL (Yin et al. 2024, section 6)
     after Chaudhuri et al. (2011). Theorem 6.3 claims pure differential privacy for exact minima of strongly convex
-    local losses of generalised linear models with features of length at most 1, which steps of SGD only come near;
+    local losses of generalized linear models with features of length at most 1, which steps of SGD only come near;
     nothing that holds in the worst case is claimed here, see ``releases``.
     """
 
@@ -143,7 +143,7 @@ class ObjectivePerturbation(_LocalModels):
         With a bias the features are (x, 1), of squared length at most 2: u_1 = sqrt 2 and u_2 = 2 / 4. Clients of
         fewer than 2 u_2 / mu samples are outside of the theorem.
         """
-        none = Release(noise=0.0, neighbours="replacement", unit="sample")
+        none = Release(noise=0.0, neighbors="replacement", unit="sample")
         if self.guarantee == "none":
             return (none,)
         u1, u2 = 2**0.5, 0.5
@@ -181,7 +181,7 @@ class ObjectivePerturbation(_LocalModels):
         if name not in ("binary/logistic", "binary/linear"):
             raise FedraxError(
                 f"objective perturbation is proven for one logit that is linear in the features, not for {name}: use"
-                " binary(Logistic()...), or set guarantee = 'none'"
+                " binary_classification(Logistic()...), or set guarantee = 'none'"
             )
 
 

@@ -11,20 +11,20 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.compiled.per_sample import bytes_written, clipped_sum
-from fedrax.compiled.products import with_operands
+from fedrax.config.annotations import Bound
+from fedrax.config.hyperparameters import NonNegative, Positive, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.fields import Bound
-from fedrax.contract.hyperparameters import Count, NonNegative, Positive, hyperparameters
-from fedrax.contract.local import LocalSGD
-from fedrax.contract.requirements import Requirements
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Requirements
 from fedrax.contract.wrapper import Wrapper, wrapped_in
 from fedrax.errors import FedraxError
-from fedrax.privacy.mechanisms.dependence import uncovered
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
+from fedrax.privacy.mechanisms.taint import uncovered
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
+from fedrax.xla.per_example_clipping import bytes_written, clipped_sum
+from fedrax.xla.precision import with_operands
 
 _ROOM = 2**27
 """Bytes for gradients of single samples."""
@@ -49,7 +49,7 @@ class SampleDP(Wrapper):
     rate: Annotated[float, Bound(gt=0, le=1)] | None = None
     """The chance with which each sample is in a step's batch, independently of all others (Poisson); by default batches
     are those of ``local``, whose privacy is not amplified. A batch then has ``rate`` n_i samples in the mean."""
-    microbatch: Count | None = None
+    microbatch: PositiveInt | None = None
     """Samples side by side; by default as many as have room, in 128 MiB, for what is written out of their gradients."""
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class SampleDP(Wrapper):
         assert local is not None and local.steps is not None
         noise, times = float(self.noise), local.steps * len(self.inner.phases)
         if self.rate is None:
-            shuffled = Release(noise / 2, times, unit="sample", neighbours="replacement", batches="shuffled")
+            shuffled = Release(noise / 2, times, unit="sample", neighbors="replacement", batches="shuffled")
             return (shuffled,)
         return (Release(noise, times, unit="sample", batches="poisson", rate=float(self.rate)),)
 

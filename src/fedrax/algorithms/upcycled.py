@@ -1,0 +1,80 @@
+"""Upcycled-FL (Yin et al. 2024, Algorithm 1): the server moves twice a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from fedrax.algorithms.fedavg import FedAvg
+from fedrax.config.hyperparameters import NonNegative, hyperparameters
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
+from fedrax.contract.client_data import ClientData
+from fedrax.contract.wrapper import Wrapper
+from fedrax.errors import FedraxError, warn
+from fedrax.optim.schedules import Constant, Schedule
+from fedrax.tree import Tree
+
+
+@hyperparameters
+class Upcycled(Wrapper):
+    """After the inner round took x- to x, the server moves on without the clients: x <- x + a (x - x-).
+
+    A round is two iterations of the paper. Around FedAvg this equals FedAvg with server step 1 + a, and so for
+    Scaffold when its states are not extrapolated: what changes is then the count of iterations that touch data,
+    which the privacy accounting rewards.
+    """
+
+    inner: Algorithm = FedAvg()
+    a: NonNegative = 0.5
+    """Extrapolation: mu / (mu + lambda_m) for FedProx (Eq. 6), lambda_m / 2 in Algorithm 1."""
+    schedule: Schedule = Constant()
+    """Factor on ``a`` by round."""
+    extrapolate: Literal["none", "server", "both"] = "none"
+    """Also extrapolate the inner method's correction states: the server's, or the server's and the clients'."""
+
+    def check(self) -> None:
+        """Warn of states to extrapolate where there are none."""
+        if self.extrapolate != "none" and not self.inner.corrections:
+            warn(
+                f"{type(self.inner).__name__} keeps no states that correct for drift, and extrapolate ="
+                f" {self.extrapolate!r} counts for nothing"
+            )
+
+    def around_client(
+        self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
+    ) -> tuple[ClientOutput, Tree]:
+        """The client's corrections move on, where asked for."""
+        output = client(message, state, data)
+        if last and self.extrapolate == "both":
+            moved = self.inner.map_corrections(self._extrapolation(data.round), output.state, state)
+            output = output._replace(state=moved)
+        return output, own
+
+    def around_server(
+        self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
+    ) -> tuple[Any, Tree, Info]:
+        """After the last phase the parameters move on, and the server's corrections where asked for."""
+        new, info = server(state, cohort)
+        before, after = self.inner.params(state), self.inner.params(new)
+        if not last and any(x is not y for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True)):
+            raise FedraxError(
+                f"Upcycled moves on from what the last exchange of a round changes, and {type(self.inner).__name__}"
+                " moves its parameters before it"
+            )
+        if last:
+            move = self._extrapolation(cohort.round)
+            new = self.inner.with_params(new, move(after, before))
+            if self.extrapolate != "none":
+                new = self.inner.map_corrections(move, new, state)
+        return new, own, info
+
+    def _extrapolation(self, round: Any) -> Callable[[Tree, Tree], Tree]:
+        factor = self.a * self.schedule(round)
+        return lambda new, old: jax.tree.map(lambda n, o: (n + factor * (n - o)).astype(n.dtype), new, old)
+
+
+def upcycle(algorithm: Algorithm, a: float = 0.5, **options: Any) -> Upcycled:
+    """``algorithm`` with the extra server move; see :class:`Upcycled`."""
+    return Upcycled(inner=algorithm, a=a, **options)

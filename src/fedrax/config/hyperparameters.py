@@ -1,0 +1,195 @@
+"""Hyper-parameter objects: frozen dataclasses that are pytrees.
+
+Floating fields (and nested hyper-parameter objects) are leaves, so a compiled program takes their values
+as inputs: changing a step size never recompiles, and a grid of step sizes is one ``vmap``. Everything else is
+static and shapes the program: integers, booleans, strings, functions. ``Leaf[...]`` and ``Static[...]`` around a
+field's type say otherwise; a static value must be hashable.
+
+Bounds are part of the annotation (``lr: Positive = 0.1``) and are checked by :func:`check`, not by the
+constructor, because a compiled program builds these objects from traced values too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import jax
+
+from fedrax.config.annotations import Bound, Field, fields_of
+from fedrax.config.user_errors import explained
+from fedrax.errors import FedraxError, unknown
+
+Positive = Annotated[float, Bound(gt=0)]
+NonNegative = Annotated[float, Bound(ge=0)]
+Fraction = Annotated[float, Bound(ge=0, le=1)]
+Decay = Annotated[float, Bound(ge=0, lt=1)]
+PositiveInt = Annotated[int, Bound(ge=1)]
+NonNegativeInt = Annotated[int, Bound(ge=0)]
+
+T = TypeVar("T")
+_MARK = "__hyperparameters__"
+_METHODS = (FunctionType, property, classmethod, staticmethod)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False)
+def hyperparameters(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen dataclass whose floating and nested fields are pytree leaves."""
+    try:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+    except ValueError as error:
+        if "mutable default" not in str(error):
+            raise
+        raise FedraxError(f"{cls.__name__}: {str(error).split(':')[0]}: give a tuple, or numbers") from error
+    _refuse_unknown_fields(cls)
+    fields = fields_of(cls).values()
+    _register(cls, [field.name for field in fields if not field.static], [f.name for f in fields if f.static])
+    setattr(cls, _MARK, True)
+    return cls
+
+
+def _refuse_unknown_fields(cls: type) -> None:
+    """Make a field that there is not a sentence: ``Scaffold(lr=0.1)`` says whose field it is."""
+    made, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}
+
+    @functools.wraps(made)
+    def init(self: Any, *values: Any, **fields: Any) -> None:
+        for name in fields.keys() - names:
+            for part in dataclasses.fields(cls):
+                default: Any = part.default
+                if hasattr(default, _MARK) and name in {f.name for f in dataclasses.fields(default)}:
+                    inner = f"{type(default).__name__}({name}={fields[name]!r})"
+                    raise FedraxError(
+                        f"{name!r} is a field of {cls.__name__}.{part.name}: {cls.__name__}({part.name}={inner})"
+                    )
+            raise unknown(f"field of {cls.__name__}:", name, names)
+        made(self, *values, **fields)
+
+    cls.__init__ = init
+
+
+def refuse_unfinished(cls: type) -> None:
+    """FedraxError where ``cls`` lacks a method of its base or the annotation of a field, or extends a hyper-parameter
+    class and is none itself, which JAX would not know, or has a method that nobody calls under its misspelt name."""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")
+    if hasattr(cls, _MARK) and _MARK not in vars(cls):
+        raise FedraxError(f"{cls.__name__} lacks the decorator @hyperparameters")
+    for name, value in vars(cls).items() if hasattr(cls, _MARK) else ():
+        if _is_meant_as_field(cls, name):
+            raise FedraxError(
+                f"{cls.__name__}.{name} has no annotation, and so is no field: write {name}: {type(value).__name__} ="
+                f" {_shown(value, False)}"
+            )
+        if near := _meant_method(cls, name):
+            raise FedraxError(f"nothing calls {cls.__name__}.{name}: did you mean {near!r}?")
+
+
+def _is_meant_as_field(cls: type, name: str) -> bool:
+    """Whether an attribute is without annotation, and neither a function nor a constant for a base's property."""
+    value = vars(cls)[name]
+    if name.startswith("_") or name in vars(cls).get("__annotations__", {}):
+        return False
+    if hasattr(value, "__get__") or (callable(value) and not dataclasses.is_dataclass(value)):
+        return False
+    bases = [base for base in cls.__mro__[1:] if name in vars(base)]
+    return not bases or name in getattr(bases[0], "__dataclass_fields__", {})
+
+
+def _meant_method(cls: type, name: str) -> str | None:
+    """The method of a base that one of ``cls`` nearly has the name of, where no code of the class asks for it."""
+    if name.startswith("_") or not isinstance(vars(cls)[name], _METHODS):
+        return None
+    bases = [vars(base) for base in cls.__mro__[1:]]
+    inherited = {n for base in bases for n in base if n[0] != "_" and isinstance(base[n], _METHODS)}
+    near = difflib.get_close_matches(name, inherited - vars(cls).keys(), 1, cutoff=0.85)
+    known = name in inherited or not near or name in {asked for base in cls.__mro__ for asked in _asked_for(base)}
+    return None if known else near[0]
+
+
+def _asked_for(cls: type) -> Iterator[str]:
+    """Names that the code of a class's methods asks for."""
+    functions = (getattr(value, "fget", getattr(value, "__func__", value)) for value in vars(cls).values())
+    codes: list[Any] = [getattr(function, "__code__", None) for function in functions]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes.extend(code.co_consts)
+
+
+def _register(cls: type, leaves: list[str], static: list[str]) -> None:
+    """Make ``cls`` a pytree.
+
+    Its class is part of the structure's data: JAX 0.10 calls the structures of two ``register_dataclass`` classes
+    equal when their fields are, and may then take FedAvg's compiled program for FedSGD's, or FedAdam's for FedYogi's.
+    """
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+
+    def flatten(config: Any) -> tuple[list[Any], tuple]:
+        return [getattr(config, name) for name in leaves], (cls, *(getattr(config, name) for name in static))
+
+    def flatten_with_keys(config: Any) -> tuple[list[tuple[Any, Any]], tuple]:
+        values, data = flatten(config)
+        return list(zip(keys, values, strict=True)), data
+
+    def unflatten(data: tuple, values: Any) -> Any:
+        return cls(**dict(zip(leaves, values, strict=True)), **dict(zip(static, data[1:], strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+def check(config: Any, path: str = "") -> None:
+    """Check types and bounds in ``config``, nested objects included, then each object's own ``check`` method.
+
+    Raises FedraxError naming the field, e.g. ``Scaffold.local.lr must be greater than 0, got -1.0``.
+    """
+    refuse_unfinished(type(config))
+    for field in fields_of(type(config)).values():
+        value, where = getattr(config, field.name), f"{path or type(config).__name__}.{field.name}"
+        nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        problem = field.problem(value)
+        if problem:
+            raise FedraxError(f"{where} {problem}, got {_shown(value, nested, field.classes)}")
+        if nested:
+            check(value, where)
+        if hasattr(config, _MARK):
+            _check_role(field, value, where)
+    own = getattr(config, "check", None)
+    if own is not None:
+        with explained(config):
+            own()
+
+
+def _shown(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> str:
+    """A value that is refused, in a few words, and if known what to write where one of ``classes`` is wanted."""
+    kind, takes = type(value).__name__, [cls.__name__ for cls in classes]
+    if kind.startswith("GradientTransformation"):
+        return "an optimizer of optax as it is: put it in fedrax.optim.Optax(...)"
+    if inspect.isfunction(value) and takes:
+        if "Optax" in takes and str(value.__module__).startswith("optax"):
+            name = value.__name__
+            return f"the function {name}: fedrax.optim.Optax.of(optax.{name}, ...) makes an optimizer of its options"
+        own = f"write a class with @hyperparameters and the methods of {takes[-1]}" if len(takes) > 1 else ""
+        return f"the function {value.__name__}{own and ': ' + own}"
+    return kind if nested or len(repr(value)) > 100 else repr(value)
+
+
+def _check_role(field: Field, value: Any, where: str) -> None:
+    """Refuse what JAX cannot take, as part of the key of a compiled program or as an input of it."""
+    if all(type(leaf) in (bool, int, float) for leaf in ([value] if field.static else jax.tree.leaves(value))):
+        return  # most fields; plain numbers can be either, and asking JAX takes time
+    try:
+        (hash if field.static else partial(jax.eval_shape, lambda value: value))(value)
+    except TypeError as error:
+        static = "hashable, for it shapes the program: give a tuple, or annotate arrays Leaf[...]"
+        leaf = "numbers or arrays, for it is an input of the program: annotate anything else Static[...]"
+        if dataclasses.is_dataclass(value):
+            leaf = f"something that JAX knows: decorate {type(value).__name__} with @hyperparameters"
+        raise FedraxError(f"{where} must be {static if field.static else leaf}") from error

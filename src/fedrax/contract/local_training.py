@@ -1,0 +1,399 @@
+"""Local work: the steps a client takes between two messages.
+
+Every method here is a *direction* inside one loop: at each of T steps (or of E epochs) a gradient g is taken,
+the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax import tree
+from fedrax.config.hyperparameters import Decay, NonNegative, Positive, PositiveInt, hyperparameters
+from fedrax.contract.client_data import Carried, ClientData, Order, Reduction
+from fedrax.contract.hooks import like
+from fedrax.errors import FedraxError, warn
+from fedrax.optim.optax_adapter import Optax, with_new_keys
+from fedrax.optim.proximal import Prox
+from fedrax.optim.schedules import Constant, Schedule
+from fedrax.tree import Tree
+
+
+class Step:
+    """One local step: its number, and gradients on its batch at any parameters."""
+
+    def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
+        self.index = jnp.asarray(index, jnp.int32)
+        """t, from 0: int32."""
+        self.key = data.step_key(index)
+        self._local, self._data, self._asked = local, data, False
+        self.block: Array | None = None
+        """The block this step works on (M fixed blocks only)."""
+        if local.blocks is not None:
+            self.block = data.block_index(index, local.blocks)
+        elif local.batch_size != "full":
+            self._samples, self._weights = data.batch(index, local.batch_size, local.order)
+
+    def gradient(self, params: Tree) -> tuple[Array, Tree]:
+        """Loss and raw gradient of this step's batch at ``params``."""
+        return self.gradient_and_statistics(params)[:2]
+
+    def gradient_and_statistics(self, params: Tree) -> tuple[Array, Tree, Tree]:
+        """The same, and the model's running statistics after this batch."""
+        local, data = self._local, self._data
+        if self._asked:
+            data.refuse_uncounted("a second gradient in a step")
+        self._asked = True
+        if local.blocks is not None and self.block is not None:
+            found = data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
+        elif local.batch_size == "full":
+            found = data.full_gradient(params, local.reduction)
+        else:
+            return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
+        if data.carried.statistics:
+            raise FedraxError(
+                "a model with running statistics, such as batch norm's, takes steps on batches: set local.batch_size"
+            )
+        return *found, ()
+
+    def stream(self, name: str) -> Array:
+        """A key for a method's own randomness in this step: others in every step, round and client."""
+        return jax.random.fold_in(self._data.stream(name), self.index)
+
+    @property
+    def batch(self) -> Tree:
+        """The step's samples; None where it works on a block or on all of the client's data."""
+        self._data.refuse_uncounted("a step's samples")
+        return getattr(self, "_samples", None)
+
+
+Direction = Callable[[Tree, Tree, Any, Step], tuple[Tree, Any]]
+"""(gradient, x_i, memory, step) -> (direction, memory): what a method makes of the local gradient."""
+
+Term = Callable[[Tree, Tree], Tree]
+"""(gradient, x_i) -> gradient with that of a term of the local loss added: a method's own part of the objective."""
+
+
+def plain(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+    """The gradient itself: local SGD."""
+    return gradient, memory
+
+
+def pull(strength: Any, center: Tree) -> Term:
+    """The term strength/2 |x_i - center|^2: gradient + strength (x_i - center), in the gradient's dtypes."""
+    return lambda gradient, x: jax.tree.map(
+        lambda g, a, b: (g + strength * (a - b)).astype(g.dtype), gradient, x, center
+    )
+
+
+class LocalResult(NamedTuple):
+    """What the local steps led to."""
+
+    params: Tree
+    """x_i after the last step."""
+    steps: Array
+    """T_i, the steps taken (float)."""
+    memory: Any
+    """The direction's memory after the last step."""
+    mean_gradient: Tree
+    """The mean of the gradients along the way; None unless asked for."""
+    info: dict[str, Array]
+    """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient; with
+    ``local.clip`` also clipped: the share of the steps that it shortened."""
+
+
+def _client_data(given: Any) -> ClientData:
+    """``given``, if it is a client's data: the arguments of ``local.run`` are easily taken for each other."""
+    if not isinstance(given, ClientData):
+        raise FedraxError(f"local.run is given a {type(given).__name__} as data: write local.run(data, params)")
+    return given
+
+
+def _checked(made: Any, x: Tree, memory: Any) -> tuple[Tree, Any]:
+    """What a direction returned, if it is a pair in the form of the parameters and of the memory before."""
+    if not isinstance(made, tuple) or hasattr(made, "_fields") or len(made) != 2:
+        raise FedraxError(f"a direction returns a {type(made).__name__}: return the pair direction, memory")
+    if not like(made[0], x):
+        raise FedraxError("a direction returns other keys or shapes than the parameters': it is what x moves along")
+    if not like(made[1], memory):
+        raise FedraxError(
+            "a direction returns a memory of another form than it was given: hand local.run(..., memory=...) one to"
+            " begin with, of the same keys and shapes"
+        )
+    return made
+
+
+def _repeated(body: Callable, times: Array | int, carry: tuple, unroll: bool) -> tuple:
+    """``body(index, carry)`` over and over: in a loop, or laid out one after another where asked for and possible."""
+    if not (unroll and isinstance(times, int)):
+        return jax.lax.fori_loop(0, times, body, carry)
+    for index in range(times):
+        carry = body(index, carry)
+    return carry
+
+
+@hyperparameters
+class LocalSGD:
+    """Local stochastic gradient descent and its options. Give ``steps`` or ``epochs``, not both."""
+
+    lr: Positive = 0.1
+    """Step size eta."""
+    steps: PositiveInt | None = None
+    """T, local steps a round."""
+    epochs: PositiveInt | None = None
+    """E, passes over the client's data a round (1 where neither steps nor epochs are given)."""
+    batch_size: PositiveInt | Literal["full"] = 10
+    """B, samples a step, or "full" for all of the client's data in every step."""
+    blocks: PositiveInt | None = None
+    """M: cut the client's data once into M blocks and draw one in each step, instead of batches."""
+    order: Order = "shuffle"
+    """How batches walk the data: reshuffled in every epoch, as stored and in every round from the first sample on, or
+    drawn with replacement."""
+    reduction: Reduction = "mean"
+    """Whether the client's loss f_i is the mean or the sum over its samples; batches and blocks estimate it."""
+    momentum: Decay | None = None
+    """Heavy-ball momentum on the gradient; the buffer is zero at the start of each round. It does not see what a method
+    adds to correct drift. As ``optimizer``, ``Optax.of(optax.sgd, momentum=0.9)``, it does; ``nesterov=True`` is
+    Nesterov's."""
+    weight_decay: NonNegative | None = None
+    """Added to the gradient times the parameters."""
+    clip: Positive | None = None
+    """gamma: the longest step. A direction d is scaled by min(1, gamma / (eta |d|)) (CELGC's rule)."""
+    prox: Prox | None = None
+    """Regularizer Psi, applied as prox_{eta Psi} after every step."""
+    schedule: Schedule = Constant()
+    """Factor on ``lr`` and ``clip`` by round."""
+    optimizer: Optax | None = None
+    """An optimizer of optax in place of the plain step x_i - eta d: it is given the direction d. ``lr`` is its
+    learning rate where it is made here and has none (``Optax.of(optax.adamw)``); a finished one has its own."""
+    carry: bool = False
+    """Keep the optimizer's state from round to round on each client, instead of starting anew."""
+
+    _instead = {"steps": "epochs", "epochs": "steps"}  # noqa: RUF012 - never mutated
+    """Where a file gives one of them, the default of the other does not count."""
+
+    def check(self) -> None:
+        """Refuse combinations that contradict each other."""
+        if self.steps is not None and self.epochs is not None:
+            raise FedraxError("give local steps or local epochs, not both")
+        if self.blocks is not None and self.steps is None:
+            raise FedraxError(
+                f"of M fixed blocks (local.blocks = {self.blocks}; LoSAC and FedSaga have some by default) every step"
+                " draws one at random: give local steps, not epochs"
+            )
+        if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
+            warn(
+                f"a step sees one of local.blocks = {self.blocks}, and local.batch_size counts for nothing",
+            )
+        if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
+            raise FedraxError(
+                "a local optimizer has its own momentum and clipping: leave local.momentum and local.clip out"
+            )
+        if self.carry and self.optimizer is None:
+            raise FedraxError(
+                "there is no local optimizer whose state could be carried over rounds: set local.optimizer"
+            )
+        if self.prox is not None and not self.lr_is_step_size:
+            raise FedraxError(
+                "local.prox is that of the step size, and a finished local optimizer has its own: make it of local.lr,"
+                " Optax.of(...) without a learning rate"
+            )
+
+    def check_sizes(self, sizes: np.ndarray) -> None:
+        """Refuse more blocks than any client has samples, and warn of samples that no round comes to; ``sizes`` [N]."""
+        largest = int(sizes.max())
+        if self.blocks is not None and (self.blocks > largest or self.blocks * largest > np.iinfo(np.int32).max):
+            raise FedraxError(
+                f"local.blocks = {self.blocks} cuts clients' data into too many blocks: the largest client has"
+                f" {largest} samples"
+            )
+        if self.order == "stored" and self.blocks is None and self.batch_size != "full" and self.steps is not None:
+            seen = self.steps * self.batch_size
+            if seen < largest:
+                come = "one step comes" if self.steps == 1 else f"{self.steps} steps come"
+                warn(
+                    f"in stored order every round begins with a client's first sample: {come} to {seen}, and of the"
+                    f" largest client's {largest} samples the others are never seen"
+                )
+
+    def step_size(self, round: Array) -> Array | float:
+        """eta in this round."""
+        return self.lr * self.schedule(round)
+
+    def num_steps(self, data: ClientData) -> Array | int:
+        """T_i: a Python int where every client takes the same number of steps."""
+        if data.place.steps is not None:
+            return data.place.steps
+        if data.work is not None and (self.steps or self.epochs or 1) == 1:
+            what = "epochs" if self.steps is None else "steps"
+            warn(
+                f"stragglers do whole {what}, one at least, and here everybody does one: stragglers count for nothing",
+            )
+        if self.steps is not None:
+            return self.steps if data.work is None else jnp.ceil(data.work * self.steps).astype(jnp.int32)
+        epochs: Array | int = self.epochs or 1
+        if data.work is not None:
+            epochs = jnp.ceil(data.work * epochs).astype(jnp.int32)
+        per_epoch = 1 if self.batch_size == "full" else data.batches(self.batch_size)
+        return epochs * per_epoch
+
+    def most_steps(self, data: ClientData) -> int | None:
+        """The most steps that any client of the federation takes in a round; None where a script gives them."""
+        if data.place.steps is not None:
+            return None
+        per_epoch = 1 if self.batch_size == "full" else -(-data.layout.largest // self.batch_size)
+        return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
+
+    def samples(self, data: ClientData, steps: Array | int) -> Array:
+        """Samples that ``steps`` local steps take gradients of (their mean over draws of uneven blocks)."""
+        given = data.given_rows
+        if given is not None:
+            used = jnp.arange(len(given)) < steps
+            return jnp.sum(jnp.where(used[:, None], given >= 0, False)).astype(float)
+        if self.blocks is not None:
+            return jnp.asarray(steps, float) * data.size / self.blocks
+        if self.batch_size == "full":
+            return jnp.asarray(steps, float) * data.size  # as whole numbers they may go beyond 32 bits
+        batch = min(self.batch_size, data.layout.largest)
+        if self.order == "replacement":
+            return jnp.asarray(steps, float) * batch
+        epochs, rest = steps // data.batches(batch), steps % data.batches(batch)
+        return jnp.asarray(epochs, float) * data.size + jnp.minimum(rest * batch, data.size)
+
+    @property
+    def lr_is_step_size(self) -> bool:
+        """Whether ``lr`` has an effect: a finished local optimizer has a step size of its own."""
+        return self.optimizer is None or self.optimizer.wants_lr
+
+    def takes_one_gradient(self, name: str, *refused: str, hints: Mapping[str, str] | None = None) -> None:
+        """FedraxError where one of the options ``refused`` is set, for a method of one gradient a round.
+
+        How many steps there are may be meant for other methods beside it, which is worth a warning.
+        """
+        for option in refused:
+            if getattr(self, option) is not None:
+                hint = (hints or {}).get(option, f"leave local.{option} out")
+                raise FedraxError(f"{name} takes one step a round, the server's: {hint}")
+        for option in ("steps", "epochs"):
+            if getattr(self, option) not in (None, 1):
+                idle = f"local.{option} = {getattr(self, option)}"
+                warn(f"{name} takes one step a round, and {idle} counts for nothing")
+
+    @property
+    def steps_are_gradients(self) -> bool:
+        """Whether (x - x_i) / (T eta) is the mean direction: no momentum, decay, clipping or prox between."""
+        between = (self.momentum, self.weight_decay, self.clip, self.prox, self.optimizer)
+        return all(option is None for option in between)
+
+    def init_carried(self, params: Tree) -> Tree:
+        """What a client carries from round to round besides its state: the optimizer's state, where asked for."""
+        return self.optimizer.init(params) if self.optimizer is not None and self.carry else ()
+
+    def decayed(self, gradient: Tree, params: Tree) -> Tree:
+        """The gradient with weight decay added."""
+        return gradient if self.weight_decay is None else tree.add_scaled(gradient, self.weight_decay, params)
+
+    def move(self, x: Tree, direction: Tree, lr: Array | float, round: Array) -> tuple[Tree, dict[str, Array]]:
+        """prox_{eta Psi}(x - eta d), the direction shortened to ``clip`` where asked for; then also the info
+        ``clipped``, 1 where it was longer and 0 elsewhere.
+        """
+        step, info = lr, {}
+        if self.clip is not None:
+            limit = self.clip * self.schedule(round)
+            length = lr * tree.norm(direction)
+            step = lr * jnp.where(length > limit, limit / jnp.where(length > 0, length, 1), 1)
+            info = {"clipped": (length > limit).astype(float)}
+        x = tree.add_scaled(x, -step, direction)
+        return (x if self.prox is None else self.prox(x, lr)), info
+
+    def run(
+        self,
+        data: ClientData,
+        params: Tree,
+        direction: Direction = plain,
+        memory: Any = (),
+        mean_gradient: bool = False,
+        term: Term | None = None,
+    ) -> LocalResult:
+        """Take the local steps from ``params``.
+
+        direction: see :data:`Direction`; it receives the gradient after decay and momentum. memory: a pytree
+        the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
+        term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
+        """
+        data = _client_data(data)._begun()
+        data.check_counted(self)
+        lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
+
+        def body(index: Array | int, carry: tuple) -> tuple:
+            x, memory, velocity, total, sums, statistics, rule = carry
+            step = Step(self, data.with_carried(Carried(statistics)), index)
+            step_loss, gradient, statistics = step.gradient_and_statistics(x)
+            total = tree.add(total, gradient) if mean_gradient else None
+            gradient = self.decayed(gradient, x)
+            if term is not None:
+                gradient = term(gradient, x)
+            if self.momentum is not None:
+                gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
+            d, memory = _checked(direction(gradient, x, memory, step), x, memory)
+            d, said = data.directed(d, x, step), {}
+            if self.optimizer is None:
+                x, said = self.move(x, d, lr, data.round)
+            else:
+                x, rule = self._optimized(x, rule, d, lr, data.round, step_loss if data.tells_losses else None)
+            return x, memory, velocity, total, tree.add(sums, {"loss": step_loss, **said}), statistics, rule
+
+        zeros = tree.zeros_like(params)
+        carry = (
+            params,
+            memory,
+            zeros if self.momentum is not None else None,
+            zeros if mean_gradient else None,
+            self._nothing_told(params),
+            carried.statistics,
+            self._start_of_optimizer(params, data),
+        )
+        x, memory, _, total, sums, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
+        carried.params, carried.optimizer = x, rule if self.carry else carried.optimizer
+        for change in data.result_rules:
+            x = change(x)
+        count = jnp.asarray(steps, float)
+        shared = 1 / jnp.maximum(count, 1)  # of no step at all the loss is 0
+        return LocalResult(
+            params=x,
+            steps=count,
+            memory=memory,
+            mean_gradient=tree.scale(shared, total) if mean_gradient else None,
+            info={name: summed * shared for name, summed in sums.items()} | {"gradients": self.samples(data, steps)},
+        )
+
+    def one_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:
+        """Loss and raw gradient of the first batch, of which running statistics are made: a round's only step."""
+        loss, gradient, data.carried.statistics = Step(self, data, 0).gradient_and_statistics(params)
+        return loss, gradient
+
+    def _nothing_told(self, params: Tree) -> dict[str, Array]:
+        """Sums over no steps of what each tells."""
+        loss = {"loss": jnp.zeros((), jax.tree.leaves(params)[0].dtype)}
+        return loss if self.clip is None else loss | {"clipped": jnp.zeros((), float)}
+
+    def _start_of_optimizer(self, params: Tree, data: ClientData) -> Tree:
+        if self.optimizer is None:
+            return ()
+        begun = data.carried.optimizer if self.carry else self.optimizer.init(params)
+        return with_new_keys(begun, data.stream("optimizer"))
+
+    def _optimized(
+        self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array, loss: Array | None
+    ) -> tuple[Tree, Tree]:
+        """A step of the optimizer; the schedule acts through its learning rate, or on a finished one's updates."""
+        assert self.optimizer is not None
+        factor = 1.0 if self.optimizer.wants_lr else self.schedule(round)
+        x, state = self.optimizer.move(x, state, d, lr, factor, loss)
+        return x if self.prox is None else self.prox(x, lr), state

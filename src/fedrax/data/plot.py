@@ -1,0 +1,74 @@
+"""A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedrax.data.federation import Federation
+from fedrax.data.heterogeneity import label_counts
+from fedrax.errors import FedraxError
+from fedrax.escaping import for_picture
+from fedrax.files import write_picture
+
+COLOR = "#1f5a94"
+LINE = 0.125
+"""Inches from one line of small text to the next."""
+
+
+def draw_labels(federation: Federation, clients: int = 50) -> Figure:
+    """Draw the label counts of the first ``clients`` clients, as in GradMA's figure 8.
+
+    A dot of the size of its cell is the largest count shown. Raises FedraxError for a regression.
+    """
+    if clients < 1:
+        raise FedraxError(f"a picture needs at least 1 client, not {clients}.")
+    counts = label_counts(federation)[:clients]
+    shown, classes = counts.shape
+    cell = min(0.25, 14 / shown, 10 / classes)  # inches
+    width, height = max(shown * cell, 2.6), max(classes * cell, 1.6)
+    figure = Figure(figsize=(width + 2.2, height + 1.3), layout="constrained")
+    axes = figure.add_subplot()
+    client, label = np.nonzero(counts)
+    number = counts[client, label]
+    largest = number.max()
+    diameter = 0.95 * cell * 72  # points
+    axes.scatter(client, label, s=diameter**2 * number / largest, color=COLOR, linewidths=0)
+
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.8, shown - 0.2), ylim=(-0.8, classes - 0.2))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(2, min(shown, 12)), min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=min(classes, 12), min_n_ticks=1))
+    if federation.client_names and width / shown >= LINE:
+        axes.set_xticks(range(shown), _short(federation.client_names[:shown]), rotation=90, fontsize=8)
+    if federation.class_names and height / classes >= LINE:
+        size = None if height / classes >= 1.5 * LINE else 8
+        axes.set_yticks(range(classes), _short(federation.class_names), fontsize=size)
+    axes.grid(axis="y", color="0.93", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    of_all = f"first {shown:,} of " if shown < federation.num_clients else ""
+    plural = "s" if federation.num_clients > 1 else ""
+    title = f"{for_picture(federation.name)}: {of_all}{federation.num_clients:,} client{plural}"
+    axes.set_title(title, loc="left", fontsize="medium")
+    for value in sorted({int(largest), max(int(largest) // 4, 1), max(int(largest) // 16, 1)}, reverse=True):
+        axes.scatter([], [], s=diameter**2 * value / largest, color=COLOR, linewidths=0, label=f"{value:,}")
+    figure.legend(loc="outside right upper", title="samples", frameon=False, alignment="left")
+    return figure
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    return [for_picture(name if len(name) <= 30 else f"{name[:29]}…") for name in names]
+
+
+def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
+    """Save the picture as PNG and SVG beside each other; returns both paths.
+
+    ``path`` is without suffix (a .png or .svg is dropped). Each file is written whole or not at all.
+    """
+    figure = draw_labels(federation, clients)
+    path = Path(path)
+    stem = path.name.removesuffix(".png").removesuffix(".svg")
+    png, svg = (write_picture(path.with_name(f"{stem}.{kind}"), figure) for kind in ("png", "svg"))
+    return png, svg

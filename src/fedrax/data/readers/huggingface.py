@@ -1,0 +1,337 @@
+"""Data sets of Hugging Face's ``datasets`` (the extra ``huggingface``): from the disk, or objects given in Python.
+
+Nothing here downloads anything or runs a data set's code: what comes from the hub is loaded by its user, with
+``datasets.load_dataset``, and given to `from_huggingface`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fedrax.data.dataset import Dataset
+from fedrax.data.readers.array_files import MAX_BYTES
+from fedrax.data.readers.csv_parquet import as_numbers
+from fedrax.data.readers.image_decoding import MAX_FILE, ON_A_SIDE, check_form, decoded, moments, orientation
+from fedrax.data.readers.schema import Columns, Owners, check_columns, label_notes, refuse_idle
+from fedrax.data.readers.tabular import dataset_of
+from fedrax.data.readers.tokenize import MAX_CHARACTERS, encode, encode_characters, tokenize, vocabulary
+from fedrax.errors import FedraxError, unknown
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Splits = dict[str, Any]
+"""Split -> datasets.Dataset."""
+
+
+def load_huggingface(
+    path: str | Path,
+    label: str = "label",
+    client: str | None = None,
+    columns: tuple[str, ...] = (),
+    drop: tuple[str, ...] = (),
+    partition_by: str | None = None,
+    train_split: str = "train",
+    test_split: str | None = "test",
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    labels: Literal["auto", "classes", "numbers"] = "auto",
+    size: tuple[int, int] | None = None,
+    color: Literal["rgb", "grey"] = "rgb",
+    tokens: Literal["words", "characters"] = "words",
+    length: int = 40,
+    min_count: int = 1,
+    largest: int = 100_000,
+    standardize: Literal["all", "client", "none"] = "all",
+    missing: Literal["refuse", "mean"] = "refuse",
+    missing_as: tuple[str, ...] = (),
+    categorical: tuple[str, ...] = (),
+    max_categories: int = 50,
+) -> Dataset:
+    """A data set as ``save_to_disk`` leaves it, or Parquet files (train-*.parquet, test-*.parquet, or one file).
+
+    Samples are the ``columns``, or all others but ``label``, ``client`` and ``drop``. One column alone may hold images,
+    which are resized to ``size`` (height, width; by default that of the first) in ``color``; texts, of which ``length``
+    ``tokens`` are read (the vocabulary: training words that occur ``min_count`` times, at most ``largest``); or lists
+    of numbers, all of one shape. Otherwise columns are features, with ``standardize``, ``missing``, ``missing_as``,
+    ``categorical`` (which also makes features of one column of texts) and ``max_categories`` as of csv. Options that
+    have no effect on what the columns hold are refused. Natural clients are the values of ``client``; partitions that
+    go by labels go by ``partition_by`` if given. Without ``test_split`` each client, or else each class, keeps
+    ``test_fraction`` of its rows for the test.
+    """
+    given = dict(locals())
+    chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
+    chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
+    if tokens not in ("words", "characters"):
+        raise unknown("tokens:", tokens, ("words", "characters"))
+    splits, name = _splits(path)
+    parts = _chosen(splits, train_split, test_split, test_fraction, name)
+    table, first, features = _joined(parts, chosen, name)
+    table = _without(table, missing_as, chosen)
+    owners = _named(Owners.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name)
+    said = [] if getattr(features[label], "names", None) else label_notes(table, chosen)
+    owners = replace(owners, notes=(*owners.notes, *said, *_left_out(splits, train_split, test_split, name)))
+    inputs = chosen.features(table, name)
+    kind = _kind_of_samples({column: _kind(table[column].dtype) for column in inputs}, chosen, given, name)
+    if kind == "features":
+        return dataset_of(table, chosen, owners, name, name)
+    column = table[inputs[0]]
+    if column.null_count():
+        raise FedraxError(f"{name}: column {inputs[0]!r} has missing values.")
+    if kind == "images":
+        return _of_images(column, owners, size, color, name)
+    if kind == "texts":
+        return _of_texts(column, owners, tokens, length, min_count, largest, name)
+    return owners.dataset(name, _arrays(column, name))
+
+
+_OPTIONS = {
+    "images": ("size", "color"),
+    "texts": ("tokens", "length", "min_count", "largest"),
+    "lists": (),
+    "features": ("standardize", "missing", "missing_as", "categorical", "max_categories"),
+}
+"""What samples may be, and the options that have an effect on them."""
+
+
+def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, Any], name: str) -> str:
+    """What samples of columns of these kinds are: features, or what one column alone holds; options must suit it."""
+    odd = next((column for column, kind in kinds.items() if kind not in ("text", "number", "time")), None)
+    if odd is not None and len(kinds) > 1:
+        raise FedraxError(
+            f"{name}: column {odd!r} holds {kinds[odd]}s, which are not read together with others"
+            f" ({', '.join(kinds)}): choose one in columns."
+        )
+    if odd is not None:
+        found = "images" if kinds[odd] == "image" else "lists"
+    else:
+        texts = list(kinds.values()) == ["text"] and not set(kinds) <= set(chosen.categorical)
+        found = "texts" if texts else "features"
+    idle = sorted(option for of in _OPTIONS.values() for option in of if option not in _OPTIONS[found])
+    if set(chosen.categorical) <= {chosen.label, chosen.partition_by}:  # which are no samples
+        idle = [option for option in idle if option != "categorical"]
+    refuse_idle(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
+    return found
+
+
+def from_huggingface(dataset: Any, **options: Any) -> Dataset:
+    """The same of a ``datasets.Dataset`` or ``DatasetDict``, with the options of `load_huggingface`."""
+    return load_huggingface(dataset, **options)
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise FedraxError("reading data of Hugging Face needs the package datasets: pip install datasets") from error
+
+
+def _splits(given: Any) -> tuple[Splits, str]:
+    """The splits, and what to call the data set."""
+    datasets = _import("datasets")
+    name = given.name if isinstance(given, Path) else Path(given).name if isinstance(given, str) else "huggingface"
+    if isinstance(given, str | Path):
+        try:
+            given = _from_disk(Path(given), datasets)
+        except FedraxError:
+            raise
+        except Exception as error:  # a damaged file may break the readers in any way
+            raise FedraxError(f"{name} cannot be read as a Hugging Face data set: {error}.") from error
+    if isinstance(given, datasets.Dataset):
+        given = {"": given}
+    if not isinstance(given, dict) or not all(isinstance(split, datasets.Dataset) for split in given.values()):
+        raise FedraxError(
+            f"{type(given).__name__} is no data set that can be read: a datasets.Dataset or DatasetDict is needed, "
+            "none that streams."
+        )
+    return dict(given), name
+
+
+def _from_disk(path: Path, datasets: Any) -> Any:
+    if not path.exists():
+        raise FedraxError(f"there is no data set {path}: download it first, with datasets.load_dataset.")
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return datasets.load_from_disk(str(path.resolve()))
+    files = [path] if path.is_file() else sorted(path.glob("*.parquet")) or sorted((path / "data").glob("*.parquet"))
+    if not files:
+        raise FedraxError(f"{path} holds neither what save_to_disk writes nor Parquet files.")
+    if sum(file.stat().st_size for file in files) > MAX_BYTES:
+        raise FedraxError(f"{path} holds more than {MAX_BYTES >> 30} GiB.")
+    splits: dict[str, list[str]] = {}
+    for file in files:  # train-00000-of-00001.parquet, test.parquet
+        splits.setdefault(file.stem.split("-")[0] if path.is_dir() else "", []).append(str(file))
+    read = _import("pyarrow.parquet").read_table
+    return {split: datasets.Dataset(read(parts)) for split, parts in splits.items()}
+
+
+def _chosen(splits: Splits, train_split: str, test_split: str | None, test_fraction: float, name: str) -> list[Any]:
+    """The training split and, where there is one, the test split, which leaves nothing to ``test_fraction``."""
+    only = splits.get("") if len(splits) == 1 else None
+    if only is None and train_split not in splits:
+        raise unknown(f"split of {name}", train_split, splits)
+    if test_split not in (None, "test", *splits):
+        raise unknown(f"split of {name}", test_split, splits)
+    train = splits[train_split] if only is None else only
+    if test_split not in splits or test_split == train_split:
+        return [train]
+    refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    return [train, splits[test_split]]
+
+
+def _joined(parts: Sequence[Any], chosen: Columns, name: str) -> tuple[pl.DataFrame, int | None, Any]:
+    """The rows of the training split, then those of the test split if there is one; how many are the first."""
+    import polars as pl
+
+    if sum(part.data.nbytes for part in parts) > MAX_BYTES:
+        raise FedraxError(f"{name} holds more than {MAX_BYTES >> 30} GiB.")
+    tables = [_table(part) for part in parts]
+    for table in tables:
+        if not len(table):
+            raise FedraxError(f"{name} has a split without rows.")
+        check_columns(table, chosen.named, name)
+    if {tuple(table.schema.items()) for table in tables} != {tuple(tables[0].schema.items())}:
+        raise FedraxError(f"{name}: the splits differ in their columns.")
+    for column in filter(None, (chosen.label, chosen.client, chosen.partition_by)):
+        if len({tuple(getattr(part.features[column], "names", None) or ()) for part in parts}) > 1:
+            raise FedraxError(
+                f"{name}: the splits number the classes of {column!r} differently: encode them before the split"
+            )
+    return pl.concat(tables), len(tables[0]) if len(parts) == 2 else None, parts[0].features
+
+
+def _table(part: Any) -> pl.DataFrame:
+    """The rows as they are stored, nothing decoded; arrays as lists of lists."""
+    import polars as pl
+
+    pa = _import("pyarrow")
+    table = part.with_format("arrow")[:]
+    for i, column in enumerate(table.columns):
+        if isinstance(column.type, pa.ExtensionType):
+            plain = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+            table = table.set_column(i, table.column_names[i], plain)
+    made = pl.from_arrow(table)
+    assert isinstance(made, pl.DataFrame)
+    return made.with_columns(pl.col(pl.Decimal).cast(pl.Float64))  # amounts, as databases write them
+
+
+def _left_out(splits: Splits, train_split: str, test_split: str | None, name: str) -> list[str]:
+    """A sentence about splits that nothing is made of."""
+    others = sorted(set(splits) - {"", train_split, test_split})
+    return [f"{name}: {', '.join(others)} left out (train_split, test_split)"] * bool(others)
+
+
+def _without(table: pl.DataFrame, missing_as: Sequence[str], chosen: Columns) -> pl.DataFrame:
+    """Nothing where the texts of ``missing_as`` stand; a column whose other texts are all numbers is one of numbers."""
+    import polars as pl
+
+    for column in table.select(pl.col(pl.String)).iter_columns() if missing_as else ():
+        kept = column.set(column.str.strip_chars().is_in([*map(str.strip, missing_as)]), None)
+        if kept.null_count() > column.null_count():
+            table = table.with_columns(kept if column.name in chosen.of_names else as_numbers(kept))
+    return table
+
+
+def _named(owners: Owners, table: pl.DataFrame, chosen: Columns, features: Any, name: str) -> Owners:
+    """Classes and clients by the names that a ``ClassLabel`` gives them, in its order."""
+    names = getattr(features[chosen.label], "names", None)
+    if names and chosen.labels != "numbers":
+        y = table[chosen.label].to_numpy()
+        if y.min() < 0 or y.max() >= len(names):
+            raise FedraxError(
+                f"{name}: column {chosen.label!r} holds {y.min()} .. {y.max()}, where classes are 0 .. {len(names) - 1}"
+                " (-1 are rows without label: choose another split for the test, or test_split none)."
+            )
+        owners = replace(owners, y=y.astype(np.int32), class_names=tuple(map(str, names)))
+    names = getattr(features[chosen.client], "names", None) if chosen.client else None
+    if names and all(0 <= int(number) < len(names) for number in owners.client_names):
+        owners = replace(owners, client_names=tuple(str(names[int(number)]) for number in owners.client_names))
+    return owners
+
+
+def _kind(dtype: Any) -> str:
+    """What a column holds, by its type in polars."""
+    import polars as pl
+
+    if isinstance(dtype, pl.Struct):
+        return "image" if {field.name for field in dtype.fields} == {"bytes", "path"} else "structure"
+    if dtype == pl.Binary:
+        return "image"
+    if isinstance(dtype, pl.List | pl.Array):
+        return "list"
+    if dtype.is_numeric() or dtype == pl.Boolean:
+        return "number"
+    return "text" if dtype in (pl.String, pl.Categorical, pl.Enum) else "time"
+
+
+def _of_images(column: pl.Series, owners: Owners, size: tuple[int, int] | None, color: str, name: str) -> Dataset:
+    import polars as pl
+
+    encoded = column if column.dtype == pl.Binary else column.struct.field("bytes")
+    if encoded.null_count() or encoded.bin.size().max() > MAX_FILE:  # type: ignore[operator]
+        raise FedraxError(
+            f"{name}: images must be stored as bytes, not as paths, and be of at most {MAX_FILE:,} bytes."
+        )
+    shape, mode = check_form(_size_of(encoded[0], name) if size is None else size, color)
+    images = decoded(encoded.to_list(), _opened, shape, mode, name)
+    mean, std = moments(images, owners.train)
+    said = "pixels are standardized by mean and deviation of the training images (normalize)"
+    return replace(owners.dataset(name, images, (said,)), pixels=True, mean=mean, std=std)
+
+
+def _opened(data: bytes) -> AbstractContextManager[io.BytesIO]:
+    return nullcontext(io.BytesIO(data))
+
+
+def _size_of(data: bytes, name: str) -> tuple[int, int]:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+            width, height = image.size
+            return (width, height) if orientation(image) >= ON_A_SIDE else (height, width)
+    except Exception as error:
+        raise FedraxError(f"{name}, row 0 is not a readable JPEG or PNG image ({error}).") from error
+
+
+def _of_texts(
+    column: pl.Series, owners: Owners, tokens: str, length: int, min_count: int, largest: int, name: str
+) -> Dataset:
+    if not 1 <= length <= MAX_CHARACTERS or 4 * len(column) * length > MAX_BYTES:
+        raise FedraxError(f"{name}: {len(column):,} texts of length {length} are none, or too much.")
+    texts = [str(text)[:MAX_CHARACTERS] for text in column]
+    if tokens == "characters":
+        refuse_idle(load_huggingface, "on characters", min_count=min_count, largest=largest)
+        x, words = encode_characters(texts, owners.train, length)
+    else:
+        lists = [tokenize(text) for text in texts]
+        words = vocabulary((lists[row] for row in owners.train), min_count, largest)
+        x = encode(lists, words, length)
+    return replace(owners.dataset(name, x), vocabulary=words)
+
+
+def _arrays(column: pl.Series, name: str) -> np.ndarray:
+    """Lists of numbers, and lists of such lists, as an array [n, ...]."""
+    import polars as pl
+
+    shape = [len(column)]
+    while isinstance(column.dtype, pl.List | pl.Array):
+        lists = column.arr.to_list() if isinstance(column.dtype, pl.Array) else column
+        lengths = lists.list.len().unique()
+        if lists.null_count() or len(lengths) != 1 or not lengths[0]:
+            raise FedraxError(f"{name}: the lists of a column must all have one shape, and no missing values.")
+        shape.append(int(lengths[0]))
+        column = lists.explode()
+    if not column.dtype.is_numeric() or column.null_count():
+        raise FedraxError(f"{name}: lists must hold numbers, and no missing values, not {column.dtype}.")
+    array = column.to_numpy().reshape(shape)
+    if not np.isfinite(array).all():
+        raise FedraxError(f"{name} holds numbers that are not finite.")
+    return array

@@ -1,0 +1,184 @@
+"""Text as numbers: words, vocabularies, and word vectors from files. Hostile until parsed."""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+
+from fedrax.errors import FedraxError
+from fedrax.files import reading
+
+PADDING, UNKNOWN = 0, 1
+"""The numbers of no word at all, and of every word that a vocabulary does not have; its own begin at 2."""
+
+MAX_CHARACTERS = 20_000
+"""Of one text; what lies beyond is not read."""
+MAX_DIMENSION = 4096
+"""Of a word vector."""
+MAX_LINE = 64 * MAX_DIMENSION
+"""Bytes of a line of a file of word vectors."""
+
+_WHOLE = r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+"""Kana and Han: written without spaces, so that each sign is taken for a word."""
+_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|\S")
+"""Of texts in ASCII."""
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    """Of all texts: letters with their marks, such as vowel signs, which Python's patterns take for no letters."""
+    every = map(chr, range(sys.maxunicode + 1))
+    marks = "".join(re.escape(sign) for sign in every if unicodedata.category(sign)[0] == "M")
+    letter, in_words = (rf"(?:(?!{_WHOLE})[^\W{no}_][{marks}]*)+" for no in (r"", r"\d"))
+    return re.compile(rf"{letter}(?:['’]{in_words})?|\S")
+
+
+def tokenize(text: str) -> list[str]:
+    """Words in lower case: letters and digits with what follows an apostrophe, and every other sign by itself.
+
+    Letters are those of any alphabet, accents composed (Unicode's form NFC); signs of Kana and Han are words.
+    """
+    if not isinstance(text, str):  # such as NaN, which tables have where a text is missing
+        raise FedraxError(f"a text is wanted, not {text!r:.60}: leave rows without one out, or give them an empty one.")
+    text = unicodedata.normalize("NFC", text[:MAX_CHARACTERS]).lower()
+    return (_WORD if text.isascii() else _word()).findall(text)
+
+
+def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
+    """The words that occur at least ``min_count`` times, the most frequent ones first, at most ``largest``."""
+    if min_count < 1 or largest < 1:
+        raise FedraxError(f"a vocabulary needs counts of 1 or more, not min_count {min_count} and largest {largest}.")
+    counts: Counter[str] = Counter()
+    for words in texts:
+        counts.update(_words_of(words))
+    kept = [(-count, word) for word, count in counts.items() if count >= min_count]
+    if counts and not kept:
+        most = max(counts.values())
+        raise FedraxError(f"no word occurs {min_count} times, the most frequent one {most}: lower min_count.")
+    return tuple(word for _, word in sorted(kept)[:largest])
+
+
+def encode(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) -> np.ndarray:
+    """Texts as int32 [n, length]: the first ``length`` words of each by number, then padding."""
+    if length < 1:
+        raise FedraxError(f"a text has room for 1 word or more, not {length}.")
+    number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
+    encoded = np.full((len(texts), length), PADDING, np.int32)
+    for row, text in enumerate(texts):
+        numbers = [number.get(word, UNKNOWN) for word in _words_of(text)[:length]]
+        encoded[row, : len(numbers)] = numbers
+    return encoded
+
+
+def _words_of(text: Sequence[str]) -> Sequence[str]:
+    """A text as a list of words; of a text as it is written every character would be taken for a word."""
+    if isinstance(text, str):
+        raise FedraxError(f"a list of words is wanted, not the text {text!r:.60}: tokenize makes one of it.")
+    return text
+
+
+def encode_characters(texts: Sequence[str], train: np.ndarray, length: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The first ``length`` characters of each text by number, int32 [n, length], then padding; and the alphabet.
+
+    The alphabet are the characters of the rows ``train``, in order: the first of them has the number 2.
+    """
+    if length < 1:
+        raise FedraxError(f"a text has room for 1 character or more, not {length}.")
+    codes = np.array(texts, f"U{length}").view(np.uint32).reshape(len(texts), length)  # cut, filled up with 0
+    seen = np.zeros(sys.maxunicode + 1, bool)
+    seen[codes[train]] = True
+    seen[0] = False
+    alphabet = np.flatnonzero(seen)
+    number = np.full(len(seen), UNKNOWN, np.int32)
+    number[0] = PADDING
+    number[alphabet] = np.arange(UNKNOWN + 1, UNKNOWN + 1 + len(alphabet))
+    return number[codes], tuple(map(chr, alphabet))
+
+
+def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
+    """Vectors of padding, of unknown words and of ``words``, float32 [2 + len(words), dimension], from a file.
+
+    The format of GloVe: a line a word, the word and its numbers between single blanks, of which the word itself may
+    have some; a first line of two whole numbers (word2vec's and fastText's) is passed over. The first vector of a word
+    counts. Words without any, padding and unknown words are zeros. Only vectors that are asked for are kept and
+    checked. Raises FedraxError for any other file.
+    """
+    number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
+    table, found, width = np.zeros((0, 0), np.float32), set(), 0
+    for at, line in _lines(Path(path)):
+        width = width or _width(line)
+        word = _word_of(line, width)
+        if word not in number or word in found:
+            continue
+        values = line[len(word) + 1 :].split(" ")
+        if not table.size:
+            if width > MAX_DIMENSION:
+                raise FedraxError(f"{path}, line {at}: a vector has 1 to {MAX_DIMENSION} numbers, not {width}.")
+            table = np.zeros((len(words) + UNKNOWN + 1, max(width, 1)), np.float32)
+        try:
+            vector = np.array([float(value) for value in values])
+        except ValueError:
+            raise FedraxError(f"{path}, line {at}: {word!r} is not followed by numbers.") from None
+        if len(vector) != table.shape[1] or not (np.abs(vector) < 1e30).all():
+            raise FedraxError(f"{path}, line {at}: not {table.shape[1]} finite numbers, as the lines before.")
+        table[number[word]] = vector
+        found.add(word)
+    if not found:
+        raise FedraxError(
+            f"{path} has a vector for none of the {len(words)} words: a line is to be a word and its numbers, with"
+            " single blanks between them."
+        )
+    return table
+
+
+def _width(line: str) -> int:
+    """How many numbers stand at the end of a line, after its first word."""
+    return sum(1 for _ in takewhile(_is_number, reversed(line.split(" ")[1:])))
+
+
+def _word_of(line: str, width: int) -> str:
+    """What stands before the ``width`` numbers of a line; the first piece of it where the last one is a number, too."""
+    first = line.partition(" ")[0]
+    if not width or line.count(" ") <= width:
+        return first
+    word = line.rsplit(" ", width)[0]
+    return first if _is_number(word.rpartition(" ")[2]) else word
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, what it holds) of every line but a first one of two whole numbers."""
+    try:
+        with reading(path) as file:
+            at = 0
+            while raw := file.readline(MAX_LINE + 1):
+                at += 1
+                if len(raw) > MAX_LINE:
+                    raise FedraxError(f"{path}, line {at} is longer than {MAX_LINE:,} bytes.")
+                try:
+                    line = raw.decode("utf-8-sig" if at == 1 else "utf-8").rstrip()
+                except UnicodeDecodeError:
+                    raise FedraxError(
+                        f"{path}, line {at} is not UTF-8 text: unpack a compressed file first, and save one of bytes,"
+                        " such as word2vec's, as text."
+                    ) from None
+                if at == 1 and len(sizes := line.split(" ")) == 2 and all(map(str.isdecimal, sizes)):
+                    continue
+                yield at, line
+    except OSError as error:
+        raise FedraxError(f"{path} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,374 @@
+"""Data sets by name: ``load("mnist", data_dir)``, ``load("synthetic", alpha=0.5, beta=0.5)``.
+
+Libraries that take long to import are imported by the readers that need them.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedrax.data.dataset import Dataset, Samples, as_samples, decoded_texts, generator, label_range, split_test
+from fedrax.data.federation import check_ids
+from fedrax.data.readers.array_files import data_directory, find_file, read_idx, read_npz
+from fedrax.data.readers.huggingface import load_huggingface
+from fedrax.data.readers.image_folders import load_image_folder
+from fedrax.data.readers.leaf import load_leaf
+from fedrax.data.readers.schema import classes_or_targets, from_rows, rows_of, shortened, split
+from fedrax.data.readers.tabular import load_csv, spread_notes
+from fedrax.data.readers.text_datasets import SENT140, SNLI, load_sent140, load_snli
+from fedrax.data.synthetic.logistic import load_synthetic
+from fedrax.data.synthetic.matrix_sensing import load_matrix_sensing
+from fedrax.data.synthetic.quartic import load_quartic_pair
+from fedrax.errors import FedraxError, unknown
+from fedrax.files import cache_directory
+
+ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
+"""UCI HAR's classes, for files that do not name them."""
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """A data set that ``load`` knows.
+
+    ``files`` are the paths it needs, relative to the data directory, with options that choose one in braces; empty if
+    it needs none. ``read`` takes that directory if there are files, and the data set's own options by name.
+    """
+
+    name: str
+    description: str
+    read: Callable[..., Dataset]
+    files: tuple[str, ...] = ()
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether a data directory is needed."""
+        return bool(self.files)
+
+
+def load(name: str, /, data_dir: str | Path | None = None, **options: object) -> Dataset:
+    """Load the data set ``name`` (a key of ``DATASETS``) with the options of its reader.
+
+    Files are looked for in ``data_dir``, or the directory that the environment variable FEDRAX_DATA names.
+    Raises FedraxError for an unknown name or option, or a missing or malformed file.
+    """
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS)
+    entry = DATASETS[name]
+    accepted = dict(inspect.signature(entry.read).parameters)
+    accepted.pop("data_dir", None)
+    for option in options:
+        if option not in accepted:
+            raise unknown(f"option of data set {name!r}:", option, accepted)
+    missing = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
+    if missing:
+        raise FedraxError(f"data set {name!r} needs the option {missing[0]!r}.")
+    if not entry.needs_files:
+        return entry.read(**options)
+    chosen = {option: parameter.default for option, parameter in accepted.items()} | options
+    return entry.read(data_directory(data_dir, name, [file.format(**chosen) for file in entry.files]), **options)
+
+
+def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+    """The 1,797 handwritten digits bundled with scikit-learn: float32 [n, 8, 8, 1] in [0, 1], 10 classes.
+
+    Pixels are the original 0 .. 16 divided by 16, which is exact. The test rows are drawn from each class.
+    """
+    from sklearn.datasets import load_digits as bundled
+
+    x, y = bundled(return_X_y=True)
+    x = (np.asarray(x) / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    train, test = split_test(np.asarray(y), test_fraction, generator(seed, "test split"))
+    samples = as_samples(x, np.asarray(y))
+    return Dataset("digits", rows_of(samples, train), rows_of(samples, test), 10, class_names=tuple("0123456789"))
+
+
+def load_mnist(data_dir: Path) -> Dataset:
+    """MNIST (LeCun et al.): uint8 [60000, 28, 28, 1] and [10000, 28, 28, 1], 10 classes, from mnist/."""
+    return load_idx(data_dir / "mnist", mean=(0.1307,), std=(0.3081,), class_names=tuple("0123456789"))
+
+
+def load_fashion_mnist(data_dir: Path) -> Dataset:
+    """Fashion-MNIST (Xiao et al. 2017), MNIST's shapes and file names, from fashion_mnist/."""
+    names = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+    folder = data_dir / "fashion_mnist"
+    return load_idx(folder, mean=(0.2860,), std=(0.3530,), class_names=tuple(names.split(",")))
+
+
+def load_idx(
+    folder: Path, mean: tuple[float, ...] = (), std: tuple[float, ...] = (), class_names: tuple[str, ...] = ()
+) -> Dataset:
+    """Grey images in the four IDX files of MNIST, gzipped or not: x is uint8 [n, height, width, 1]."""
+
+    def read(part: str) -> Samples:
+        images, labels = (find_file(folder / name) for name in (_idx_images(part), _idx_labels(part)))
+        if images is None or labels is None:
+            raise FedraxError(f"{folder} needs {_idx_images(part)} and {_idx_labels(part)}, gzipped or not.")
+        x, y = read_idx(images, ndim=3), read_idx(labels, ndim=1)
+        if len(x) != len(y):
+            raise FedraxError(f"{images} holds {len(x)} images, but {labels} holds {len(y)} labels.")
+        return as_samples(x[..., None], y)
+
+    train, test = read("train"), read("t10k")
+    classes = len(class_names) or int(train.y.max(initial=0)) + 1
+    return Dataset(folder.name, train, test, classes, mean, std, class_names=class_names, pixels=True)
+
+
+def load_cifar10(data_dir: Path) -> Dataset:
+    """CIFAR-10 (Krizhevsky 2009): uint8 [50000, 32, 32, 3] and [10000, 32, 32, 3], 10 classes; cifar10/."""
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return _load_images(data_dir / "cifar10", "test", "label", (32, 32), 10, mean, std)
+
+
+def load_cifar100(data_dir: Path) -> Dataset:
+    """CIFAR-100 (Krizhevsky 2009), CIFAR-10's shapes, the 100 fine labels, from cifar100/."""
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    return _load_images(data_dir / "cifar100", "test", "fine_label", (32, 32), 100, mean, std)
+
+
+def load_tiny_imagenet(data_dir: Path) -> Dataset:
+    """Tiny-ImageNet: uint8 [n, 64, 64, 3], 200 classes, the validation part as test, from tiny_imagenet/."""
+    mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
+    return _load_images(data_dir / "tiny_imagenet", "val", "label", (64, 64), 200, mean, std)
+
+
+def load_upcycled_synthetic(data_dir: Path, variant: str = "0.5_0.5") -> Dataset:
+    """The synthetic data of Upcycled-FL (2024), section 7, as published: ``variant`` "0.5_0.5" or "iid".
+
+    x is float32 [n, 20], with 2 classes and 30 natural clients.
+    """
+    variants = ("0.5_0.5", "iid")
+    if variant not in variants:
+        raise unknown("variant of upcycled_synthetic", variant, variants)
+    name = f"synthetic_{variant}"
+    return load_npz(data_dir / "upcycled_synthetic" / f"{name}.npz", name=f"upcycled_{name}")
+
+
+def load_har(data_dir: Path) -> Dataset:
+    """UCI HAR (Anguita et al. 2013), raw inertial windows: float32 [n, 128, 9] (time, channel), 6 activities.
+
+    Natural clients are the subjects; the official test subjects are all different from the training ones.
+    """
+    return _load_har(data_dir / "har" / "har_inertial.npz", "har_inertial", windows=True)
+
+
+def load_har_features(data_dir: Path) -> Dataset:
+    """561 features of UCI HAR's windows, recomputed from them: float32 [n, 561] in [-1, 1]; clients as ``load_har``."""
+    return _load_har(data_dir / "har" / "har_features561_recomputed.npz", "har_features", windows=False)
+
+
+def _load_har(path: Path, name: str, windows: bool) -> Dataset:
+    keys = ("x_train", "y_train", "subject_train", "x_test", "y_test", "subject_test")
+    arrays = read_npz(path, keys, ("activities",))
+    for part in ("train", "test"):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if x.ndim != (3 if windows else 2) or y.dtype.kind not in "iu":
+            shape = "[n, 9, 128]" if windows else "[n, 561]"
+            raise FedraxError(f"{path}: x_{part} must be {shape} and y_{part} integers 1 .. 6.")
+        if windows:
+            arrays[f"x_{part}"] = np.ascontiguousarray(x.transpose(0, 2, 1))
+        arrays[f"y_{part}"] = y.astype(np.int64) - 1  # UCI counts from 1
+    names = tuple(str(name) for name in arrays.pop("activities", ACTIVITIES))
+    return _from_npz(arrays, name, path, client="subject", class_names=names)
+
+
+def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
+    """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
+
+    Integer labels are classes 0, 1, ..., texts classes in sorted order; floating ones make a regression. Clients are
+    integers or strings; without ``client_test`` the test is everyone's. ``pixels`` says that x are images in bytes,
+    ``padding`` which label of y [n, ...] does not count.
+    """
+    path = Path(path)
+    arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
+    return _from_npz(arrays, name or path.stem, path, pixels=pixels, padding=padding)
+
+
+def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+    """A data set of openml.org by its name there, features as float32 [n, features]; cached once fetched.
+
+    A nominal target gives classes, a numeric one a regression. The test part is drawn from each class.
+    """
+    from sklearn.datasets import fetch_openml
+
+    if not re.fullmatch(r"[\w.()+,=-]+", dataset):  # it becomes part of an address and of a file's name
+        raise FedraxError(f"{dataset!r} is no name of openml.org, which are letters, digits and ._-+,=().")
+    cache = cache_directory() / "openml"
+    try:
+        found: Any = fetch_openml(
+            dataset,
+            version=version,
+            data_home=str(cache),
+            as_frame=False,
+            parser="liac-arff",
+            n_retries=1,
+        )
+    except Exception as error:  # what the network brings may break the reader in any way
+        raise FedraxError(
+            f"OpenML data set {dataset!r}, version {version}, could not be fetched ({error}); "
+            f"its first use needs the network, later ones the cache {cache}."
+        ) from error
+    x, y, nominal = found.data, found.target, set(found.categories or ()) & set(found.feature_names)
+    if nominal:  # they come as numbers of their categories, which are no amounts
+        raise FedraxError(
+            f"OpenML data set {dataset!r} has nominal features ({', '.join(sorted(map(str, nominal)))}): read it from a"
+            " csv file, which makes a feature of each category."
+        )
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "buif" or not np.isfinite(x).all():
+        raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
+    y, names = classes_or_targets(np.asarray(y))
+    train, test = split(y, None, test_fraction, seed)
+    notes = tuple(spread_notes(x[train]))
+    return from_rows(dataset, as_samples(shortened(x, "features"), y), None, train, test, names, notes=notes)
+
+
+def _idx_images(part: str) -> str:
+    return f"{part}-images-idx3-ubyte"
+
+
+def _idx_labels(part: str) -> str:
+    return f"{part}-labels-idx1-ubyte"
+
+
+def _load_images(
+    folder: Path,
+    test: str,
+    label: str,
+    size: tuple[int, int],
+    classes: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Dataset:
+    from fedrax.data.readers.image_tables import read_image_table
+
+    x, y, names = read_image_table(folder / "train.parquet", label, size)
+    x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
+    names = names if len(names) == classes else ()
+    train, test_samples = as_samples(x, y), as_samples(x_test, y_test)
+    return Dataset(folder.name, train, test_samples, classes, mean, std, class_names=names, pixels=True)
+
+
+def _from_npz(
+    arrays: dict[str, np.ndarray],
+    name: str,
+    path: Path,
+    client: str = "client",
+    class_names: tuple[str, ...] = (),
+    pixels: bool = False,
+    padding: int | None = None,
+) -> Dataset:
+    labels = [decoded_texts(arrays[f"y_{part}"]) for part in ("train", "test")]
+    if all(y.ndim == 1 and y.dtype.kind == "U" for y in labels):
+        found, y = np.unique(np.concatenate(labels), return_inverse=True)
+        class_names, labels = tuple(map(str, found)), [y[: len(labels[0])], y[len(labels[0]) :]]
+    train = as_samples(arrays["x_train"], labels[0], padding)
+    test = as_samples(arrays["x_test"], labels[1], padding)
+    for part, samples in (("train", train), ("test", test)):
+        for key, array in zip("xy", samples, strict=True):
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise FedraxError(f"{path}: {key}_{part} holds numbers that are not finite.")
+    if not len(train.y):
+        raise FedraxError(f"{path} holds no training samples.")
+    classes = None
+    if train.y.dtype.kind == "i":
+        classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
+    keys = [key for key in (f"{client}_train", f"{client}_test") if key in arrays]
+    if keys == [f"{client}_test"]:
+        raise FedraxError(f"{path} holds {client}_test and no {client}_train: give both, that alone, or neither.")
+    ids = [
+        check_ids(f"{path}: {key}", arrays[key], len(part.y)) for key, part in zip(keys, (train, test), strict=False)
+    ]
+    codes: list[np.ndarray | None] = [None, None]
+    names: tuple[str, ...] = ()
+    if ids:
+        found, inverse = np.unique(np.concatenate(ids), return_inverse=True)
+        names = tuple(str(name) for name in found) if found.dtype.kind == "U" else ()
+        codes = [inverse[: len(ids[0])], inverse[len(ids[0]) :] if len(ids) == 2 else None]
+    return Dataset(
+        name,
+        train,
+        test,
+        classes,
+        train_clients=codes[0],
+        test_clients=codes[1],
+        class_names=class_names,
+        pixels=pixels,
+        padding=padding,
+        client_names=names,
+        notes=_npz_notes(train, test, pixels, padding, class_names),
+    )
+
+
+def _npz_notes(
+    train: Samples, test: Samples, pixels: bool, padding: int | None, class_names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Warnings of arrays that may mean something else than what they are taken for."""
+    x, y = train
+    notes = spread_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
+    if x.dtype == np.uint8 and x.ndim > 2 and not pixels:
+        notes.append("warning: x are bytes, read as the numbers 0 to 255: pixels = true takes them for those of images")
+    counted = y.dtype.kind == "i" and padding is None and not class_names  # a padding may be what others count from
+    lowest = int(min(part.y.min() for part in (train, test) if part.y.size)) if counted else 0
+    if lowest:
+        notes.append(f"warning: labels count from 0, and the smallest label is {lowest}: take {lowest} off")
+    return tuple(notes)
+
+
+def _idx_files(folder: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name(part)}" for part in ("train", "t10k") for name in (_idx_images, _idx_labels))
+
+
+DATASETS: dict[str, DatasetEntry] = {
+    entry.name: entry
+    for entry in (
+        DatasetEntry("digits", "1,797 8x8 digits bundled with scikit-learn; needs no files", load_digits),
+        DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, made on the spot", load_synthetic),
+        DatasetEntry("matrix_sensing", "inner products with a low-rank matrix, made on the spot", load_matrix_sensing),
+        DatasetEntry("quartic_pair", "two polynomials of degree four with noise, made on the spot", load_quartic_pair),
+        DatasetEntry("mnist", "70,000 28x28 grey digits", load_mnist, _idx_files("mnist")),
+        DatasetEntry("fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")),
+        DatasetEntry(
+            "cifar10",
+            "60,000 32x32 color images, 10 classes",
+            load_cifar10,
+            ("cifar10/train.parquet", "cifar10/test.parquet"),
+        ),
+        DatasetEntry(
+            "cifar100",
+            "60,000 32x32 color images, 100 classes",
+            load_cifar100,
+            ("cifar100/train.parquet", "cifar100/test.parquet"),
+        ),
+        DatasetEntry(
+            "tiny_imagenet",
+            "64x64 color images, 200 classes",
+            load_tiny_imagenet,
+            ("tiny_imagenet/train.parquet", "tiny_imagenet/val.parquet"),
+        ),
+        DatasetEntry(
+            "upcycled_synthetic",
+            "the published synthetic data of Upcycled-FL, 30 clients",
+            load_upcycled_synthetic,
+            ("upcycled_synthetic/synthetic_{variant}.npz",),
+        ),
+        DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
+        DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),
+        DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
+        DatasetEntry(
+            "har_features",
+            "561 features of those windows, recomputed",
+            load_har_features,
+            ("har/har_features561_recomputed.npz",),
+        ),
+        DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
+        DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
+        DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),
+        DatasetEntry("image_folder", "your PNG and JPEG files, a folder for each class", load_image_folder),
+        DatasetEntry("huggingface", "a data set of Hugging Face's datasets on your disk", load_huggingface),
+        DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),
+    )
+}

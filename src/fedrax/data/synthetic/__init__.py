@@ -1,0 +1,1 @@
+"""Synthetic federated data sets of the papers."""

@@ -1,7 +1,0 @@
-"""A task and its partition measured: what the methods' assumptions are about, and which of them hold."""
-
-from fedrax.diagnosis.diagnosis import Diagnosis, Point, diagnose
-from fedrax.diagnosis.gradients import gradient_dissimilarity
-from fedrax.diagnosis.trials import Trials, Tried, try_methods
-
-__all__ = ["Diagnosis", "Point", "Trials", "Tried", "diagnose", "gradient_dissimilarity", "try_methods"]

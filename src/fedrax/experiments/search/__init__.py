@@ -1,0 +1,1 @@
+"""Hyper-parameter search of comparison files: grids, trials on validation data, and Optuna."""

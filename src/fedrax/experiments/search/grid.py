@@ -1,0 +1,214 @@
+"""Grids: settings with several values each, and the experiments at a grid's points.
+
+    grid = { algorithm.local.lr = [0.01, 0.03, 0.1], algorithm.server_optimizer = ["none", "adam"] }
+
+A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary. In
+place of a list there may be a range, "0.001..1:log" or "1..10", of which Optuna tries some values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+import tomllib
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedrax.errors import FedraxError
+from fedrax.escaping import short_path
+from fedrax.experiments import experiment
+from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.nesting import path_for
+from fedrax.experiments.serialization import METHODS, Reader, Table, is_another, replaced_by
+from fedrax.experiments.user_code import Trust
+from fedrax.tuning.selection import Range
+
+Point = dict[str, Any]
+"""A value for each path of a grid."""
+LARGEST = 1000
+_VARIED = ("algorithm", "run")
+
+
+_NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
+
+
+def range_of(text: str, source: str) -> Range | None:
+    """The range that a text means; None if it means none. FedraxError for one that is empty."""
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        return None
+    made = Range(value_of(found[1]), value_of(found[2]), found[3] is not None)
+    if not (-math.inf < made.low < made.high < math.inf and max(-made.low, made.high) <= sys.float_info.max):
+        raise FedraxError(f"{source}: the range {text} has no numbers between its ends.")
+    if made.log and made.low <= 0:
+        raise FedraxError(f"{source}: the range {text} is logarithmic, so that it must begin above 0.")
+    return made
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Paths, and the values that each of them takes in turn, or the range that they are from."""
+
+    axes: tuple[tuple[str, tuple[Any, ...] | Range], ...]
+    folder: Path = Path()
+    """Of the file that it stands in."""
+    trust: Trust = "typed"
+    """Which code of one's own its values may name."""
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges among the axes."""
+        return {path: values for path, values in self.axes if isinstance(values, Range)}
+
+    @property
+    def size(self) -> int:
+        """The number of points, ranges left out."""
+        return math.prod(len(values) for _, values in self.axes if not isinstance(values, Range))
+
+    def points(self) -> list[Point]:
+        """Every combination, of a grid without ranges; the last axis moves fastest."""
+        paths = [path for path, _ in self.axes]
+        values = [values for _, values in self.axes if not isinstance(values, Range)]
+        return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
+
+    def ends(self) -> list[Point]:
+        """Points in which every end of a range and every listed value stands: all lower ends with the first values, all
+        upper ends with the last ones, and both of them with every other value of a list.
+        """
+        both = [
+            (path, (values.low, values.high) if isinstance(values, Range) else (values[0], values[-1]))
+            for path, values in self.axes
+        ]
+        ends = [{path: pair[i] for path, pair in both} for i in range(2)]
+        listed = [(path, value) for path, values in self.axes if not isinstance(values, Range) for value in values]
+        points = ends + [end | {path: value} for end in ends for path, value in listed]
+        return list({repr(point): point for point in points}.values())
+
+
+def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "typed") -> Grid:
+    """The grid of a table with a list at each path, the path written with dots or as tables in tables.
+
+    ``folder``: of the file that it is from, which may name the code that ``trust`` covers."""
+    if not isinstance(table, Mapping):
+        raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
+    return Grid(_checked(_flat(table), source), folder, trust)
+
+
+def from_flags(words: Iterable[str]) -> Grid:
+    """The grid of ``PATH=VALUE,VALUE,...`` words."""
+    found: dict[str, Any] = {}
+    for word in words:
+        path, equals, values = word.partition("=")
+        if not equals:
+            raise FedraxError(f"--grid {word}: write PATH=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03,0.1.")
+        path = path.strip().replace("-", "_")
+        if path in found:
+            raise FedraxError(f"--grid names {path} twice.")
+        found[path] = values if range_of(values, word) else [value_of(value) for value in values.split(",")]
+    return Grid(_checked(found, "--grid"))
+
+
+def value_of(word: str) -> Any:
+    """A word of the command line as a file would hold it: a number, true or false, else a string."""
+    word = word.strip()
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
+    return flat
+
+
+def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[Any, ...] | Range], ...]:
+    """The axes of a grid."""
+    axes: list[tuple[str, tuple[Any, ...] | Range]] = []
+    for path, values in found.items():
+        if path.split(".")[0] not in _VARIED or "." not in path:
+            raise FedraxError(
+                f"{source}: {path} cannot vary: a grid is over settings of algorithm and run, such as"
+                " algorithm.local.lr; data, partition and model are the same for all."
+            )
+        if path == "run.seed":
+            raise FedraxError(f"{source}: the seed is no setting to choose; seeds says which ones are run.")
+        within = range_of(values, f"{source}: {path}") if isinstance(values, str) else None
+        if within is not None:
+            axes.append((path, within))
+            continue
+        if not isinstance(values, list) or not values:
+            raise FedraxError(f'{source}: {path} needs a list of values or a range, "0.001..1:log", not {values!r}.')
+        values = [_plain(value) for value in values]
+        if any(value in values[:i] for i, value in enumerate(values)):
+            raise FedraxError(f"{source}: {path} has a value twice in {values}.")
+        axes.append((path, tuple(values)))
+    if not axes:
+        raise FedraxError(f"{source}: the grid is empty.")
+    size = math.prod(len(values) for _, values in axes if not isinstance(values, Range))
+    if size > LARGEST:
+        raise FedraxError(f"{source}: a grid of {size:,} points is too large (limit: {LARGEST:,}).")
+    return tuple(axes)
+
+
+def _plain(value: Any) -> Any:
+    """A value as a file holds it: numbers of NumPy and JAX as Python's own."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(), trust: Trust = "typed") -> Experiment:
+    """``spec`` with the settings at the paths of ``values`` changed, read as those of a file in ``folder`` would be."""
+    if not values:
+        return spec
+    table = experiment.to_table(spec)
+    if "algorithm.name" not in values:
+        values = {path_for(path, spec.algorithm): value for path, value in values.items()}
+    replaced = {other for path in values if (other := replaced_by(path, spec)) is not None} - set(values)
+    values = dict.fromkeys(replaced, "none") | dict(values)
+    for path in sorted(values, key=_order):
+        _put(table, path, values[path], source)
+    return Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
+
+
+def _order(path: str) -> tuple[int, bool]:
+    """A name before the settings of what it names."""
+    return path.count("."), not path.endswith(".name")
+
+
+def _put(table: Table, path: str, value: Any, source: str) -> None:
+    *parents, last = path.split(".")
+    for depth, parent in enumerate(parents, 1):
+        if isinstance(table.get(parent), str) and table[parent] != "none":
+            table[parent] = {"name": table[parent]}
+        if parent in table and not isinstance(table[parent], dict):
+            raise FedraxError(
+                f"{source}: {path}: {'.'.join(parents[:depth])} is {table[parent]!r} and has no settings."
+            )
+        table = table.setdefault(parent, {})
+    old = table.get(last)
+    if isinstance(old, dict) and isinstance(value, str) and old.get("name") == value:
+        return
+    if last == "name" and not set(parents) <= set(METHODS) and is_another(table, {"name": value}):
+        table.clear()  # it has the settings of another class
+    table[last] = value
+
+
+def folder_of(point: Point) -> str:
+    """A directory's name for a point, another one for another point."""
+    exact = ",".join(f"{short_path(path)}={value!r}" for path, value in sorted(point.items()))
+    name = "".join(c if c.isalnum() or c in "._=,-" else "-" for c in exact)
+    return name if name == exact and len(name) <= 100 else f"{name[:80]}-{zlib.crc32(exact.encode()):08x}"

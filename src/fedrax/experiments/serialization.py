@@ -1,0 +1,363 @@
+"""Configuration objects from tables (what a TOML file holds) and back, for any nested dataclasses.
+
+Reading is strict: an unknown key or name, or a value of the wrong type, is refused in a sentence that names the
+file, the table and the key. Writing is complete: reading what was written gives an equal object. A field that
+may be an object of several classes is a table whose key ``name`` chooses the class; ``"none"`` stands for None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from fedrax.config.annotations import Field, acts_as, fields_of, hints_of, inferred
+from fedrax.config.hyperparameters import refuse_unfinished
+from fedrax.contract.algorithm import Algorithm
+from fedrax.errors import FedraxError, unknown
+from fedrax.experiments.method_registry import KNOWN_AS, algorithms
+from fedrax.experiments.user_code import Trust, import_named
+from fedrax.files import below
+
+Table = dict[str, Any]
+METHODS = ("algorithm", "inner")
+"""Keys of tables whose settings are kept where another name comes into them: those that methods share."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A field whose value is an object of one of several classes, chosen by name."""
+
+    kind: str
+    """What the classes are, for messages: "algorithm"."""
+    classes: Callable[[], Mapping[str, type]]
+    """Name -> class."""
+    adapt: Callable[[Any], type] | None = None
+    """Makes a class of what the user's own ``file.py:name`` holds; None where only known names are allowed."""
+    keep: bool = False
+    """Whether another name, given on the command line, keeps those of the file's keys that it knows too."""
+    known_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What to write for names that others use."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The name that reads files of a suffix."""
+
+    def find(self, name: str, folder: Path, trust: Trust = "beside") -> type:
+        """The class called ``name``; case, "-" and "_" do not matter. The user's own lie relative to ``folder``."""
+        classes = self.classes()
+        if self.adapt is not None and ":" in name:
+            where, found = import_named(name, folder, trust)
+            cls = self.adapt(found)
+            if dataclasses.is_dataclass(cls) and any(field.name == "name" for field in dataclasses.fields(cls)):
+                raise FedraxError(
+                    f"{where} has a parameter or field called name, the key that chooses the {self.kind}: rename it."
+                )
+            _OWN[cls] = where
+            return cls
+        plain = {_squeezed(known): known for known in classes}
+        if _squeezed(name) in self.known_as:
+            raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[_squeezed(name)]}")
+        if _squeezed(name) not in plain:
+            raise self._unknown(name, classes)
+        return classes[plain[_squeezed(name)]]
+
+    def _unknown(self, name: str, classes: Mapping[str, type]) -> FedraxError:
+        """The error for a name that is none of the classes', which may be a file's."""
+        suffix = Path(name).suffix.lower()
+        if suffix in self.files:
+            return FedraxError(f"{name!r} is a file: the {self.kind} is {self.files[suffix]!r}, and its path {name!r}")
+        if self.adapt is not None and suffix == ".py":
+            return FedraxError(f"{name!r} is a file: write {name}:NAME, of the {self.kind} in it")
+        return unknown(self.kind, name, classes)
+
+    def knows(self, name: Any) -> bool:
+        """Whether it is the name of one of the classes."""
+        return isinstance(name, str) and _squeezed(name) in map(_squeezed, self.classes())
+
+    def name_of(self, value: Any) -> str:
+        """The name under which ``find`` gives the class of ``value``."""
+        for name, known in self.classes().items():
+            if type(value) is known:
+                return name
+        own = own_name(type(value))
+        if own is not None:
+            return own
+        raise FedraxError(f"{type(value).__name__} cannot be written to a file: it is not a known {self.kind}.")
+
+
+_OWN: dict[type, str] = {}
+_FOR_NAME = ("class", "kind", "method", "type")
+"""Keys that other libraries' files choose by."""
+
+
+def own_name(cls: type) -> str | None:
+    """Where the user's own class was found, with the path made absolute; None for those of the library."""
+    return _OWN.get(cls)
+
+
+def _squeezed(name: str) -> str:
+    return re.sub("[-_ ]", "", name).lower()
+
+
+def is_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    """Whether both tables name a class, and not the same one."""
+    first, second = base.get("name"), table.get("name")
+    return isinstance(first, str) and isinstance(second, str) and _squeezed(first) != _squeezed(second)
+
+
+def snake_case(name: str) -> str:
+    """``StepDecay`` -> ``step_decay``, ``SGD`` -> ``sgd``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def own_algorithm(found: Any) -> type:
+    """What ``file.py:Class`` must be to serve as an algorithm."""
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.Algorithm.")
+    refuse_unfinished(found)
+    return found
+
+
+ALGORITHM = Choice("algorithm", algorithms, own_algorithm, keep=True, known_as=KNOWN_AS)
+
+
+def choice_of(field: Field) -> Choice | None:
+    """The choice that a field offers, or None: marked so, an algorithm, or one of several (or no) dataclasses."""
+    marks = [mark for mark in field.marks if isinstance(mark, Choice)]
+    if marks:
+        return marks[0]
+    if field.classes == (Algorithm,):
+        return ALGORITHM
+    known = {snake_case(cls.__name__): cls for cls in field.classes if all(map(fits_a_file, fields_of(cls).values()))}
+    if known and (len(field.kinds) > 1 or field.optional):
+        kind = field.name.replace("_", " ")
+        alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
+        return Choice(kind, lambda: known, partial(_own_part, kind, field.classes) if alike else None)
+    return None
+
+
+def _own_part(kind: str, classes: tuple[type, ...], found: Any) -> type:
+    """What ``file.py:Class`` must be to serve where one of ``classes`` does."""
+    if not (isinstance(found, type) and acts_as(found, classes)):
+        known = ", ".join(sorted(cls.__name__ for cls in classes))
+        raise FedraxError(
+            f"{getattr(found, '__name__', found)!r} is no {kind}: write a class with the decorator @hyperparameters and"
+            f" the methods that {known} have."
+        )
+    refuse_unfinished(found)
+    return found
+
+
+FROM_PYTHON = "give it from Python, or as a default of an algorithm of your own"
+
+
+def fits_a_file(field: Field) -> bool:
+    """Whether a file can say what the field holds."""
+    return field.plain or field.optional or choice_of(field) is not None
+
+
+def says_whole(cls: type) -> bool:
+    """Whether a file can say all that a class holds."""
+    return all(map(fits_a_file, fields_of(cls).values()))
+
+
+def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
+    """The value of each field where a table leaves it out: that of ``base`` if it is a ``cls``, else the class's."""
+    if type(base) is cls:
+        return {field.name: getattr(base, field.name) for field in dataclasses.fields(cls)}
+    made = {}
+    for field in dataclasses.fields(cls):
+        made[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
+    return made
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes objects of tables. ``source`` opens every message; paths in the file are relative to ``folder``.
+
+    ``missing`` stands for values that a table must hold and does not; without it they are refused. ``trust`` says which
+    code the table may name.
+    """
+
+    source: str
+    folder: Path
+    missing: Any = None
+    trust: Trust = "beside"
+
+    def error(self, path: str, message: str) -> FedraxError:
+        """The error about the table or key at ``path``."""
+        return FedraxError(f"{self.source}: {path + ': ' if path else ''}{message}")
+
+    def fields(self, cls: type, table: Any, path: str, base: Any = None) -> Any:
+        """A ``cls`` from ``table``; what the table leaves out is as in ``base``, or as the class says."""
+        if not isinstance(table, Mapping):
+            raise self.error(path, f"a table of settings is needed here, not {table!r}.")
+        fields, defaults = fields_of(cls), defaults_of(cls, base)
+        values = {}
+        for key, value in table.items():
+            if key not in fields:
+                raise self.error(f"[{path}]" if path else "", _unknown_key(key, fields, defaults))
+            at = f"{path}.{key}" if path else key
+            values[key] = self.value(fields[key], value, at, defaults[key])
+        # Where one field stands instead of another, who gives it does not mean the other's default.
+        instead = {other: None for name, other in getattr(cls, "_instead", {}).items() if name in values}
+        values = defaults | instead | values
+        missing = [name for name, value in values.items() if value is MISSING]
+        if self.missing is not None:
+            values |= dict.fromkeys(missing, self.missing)
+        elif missing:
+            raise self.error(f"[{path}]", f"the key {missing[0]!r} is missing.")
+        return cls(**values)
+
+    def choice(self, choice: Choice, table: Any, path: str, base: Any = None) -> Any:
+        """An object of the class that the table's ``name`` chooses; without a name of base's, or of the only one."""
+        if isinstance(table, str):
+            table = {"name": table}
+        if not isinstance(table, Mapping):
+            raise self.error(path, f"a table with a name is needed here, not {table!r}.")
+        if "name" in table:
+            if not isinstance(table["name"], str):
+                raise self.error(f"{path}.name", f"must be a string, not {table['name']!r}.")
+            try:
+                cls = choice.find(table["name"], self.folder, self.trust)
+            except FedraxError as error:
+                raise self.error(f"[{path}]", str(error)) from error
+        elif dataclasses.is_dataclass(base) or len(choice.classes()) == 1:
+            cls = type(base) if dataclasses.is_dataclass(base) else next(iter(choice.classes().values()))
+            for key, value in table.items():
+                is_name = isinstance(value, str) and (key in _FOR_NAME or choice.knows(value))
+                if is_name and key not in fields_of(cls):
+                    raise self.error(f"[{path}]", f"the key that chooses the {choice.kind} is 'name', not {key!r}.")
+        else:
+            raise self.error(f"[{path}]", f"the key 'name' is missing; known are: {', '.join(choice.classes())}.")
+        return self.fields(cls, {key: value for key, value in table.items() if key != "name"}, path, base)
+
+    def value(self, field: Field, value: Any, path: str, base: Any = None) -> Any:
+        """``value`` as ``field`` asks, with whole numbers accepted as floats and strings as paths."""
+        if value == "none" and field.optional:
+            return None
+        choice = choice_of(field)
+        if choice is not None:
+            return self.choice(choice, value, path, base)
+        if field.classes:
+            cls = field.classes[0]
+            if type(base) is not cls and not says_whole(cls):
+                raise self.error(path, f"no file can say what {cls.__name__} holds: {FROM_PYTHON}.")
+            return self.fields(cls, value, path, base)
+        made = self._plain(field, value)
+        if made is MISSING:
+            wanted = f"must be {field.words}" if field.words else "cannot be set in a file"
+            raise self.error(path, f"{wanted}, not {value!r}.")
+        problem = field.problem(made)
+        if problem:
+            raise self.error("", f"{path} {problem}, not {value!r}.")
+        return made
+
+    def _plain(self, field: Field, value: Any) -> Any:
+        """``value`` as the first alternative that it fits, paths before strings; MISSING if there is none."""
+        for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
+            if kind.type is Path and isinstance(value, str):
+                return below(self.folder, value)
+            if isinstance(value, str) and value in kind.members:
+                return kind.members[value]
+            if kind.words and kind.holds(value):
+                if kind.items:
+                    items = [self._plain(f, item) for f, item in kind.each(value)]
+                    return items if kind.type is list else tuple(items)
+                return _as_float(value) if kind.type is float else value
+        return MISSING
+
+
+def _as_float(value: Any) -> float:
+    """A number of a file; one beyond all floats is infinite, which bounds refuse."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _unknown_key(key: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
+    """The sentence about it, which names the places further in where there is such a key."""
+    inside = " or ".join(map(repr, _further_in(key, defaults)))
+    return f"unknown key {key!r}; did you mean {inside}?" if inside else str(unknown("key", key, fields))
+
+
+def _further_in(key: str, values: Mapping[str, Any]) -> list[str]:
+    """The paths of the key in the tables among the values, the nearest ones."""
+    objects = {name: v for name, v in values.items() if dataclasses.is_dataclass(v) and not isinstance(v, type)}
+    tables = {name: {f.name: getattr(v, f.name) for f in dataclasses.fields(v)} for name, v in objects.items()}
+    here = [f"{name}.{key}" for name, table in tables.items() if key in table]
+    return here or [f"{name}.{path}" for name, table in tables.items() for path in _further_in(key, table)]
+
+
+def replaced_by(path: str, value: Any) -> str | None:
+    """The path of the field of ``value`` in whose stead the one at ``path`` stands: of local.steps local.epochs."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        value = getattr(value, parent, None)
+    other = getattr(type(value), "_instead", {}).get(last)
+    return None if other is None else ".".join((*parents, other))
+
+
+def table_of(value: Any, base: Any = None) -> Table:
+    """The complete table of a dataclass instance; ``base`` as when it is read back."""
+    defaults, table = defaults_of(type(value), base), {}
+    for name, field in fields_of(type(value)).items():
+        item, default = getattr(value, name), defaults[name]
+        choice = choice_of(field)
+        if item is default and (item is None or not (choice or field.plain)):
+            continue  # what a file cannot say is as the class has it
+        if item is None:
+            table[name] = "none"
+        elif dataclasses.is_dataclass(item):
+            chosen = {} if choice is None else {"name": choice.name_of(item)}
+            table[name] = chosen | table_of(item, default) | chosen
+        else:
+            table[name] = plain(item)
+    return table
+
+
+def plain(value: Any) -> Any:
+    """A scalar, path or list as a file holds it."""
+    if isinstance(value, Path):
+        return str(value.resolve())
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bool | int | float | str):
+        return value
+    if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or JAX
+        return value.item()
+    raise FedraxError(f"{value!r} cannot be written to a file.")
+
+
+@cache
+def options_class(function: Callable, given: tuple[str, ...], method: str) -> type:
+    """A frozen dataclass of a function's options: its parameters but for those ``given`` by the caller.
+
+    The type of a parameter without annotation is that of its default. The class's method of the name ``method``
+    calls the function with its options and those of the given arguments that the function takes.
+    """
+    hints = hints_of(function)
+    parameters = inspect.signature(function).parameters
+    fields = []
+    for name, parameter in parameters.items():
+        if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            default = MISSING if parameter.default is parameter.empty else parameter.default
+            factory = MISSING if default is MISSING else lambda default=default: default  # a default may be a list
+            fields.append((name, hints.get(name, inferred(default)), dataclasses.field(default_factory=factory)))
+
+    def call(self: Any, **arguments: Any) -> Any:
+        options = {name: getattr(self, name) for name, *_ in fields}
+        return function(**{k: v for k, v in arguments.items() if k in parameters}, **options)
+
+    namespace = {"__doc__": function.__doc__ or function.__name__, method: call}
+    cls = dataclasses.make_dataclass(function.__name__, fields, frozen=True, namespace=namespace)
+    cls.__module__ = function.__module__
+    return cls

@@ -1,0 +1,1 @@
+"""Adapters that turn Flax and Equinox modules into models."""

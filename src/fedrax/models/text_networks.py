@@ -1,0 +1,172 @@
+"""Networks that read words: EPISODE's sentence-pair classifier, and stacked LSTMs for tweets.
+
+Words are whole numbers; 0 is padding. At padding the state of a recurrence stays as it is, and outputs there do not
+count: how far a text is padded changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax.config.hyperparameters import PositiveInt
+from fedrax.contract.model import Model, Params
+from fedrax.data.readers.tokenize import PADDING, UNKNOWN, read_vectors
+from fedrax.errors import FedraxError
+from fedrax.models.layers import dense, dropout, init_dense, init_output, output
+from fedrax.models.lstm import init_lstm
+
+
+@dataclass(frozen=True)
+class SentencePairs:
+    """EPISODE's network for SNLI (Crawshaw et al. 2023, section 5.1, after Conneau et al. 2017).
+
+    A bidirectional LSTM reads each sentence; u and v are the maxima of its states over the words. A classifier of
+    three dense layers, with no nonlinearity between them as in Conneau et al., reads [u, v, |u - v|, u v]. ReLU may be
+    put between. Its loss is the multiclass hinge loss.
+    """
+
+    hidden: PositiveInt = 2048
+    """Units of the LSTM in each direction."""
+    classifier: PositiveInt = 512
+    """Units of the classifier's first two layers."""
+    activation: Literal["none", "relu"] = "none"
+    embedding: PositiveInt = 300
+    """Numbers of a learned word vector."""
+    vectors: Path | None = None
+    """A file of word vectors in GloVe's format, used as they are; learned ones without."""
+    loss: Literal["hinge", "cross_entropy"] = "hinge"
+
+    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
+        """The model on pairs of texts [2, words]."""
+        if len(input_shape) != 2 or input_shape[0] != 2:
+            raise FedraxError(f"sentence_pairs reads pairs of texts (2, words), not inputs of shape {input_shape}.")
+        embed, init_embedding, width = _embedding(self.vectors, vocabulary, self.embedding)
+        activate = jax.nn.relu if self.activation == "relu" else lambda x: x
+
+        def init(key: Array) -> Params:
+            keys = jax.random.split(key, 6)
+            return init_embedding(keys[0]) | {
+                "forward": init_lstm(keys[1], width, self.hidden),
+                "backward": init_lstm(keys[2], width, self.hidden),
+                "dense1": init_dense(keys[3], 8 * self.hidden, self.classifier),
+                "dense2": init_dense(keys[4], self.classifier, self.classifier),
+                "output": init_output(keys[5], self.classifier, num_outputs),
+            }
+
+        def encoded(params: Params, x: Array, key: Array | None = None) -> Array:
+            words = x.reshape(-1, x.shape[-1])  # both sentences at once: [2 B, words]
+            vectors, kept = embed(params, words), words != PADDING
+            both = [states(params[way], vectors, kept, way == "backward") for way in ("forward", "backward")]
+            found = jnp.concatenate(both, axis=-1)
+            longest = jnp.where(kept[..., None], found, -jnp.inf).max(1)
+            sentences = jnp.where(kept.any(1)[:, None], longest, 0).reshape(x.shape[0], 2, -1)
+            u, v = sentences[:, 0], sentences[:, 1]
+            return jnp.concatenate([u, v, jnp.abs(u - v), u * v], axis=-1)
+
+        def hidden(params: Params, x: Array, key: Array | None = None) -> Array:
+            return activate(dense(params["dense2"], activate(dense(params["dense1"], x))))
+
+        model = _model("sentence_pairs", init, [encoded, hidden], vocabulary)
+        return replace(model, loss="hinge") if self.loss == "hinge" else model
+
+
+@dataclass(frozen=True)
+class Tweets:
+    """Layers of LSTMs over a text, whose last state feeds a dense layer (EPISODE, appendix H: two of 256 units)."""
+
+    hidden: PositiveInt = 256
+    layers: PositiveInt = 2
+    embedding: PositiveInt = 300
+    """Numbers of a learned word vector."""
+    vectors: Path | None = None
+    """A file of word vectors in GloVe's format, used as they are; learned ones without."""
+    dropout: float = 0.0
+    """Of the last state, in training."""
+
+    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
+        """The model on texts [words]."""
+        if len(input_shape) != 1:
+            raise FedraxError(f"tweets reads texts (words,), not inputs of shape {tuple(input_shape)}.")
+        if not 0 <= self.dropout < 1:
+            raise FedraxError(f"a dropout rate must lie in [0, 1), not {self.dropout}.")
+        embed, init_embedding, width = _embedding(self.vectors, vocabulary, self.embedding)
+
+        def init(key: Array) -> Params:
+            keys = jax.random.split(key, self.layers + 2)
+            sizes = [width] + [self.hidden] * (self.layers - 1)
+            lstms = {f"lstm{i}": init_lstm(keys[i + 1], size, self.hidden) for i, size in enumerate(sizes, start=1)}
+            return init_embedding(keys[0]) | lstms | {"output": init_output(keys[1], self.hidden, num_outputs)}
+
+        def read(params: Params, x: Array, key: Array | None = None) -> Array:
+            h, kept = embed(params, x), x != PADDING
+            for i in range(1, self.layers + 1):
+                h = states(params[f"lstm{i}"], h, kept)
+            return dropout(h[:, -1], self.dropout, key)
+
+        return _model("tweets", init, [read], vocabulary)
+
+
+def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False) -> Array:
+    """The hidden states [B, T, hidden] of an LSTM over x [B, T, F]; where not ``kept`` [B, T] it stays as it was."""
+    inputs = x @ layer["input_weight"] + (layer["input_bias"] + layer["hidden_bias"])
+    zeros = jnp.zeros((x.shape[0], layer["hidden_weight"].shape[0]), inputs.dtype)
+
+    def step(state: tuple[Array, Array], at: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        (h, c), (input_t, kept_t) = state, at
+        i, f, g, o = jnp.split(input_t + h @ layer["hidden_weight"], 4, axis=-1)
+        new_c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
+        h, c = (jnp.where(kept_t[:, None], new, old) for new, old in ((new_h, h), (new_c, c)))
+        return (h, c), h
+
+    _, found = lax.scan(step, (zeros, zeros), (inputs.swapaxes(0, 1), kept.T), reverse=reverse)
+    return found.swapaxes(0, 1)
+
+
+def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) -> tuple[Callable, Callable, int]:
+    """(function (parameters, words) -> vectors, key -> parameters, numbers of a vector)."""
+    if not vocabulary:
+        raise FedraxError(
+            "a model of words needs a data set of texts, with a vocabulary (snli, sent140, leaf, huggingface)."
+        )
+    if vectors is not None:
+        table = read_vectors(vectors, vocabulary)  # known to all: nothing that is trained or sent
+
+        def look_up(params: Params, words: Array) -> Array:
+            return jnp.asarray(table, params["output"]["weight"].dtype)[words]
+
+        return look_up, lambda key: {}, table.shape[1]
+
+    def init(key: Array) -> Params:
+        return {"embedding": jax.random.normal(key, (_numbers(vocabulary), width))}
+
+    return lambda params, words: params["embedding"][words], init, width
+
+
+def _numbers(vocabulary: tuple[str, ...]) -> int:
+    """How many numbers stand for words: padding, an unknown word, and those of the vocabulary."""
+    return UNKNOWN + 1 + len(vocabulary)
+
+
+def _model(name: str, init: Callable, body: list[Callable], vocabulary: tuple[str, ...]) -> Model:
+    """Blocks with a dense layer "output" on top."""
+
+    def top(params: Params, x: Array, key: Array | None = None) -> Array:
+        return output(params["output"], x)
+
+    def features(params: Params, x: Array, key: Array | None = None) -> Array:
+        for block in body:
+            x = block(params, x, key)
+        return x
+
+    def apply(params: Params, x: Array, key: Array | None = None) -> Array:
+        return top(params, features(params, x, key))
+
+    return Model(init, apply, features, name, (*body, top), words=_numbers(vocabulary))

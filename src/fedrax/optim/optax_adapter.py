@@ -1,0 +1,216 @@
+"""Any optimizer of optax as the local or the server rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax import tree
+from fedrax.config.annotations import Leaf, Static
+from fedrax.config.hyperparameters import hyperparameters
+from fedrax.errors import FedraxError
+from fedrax.tree import Tree
+from fedrax.xla.fingerprint import enclosed
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("kind",))
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A random key of an optimizer's state as its numbers, which can be written to disk."""
+
+    numbers: Any
+    kind: Any
+    """Of random numbers, as JAX calls it."""
+
+
+@hyperparameters
+class Optax:
+    """A gradient transformation of optax: finished, or as the function that makes it with its options.
+
+    ``Optax(optax.adamw(1e-2))`` is compiled as it stands. ``Optax.of(optax.adamw, learning_rate=1e-2)`` has its
+    floating options as inputs of the compiled program, so that another step size does not compile anew and a grid of
+    them is one sweep; the other options (``nesterov=True``, masks) shape the program. An option that the function
+    looks at with a Python ``if`` cannot be such an input: give the finished transformation then.
+
+    Where a transformation draws random numbers (``optax.add_noise``), local steps give it keys of the client's own in
+    every round; on the server the key that it was made with is the one to begin with. Local steps hand their batch's
+    loss to transformations that go by it (``optax.polyak_sgd``); the server has none.
+    """
+
+    transform: Static[Any]
+    """An ``optax.GradientTransformation``, or a function that makes one of ``floats`` and ``fixed``."""
+    floats: Leaf[Any] = dataclasses.field(default_factory=dict)
+    """Floating options by name."""
+    fixed: Static[Any] = ()
+    """Other options, pairs of name and value."""
+
+    @classmethod
+    def of(cls, make: Callable[..., Any], **options: Any) -> Optax:
+        """The transformation ``make(**options)``, its floating options traced."""
+        numbers = float | np.floating | jax.Array
+        floats = {name: value for name, value in options.items() if isinstance(value, numbers)}
+        fixed = tuple((name, value) for name, value in options.items() if name not in floats)
+        for name, value in fixed:
+            if not isinstance(value, Hashable):
+                raise FedraxError(
+                    f"Optax: the option {name!r} must be hashable, for it shapes the program: give a function, as optax"
+                    " takes in its place, or Optax the finished transformation"
+                )
+        return cls(make, floats, fixed)
+
+    def check(self) -> None:
+        """Refuse what is no transformation, and options that it does not take."""
+        if not (_is_finished(self.transform) or callable(self.transform)):
+            raise FedraxError(
+                f"Optax needs a gradient transformation such as optax.adamw(1e-2), not {self.transform!r}"
+            )
+        if _is_finished(self.transform):
+            if self.floats or self.fixed:
+                raise FedraxError(
+                    "Optax takes options for a function that makes a transformation: Optax.of(optax.adamw, ...)"
+                )
+            return
+        taken = inspect.signature(self.transform).parameters  # type: ignore[arg-type]
+        names = [*self.floats, *(name for name, _ in self.fixed)]
+        wrong = [name for name in names if name not in taken]
+        if wrong and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            raise FedraxError(f"{self._name} has no option {wrong[0]!r}; it has: {', '.join(taken)}")
+
+    @property
+    def _name(self) -> str:
+        if not _is_finished(self.transform):
+            return getattr(self.transform, "__name__", repr(self.transform))
+        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type: ignore[union-attr]
+        return f"the optimizer ({inside.split('.')[0]})"
+
+    @property
+    def wants_lr(self) -> bool:
+        """Whether the function that makes the transformation asks for a learning rate that is not given."""
+        if _is_finished(self.transform):
+            return False
+        given = {*self.floats, *dict(self.fixed)}
+        return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type: ignore[arg-type]
+
+    def made(self, lr: Any = None) -> Any:
+        """The transformation; ``lr`` is its learning rate where none is given."""
+        if _is_finished(self.transform):
+            return self.transform
+        options = {**self.floats, **dict(self.fixed)}
+        if self.wants_lr:
+            if lr is None:
+                raise FedraxError(
+                    f"{self._name} needs a learning rate: Optax.of(optax.{self._name}, learning_rate=...)"
+                )
+            options["learning_rate"] = lr
+        try:
+            return self.transform(**options)  # type: ignore[operator]
+        except jax.errors.ConcretizationTypeError as error:
+            raise FedraxError(
+                f"{self._name} looks at the value of an option while it is made: give Optax the finished transformation"
+            ) from error
+
+    def init(self, params: Tree) -> Tree:
+        """The optimizer's state."""
+        with self._told():
+            state = _without_keys(self.made(1.0).init(params))
+        holding = lambda part: "learning_rate" in getattr(part, "hyperparams", ())  # noqa: E731
+        if self.wants_lr and any(map(holding, jax.tree.leaves(state, is_leaf=holding))):
+            raise FedraxError(
+                f"{self._name} keeps its learning rate in its state, where local.lr does not reach it: leave"
+                " optax.inject_hyperparams out, what Optax.of is given are inputs of the program already"
+            )
+        return state
+
+    def move(
+        self, x: Tree, state: Tree, direction: Tree, lr: Any, factor: Any = 1.0, loss: Array | None = None
+    ) -> tuple[Tree, Tree]:
+        """(x + factor * update, state) for a direction to descend along.
+
+        loss: at ``x``, for transformations that go by it (``optax.polyak_sgd``, ``optax.contrib.reduce_on_plateau``).
+        """
+        with self._told():
+            transform, more = self.made(lr), {}
+            if loss is not None:
+                import optax
+
+                transform, more = optax.with_extra_args_support(transform), {"value": loss}
+            updates, state = transform.update(direction, _with_keys(state), x, **more)
+        return tree.add_scaled(x, factor, updates), _without_keys(state)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What a transformation cannot do with parameters and a direction alone, as a sentence."""
+        try:
+            yield
+        except (FedraxError, jax.errors.ConcretizationTypeError):
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and _MISSING.search(str(error)):
+                raise FedraxError(
+                    f"{self._name} needs more than a direction ({error}), which here is all there is, but for local"
+                    " steps, which have their batch's loss as the value where no wrapper takes their gradients"
+                ) from error
+            raise FedraxError(
+                f"{self._name} cannot move the model's parameters by a gradient alone: {type(error).__name__}: {error}"
+            ) from error
+
+    def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
+        """(parameters, state) after one server step on the pseudo-gradient -``delta``."""
+        return self.move(params, state, tree.scale(-1, delta), None)
+
+    def __repr__(self) -> str:
+        """What decides the numbers, the same in every process: functions by their names and what they hold."""
+        return f"Optax({_described(self.transform)}, {self.floats!r}, {_described(self.fixed)})"
+
+
+_MISSING = re.compile(r"missing \d+ required .*argument")
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, Key) or (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _without_keys(state: Tree) -> Tree:
+    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa: E731
+    return jax.tree.map(kept, state)
+
+
+def _with_keys(state: Tree) -> Tree:
+    made = lambda leaf: jax.random.wrap_key_data(leaf.numbers, impl=leaf.kind) if _is_key(leaf) else leaf  # noqa: E731
+    return jax.tree.map(made, state, is_leaf=_is_key)
+
+
+def with_new_keys(state: Tree, key: Array) -> Tree:
+    """An optimizer's state with other random keys in place of its own, all made of ``key``."""
+    place = itertools.count()
+
+    def new(leaf: Any) -> Any:
+        if not _is_key(leaf):
+            return leaf
+        drawn = jax.random.bits(jax.random.fold_in(key, next(place)), leaf.numbers.shape, leaf.numbers.dtype)
+        return Key(drawn, leaf.kind)
+
+    return jax.tree.map(new, state, is_leaf=_is_key)
+
+
+def _is_finished(transform: Any) -> bool:
+    return hasattr(transform, "init") and hasattr(transform, "update")
+
+
+def _described(value: Any) -> str:
+    if inspect.isfunction(value):
+        return f"{value.__module__}.{value.__qualname__}({', '.join(map(_described, enclosed(value)))})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_described, value))})"
+    return repr(value)

@@ -1,0 +1,24 @@
+from fedrax.participation.policies import (
+    Asynchronous as Asynchronous,
+)
+from fedrax.participation.policies import (
+    Availability as Availability,
+)
+from fedrax.participation.policies import (
+    FixedList as FixedList,
+)
+from fedrax.participation.policies import (
+    Participation as Participation,
+)
+from fedrax.participation.policies import (
+    Poisson as Poisson,
+)
+from fedrax.participation.policies import (
+    Turns as Turns,
+)
+from fedrax.participation.policies import (
+    Uniform as Uniform,
+)
+from fedrax.participation.policies import (
+    WeightedBySamples as WeightedBySamples,
+)

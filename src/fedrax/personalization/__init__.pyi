@@ -1,0 +1,2 @@
+from fedrax.personalization.ditto import Ditto as Ditto
+from fedrax.personalization.personal_layers import Personalized as Personalized

@@ -1,0 +1,161 @@
+"""What an attacker sees of one client over some rounds: for audits, in many runs that differ in their randomness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.contract.assignment import Layout, Place
+from fedrax.contract.task import Batch, Task
+from fedrax.errors import FedraxError
+from fedrax.prng.seeds import WATCHING, seeded
+from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round, serve
+from fedrax.tree import Tree
+from fedrax.xla.fingerprint import Code
+from fedrax.xla.precision import Format
+
+Drawn = Literal["always", "poisson", "fixed"]
+"""How the watched client comes into a round: it is always there; by a coin of its own, and else nobody is; or drawn,
+and else a bystander with data of its own is."""
+MOST_ROUNDS, MOST_BYTES = 1000, 4 << 30
+"""Rounds, which are laid out one after another in the program, and bytes of what is seen of all runs of a world."""
+_SIDE_BY_SIDE = 64
+_DRAW = 2
+"""Of the keys of a round the one of the draw; the client's is 0."""
+
+
+def watch(
+    algorithm: Algorithm,
+    task: Task,
+    params: Tree,
+    client: Batch,
+    runs: int,
+    *,
+    rounds: int = 1,
+    seen: Literal["server", "public"] = "server",
+    seed: int = 0,
+    drawn: Drawn = "always",
+    rate: float = 1.0,
+    bystander: Batch | None = None,
+    size: int | None = None,
+    precision: Format = "highest",
+) -> np.ndarray:
+    """What is seen of a federation whose only client has the samples ``client``, float [runs, numbers].
+
+    seen: by the "server", all that the client sends in each phase of ``rounds`` rounds; by the "public", all that
+    the server sends and says, and the parameters after each round. Each run begins with ``params`` and has random keys
+    of its own; the same ``seed`` gives the same ones, so two worlds to be told apart take two seeds. drawn, rate: how
+    the client comes into a round, and with which chance; 0 is a world without it. bystander: samples of the same shape
+    of the client in its place. size: the client has so many of the samples, from the first on, and nobody the others;
+    all by default. precision: of the run's matrix products.
+
+    Raises FedraxError where draws are to hide a client from the server, and for more than memory should hold.
+    """
+    if drawn != "always" and seen == "server":
+        raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise FedraxError(f"a client is watched for 1 to {MOST_ROUNDS} rounds, not {rounds}")
+    keys = jax.random.split(seeded(seed, WATCHING), runs)
+    samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
+    other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
+    known = _Known(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn, size is not None, precision)
+    program = _program(known, Code(algorithm, task))
+    own = jnp.int32(len(samples.y) if size is None else size)
+    given = (algorithm, params, (samples, other), own, jnp.float32(rate), keys)
+    with jax.default_matmul_precision("highest"):  # as in a run
+        seen_numbers = math.prod(jax.eval_shape(program, *given).shape)
+        if 4 * seen_numbers > MOST_BYTES:
+            raise FedraxError(
+                f"{runs:,} runs show {seen_numbers:.2g} numbers, over {MOST_BYTES >> 30} GiB: take fewer runs"
+            )
+        return np.asarray(program(*given))
+
+
+class _Known(NamedTuple):
+    """What a program is compiled for."""
+
+    task: Task
+    rounds: int
+    seen: str
+    side_by_side: int
+    drawn: Drawn
+    some: bool
+    """Whether the client may have less than all samples."""
+    precision: Format
+
+
+class _Watched(Alone):
+    """A round with the watched client or, where it is not ``there``, with nobody as the server has it."""
+
+    def __init__(self, *inputs: Any, there: Array | None):
+        super().__init__(*inputs)
+        self.there = there
+        self.sent: list[Tree] = []
+        """By the server, to everybody."""
+
+    def broadcast(self, p: int, server: Any) -> Tree:
+        """As every executor; and it is noted."""
+        self.sent.append(super().broadcast(p, server))
+        return self.sent[-1]
+
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """What the client brings or, where it is not there, what a phase without clients does."""
+        gathered = super().clients(p, message, statistics)
+        if self.there is None:
+            return gathered
+        nobody = jax.tree.map(jnp.zeros_like, gathered)._replace(clients=jnp.full(1, self.program.num_clients))
+        return jax.tree.map(partial(jnp.where, self.there), gathered, nobody)
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """As every executor, of a cohort of one or none."""
+        size = self.here.cohort_size if self.there is None else self.there.astype(jnp.float32)
+        here = self.here._replace(cohort_size=size)
+        return serve(self.program, p, self.algorithm, server, gathered, here, self.round_key)
+
+
+@lru_cache(maxsize=8)
+def _program(known: _Known, code: Code) -> Callable[..., Array]:
+    """The compiled function (algorithm, params, samples, size, rate, keys) -> what is seen with each key: of all
+    worlds."""
+
+    def run(
+        algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], size: Array, rate: Array, key: Array
+    ) -> Array:
+        found: list[Tree] = []
+        rows, always = len(clients[0].y), known.drawn == "always"
+        layout = Layout(rows, rows - 1, 1) if known.some else Layout(rows, rows, rows)
+        program = Program(known.task, layout, 1, 0, precision=known.precision, expected=1.0, code=code)
+        zero = jnp.zeros(1, jnp.int32)
+        places = Place(zero, zero, zero, size[None], jnp.ones(1))
+        server, kept = algorithm.init(params, 1), (Kept.at_first(algorithm, params, ()),) * 2
+        for r in range(known.rounds):
+            there = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), _DRAW)) < rate
+            choose = partial(jax.tree.map, lambda a, b: a if always else jnp.where(there, a, b))  # noqa: B023
+            who = (choose(*kept), choose(*clients)) if known.drawn == "fixed" else (kept[0], clients[0])
+            here = Rounds(jnp.int32(r), jnp.float32(1), jnp.int32(1), places)
+            executor = _Watched(program, algorithm, here, key, *who, there=there if known.drawn == "poisson" else None)
+            server, _, record, _ = run_round(executor, server, ())
+            kept = choose(executor.kept, kept[0]), choose(kept[1], executor.kept)
+            if known.seen == "server":
+                found += [(done.output.upload, done.output.each, done.output.total) for done in executor.finished]
+            else:
+                said = {name: value for name, value in record.items() if name != "gradients"}
+                found += [executor.sent[1:], said, executor.broadcast(0, server), algorithm.params(server)]
+        once = {id(leaf): leaf for leaf in jax.tree.leaves(found)}  # most methods send their parameters
+        return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in once.values()])
+
+    def all_runs(
+        algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], size: Array, rate: Array, keys: Array
+    ) -> Array:
+        one = partial(run, algorithm, params, clients, size, rate)
+        return jax.lax.map(one, keys, batch_size=known.side_by_side)
+
+    return jax.jit(all_runs)

@@ -1,0 +1,30 @@
+"""What of a client's work depends on its data other than through the one value that a mechanism covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fedrax.contract.client_data import Carried, ClientData
+from fedrax.tree import Tree
+from fedrax.xla.tracing import dependent
+
+
+def uncovered(
+    client: Callable, message: Any, state: Any, data: ClientData, cover: Callable[[ClientData], ClientData]
+) -> str | None:
+    """The first leaf sent, in this round or a later one, that depends on samples or on how many there are otherwise
+    than through what ``cover`` takes out of the client's data; None where there is none. Traces ``client``."""
+
+    def sent(secret: Any, state: Any) -> dict[str, Tree]:
+        kept = Carried(data.carried.statistics, data.carried.optimizer)
+        output = client(message, state, cover(data._in_terms_of(*secret).with_carried(kept)))
+        return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
+
+    secret = (data.samples, data.size)
+    leaks = dependent(sent, secret, state)
+    sends = [name for name in leaks if not name.startswith("state")]
+    if not sends and leaks:  # what stays on the client may be exact, as long as it does not leave in a later round
+        from_state = dependent(lambda state: sent(secret, state), state)
+        sends = [name for name in from_state if not name.startswith("state")]
+    return sends[0] if sends else None

@@ -1,0 +1,1 @@
+"""Named random keys and random permutations."""

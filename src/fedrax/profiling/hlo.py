@@ -1,0 +1,301 @@
+"""Reads the text of a compiled program: which part and layer an operation belongs to, and what it costs.
+
+XLA prints every operation as ``%name = type opcode(operands), attributes``; see its "Operation semantics".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from fedrax.xla.layer_scan import NAME
+from fedrax.xla.linear_algebra import TURNS
+from fedrax.xla.scopes import GATHER, GRADIENT, read_scope
+
+_SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_FREE |= {"while", "call", "conditional", "async-start", "async-update", "async-done"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+_SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Which operand holds what is written."""
+_STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+_STRUCTURE |= {TURNS, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
+"""What names of operations hold besides scopes: how JAX executes them, and what `fast_on_cpu` makes others of."""
+
+
+class Cost(NamedTuple):
+    """Of one execution of an operation."""
+
+    flops: float = 0.0
+    """Of matrix products and convolutions: two for each multiplication with its addition."""
+    bytes: float = 0.0
+    """Read and written: operands and results, of a slice or a gather its rows only."""
+
+
+class Description(NamedTuple):
+    """An operation in its user's words."""
+
+    what: str = ""
+    """Such as ``product`` or ``reduction``."""
+    layer: str = ""
+    """The path of modules and named scopes; empty where there is none."""
+    direction: str = ""
+    """``forward``, ``backward``, or empty outside of gradients."""
+    shapes: str = ""
+    looped: bool = False
+    """Whether it runs in a loop of the model's own, such as that of a recurrent cell."""
+    side: int = 0
+    """Of a product the shortest side of its operands, of a convolution the fewer channels; 0 of others."""
+
+
+@dataclass(eq=False)
+class Instruction:
+    """One line of the text."""
+
+    name: str
+    opcode: str
+    shapes: list[tuple[str, tuple[int, ...]]]
+    operands: list[str]
+    text: str
+    """The attributes after the operands."""
+    computation: str
+    root: bool
+    calls: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """The operands, through bitcasts."""
+
+    @property
+    def bytes(self) -> float:
+        """Of the result."""
+        return sum(_bits(kind) / 8 * math.prod(shape) for kind, shape in self.shapes)
+
+    @property
+    def op_name(self) -> str:
+        """Its scopes and its primitive, separated by slashes."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
+        return found[1] if found else ""
+
+    @property
+    def scope(self) -> tuple[int | None, str | None]:
+        """(phase, part) by its own name in the program."""
+        return read_scope(self.op_name)
+
+
+def _bits(kind: str) -> int:
+    return {"pred": 8, "token": 0}.get(kind) or int((re.findall(r"\d+", kind) or [0])[0])
+
+
+def _closing(text: str, start: int = 0) -> int:
+    """Where the parenthesis that opens at ``start`` closes."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if depth == 0:
+            return place
+    return len(text) - 1
+
+
+def _parse(line: str, computation: str) -> Instruction | None:
+    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)", line)
+    if found is None:
+        return None
+    end = _closing(found[3]) + 1 if found[3].startswith("(") else found[3].index(" ")
+    kind, rest = found[3][:end], found[3][end + 1 :]
+    opened = rest.find("(")
+    closed = _closing(rest, opened)
+    attributes = rest[closed + 1 :]
+    calls = _CALLED.findall(attributes)
+    for branches in _BRANCHES.findall(attributes):
+        calls += _NAME.findall(branches)
+    shapes = [(dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in _SHAPE.findall(kind)]
+    operands = _NAME.findall(rest[opened + 1 : closed])
+    return Instruction(found[2], rest[:opened], shapes, operands, attributes, computation, bool(found[1]), calls)
+
+
+class ProgramText:
+    """The operations of a compiled program by name."""
+
+    def __init__(self, text: str):
+        self.operations: dict[str, Instruction] = {}
+        self.computations: dict[str, list[Instruction]] = defaultdict(list)
+        self.module = (re.match(r"HloModule ([\w.\-]+)", text) or [text, ""])[1]
+        computation = ""
+        for line in text.splitlines():
+            header = re.match(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", line)
+            if header:
+                computation = header[1]
+            elif computation and (operation := _parse(line, computation)) is not None:
+                self.operations[operation.name] = operation
+                self.computations[computation].append(operation)
+        self.caller = {name: op for op in self.operations.values() for name in op.calls}
+        for op in self.operations.values():
+            op.operands = [name for name in op.operands if name in self.operations]
+            op.sources = [self._source(name) for name in op.operands]
+        self.scope, self.cost = cache(self._scope), cache(self._cost)
+
+    def _source(self, name: str) -> str:
+        """What a chain of bitcasts begins with."""
+        op = self.operations[name]
+        return self._source(op.operands[0]) if op.opcode == "bitcast" and op.operands else name
+
+    def is_collective(self, name: str) -> bool:
+        """Whether devices meet in it."""
+        return name in self.operations and self.operations[name].opcode.startswith(_COLLECTIVES)
+
+    def _fused(self, op: Instruction) -> list[Instruction]:
+        """The operations inside a fusion; none of others."""
+        return [o for called in op.calls for o in self.computations[called]] if op.opcode == "fusion" else []
+
+    def products_read(self, name: str) -> set[str]:
+        """The matrix products and convolutions whose results the operation reads."""
+        sources = self.operations[name].sources if name in self.operations else []
+        return {source for source in sources if self.cost(source).flops}
+
+    # -- parts and layers --------------------------------------------------------------------------------------
+
+    def _scope(self, name: str) -> tuple[int | None, str | None]:
+        """(phase, part) of an operation: its own or, if that names none, that of the loop it runs in.
+
+        A fusion belongs to what gives its result, but one that gathers rows to the gathering: there it waits.
+        """
+        operation = self.operations.get(name)
+        if operation is None:
+            return None, None
+        fused = self._fused(operation)
+        gathers = [op.scope for op in fused if op.opcode == "gather" and op.scope[1] == GATHER]
+        roots = [op.scope for op in fused if op.root]
+        others = [scope for scope, _ in Counter(op.scope for op in fused).most_common()]
+        for scope in [*gathers, operation.scope, *roots, *others]:
+            if scope != (None, None):
+                return scope
+        caller = self.caller.get(operation.computation)
+        return (None, None) if caller is None or caller is operation else self.scope(caller.name)
+
+    def describe(self, name: str) -> Description:
+        """An operation of the program in its user's words."""
+        op = self.operations[name]
+        inside = [op, *self._fused(op)]
+        product = next((o for o in inside if self._flops(o)), None)
+        named = product or next(filter(_is_depthwise, inside), op)
+        title = named.op_name or next((o.op_name for o in inside if o.op_name), "")
+        scopes = title.rpartition(f"{GRADIENT}/")[2].split("/")
+        direction = "backward" if "transpose(" in title else "forward"
+        if self.scope(name)[1] != GRADIENT:
+            scopes, direction = [""], ""
+        plain = (re.sub(r"^(?:\w+\()+|\)+$", "", scope) for scope in scopes[:-1])
+        layer = "/".join(scope for scope in plain if scope not in _STRUCTURE)
+        what = _what(inside, product, "conv_general_dilated" in scopes)
+        read = [self.operations[o] for o in (product or op).operands]
+        if product is not None:
+            shapes = " · ".join(map(_shape, read[:2]))
+            _, kernel, labels = self._convolution(product) or ((), (), "")
+            sides = [kernel[labels.index(c)] for c in "io"] if labels else self._sides(product)
+            side = min(sides, default=1)
+        else:
+            largest, side = max(read, key=lambda o: o.bytes, default=op), 0
+            shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
+        # a loop over layers or matrices is ours, as those of a convolution are
+        own = re.split(rf"conv_general_dilated|\d{NAME}|{TURNS}", title.rpartition(f"{GRADIENT}/")[2])[0]
+        looped = "while" in own.split("/")
+        return Description(what, layer, direction, shapes, looped and direction != "", side)
+
+    # -- costs -------------------------------------------------------------------------------------------------
+
+    def _cost(self, name: str) -> Cost:
+        """Of one execution, without that of loops and calls: their operations are executed one by one."""
+        op = self.operations.get(name)
+        if op is None or op.opcode in _FREE:
+            return Cost()
+        inside = self._fused(op) or [op]
+        return Cost(sum(map(self._flops, inside)), self._read(op, inside) + self._written(inside))
+
+    def _flops(self, op: Instruction) -> float:
+        if op.opcode == "dot" or (op.opcode == "custom-call" and "contracting_dim" in op.text):
+            left = self.operations[op.operands[0]].shapes[0][1]
+            return 2.0 * math.prod(op.shapes[0][1]) * math.prod(left[d] for d in _axes(op, "lhs_contracting"))
+        convolution = self._convolution(op)
+        if convolution is not None:
+            outputs, kernel, labels = convolution
+            channels = kernel[labels.index("o")] if labels else 1
+            return 2.0 * math.prod(outputs) * math.prod(kernel) / max(channels, 1)
+        return 0.0
+
+    def _sides(self, op: Instruction) -> list[int]:
+        """Of a product's operands, but for the axes over which there are many products."""
+        operands = zip(("lhs", "rhs"), op.operands, strict=False)
+        shapes = [(self.operations[name].shapes[0][1], _axes(op, f"{which}_batch")) for which, name in operands]
+        return [size for shape, batch in shapes for axis, size in enumerate(shape) if axis not in batch]
+
+    def _convolution(self, op: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], str] | None:
+        """(shape of the outputs, of the kernel, the kernel's axes) of a convolution, or of the one that it is a
+        gradient of: cuDNN reads outputs where it gives inputs or a kernel."""
+        role = "Forward" if op.opcode == "convolution" else (_CUDNN.search(op.text) or ["", ""])[1]
+        if len(op.operands) < 2 or not ("Forward" in role or role in ("BackwardInput", "BackwardFilter")):
+            return None
+        first, second = (self.operations[name].shapes[0][1] for name in op.operands[:2])
+        result, labels = op.shapes[0][1], re.search(r"dim_labels=[\w?]+_([\w?]+)->", op.text)
+        of_role = {"BackwardInput": (first, second), "BackwardFilter": (second, result)}
+        return *of_role.get(role, (result, second)), labels[1] if labels else ""
+
+    def _read(self, op: Instruction, inside: list[Instruction]) -> float:
+        """Bytes; of an array that is only sliced the slices, of one that is changed in place none."""
+        total, here = 0.0, {o.name for o in inside if o.opcode == "parameter"} or set(op.sources)
+        for value in map(self.operations.__getitem__, here):
+            used = 0.0
+            for user in (o for o in inside if value.name in o.sources):
+                first = user.sources[0] == value.name
+                used += user.bytes if first and user.opcode in _SLICES else value.bytes
+                used -= value.bytes if first and user.opcode in _UPDATES else 0.0
+            total += min(used, value.bytes)
+        return total
+
+    def _written(self, inside: list[Instruction]) -> float:
+        """Bytes; where a result is an array changed in place those of the change."""
+        root = next((op for op in inside if op.root), inside[0])
+        total = 0.0
+        for name in root.sources if root.opcode == "tuple" else [self._source(root.name)]:
+            result = self.operations[name]
+            change = _UPDATES.get(result.opcode)
+            total += (result if change is None else self.operations[result.operands[change]]).bytes
+        return total
+
+
+_WHAT = {"sort": "sort", "fft": "Fourier transform", "custom-call": "call of a library", "scatter": "scatter"}
+_WHAT |= {"gather": "gather", "reduce": "reduction", "while": "loop"}
+"""What an operation is called by what is in it, the first that is."""
+
+
+def _axes(op: Instruction, which: str) -> list[int]:
+    """Those of a product's operand that are contracted, or a batch, as XLA writes them, or a library's call."""
+    found = re.search(rf'{which}_dim(?:s=\{{|ensions":\[)([\d,"]*)', op.text)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+
+def _shape(op: Instruction) -> str:
+    """That of the largest result."""
+    return "×".join(map(str, max((shape for _, shape in op.shapes), key=math.prod, default=()))) or "1"
+
+
+def _is_depthwise(op: Instruction) -> bool:
+    """Whether it multiplies for a convolution of each channel alone."""
+    return "conv_general_dilated/" in op.op_name and op.opcode == "multiply"
+
+
+def _what(inside: list[Instruction], product: Instruction | None, convolution: bool) -> str:
+    opcodes = {op.opcode for op in inside}
+    if product is not None:
+        return "convolution" if convolution else "product"
+    if any(map(_is_depthwise, inside)):
+        return "depthwise convolution"
+    if any("select_and_scatter_add/" in op.op_name for op in inside) or "reduce-window" in opcodes:
+        return "pooling"
+    return next((what for opcode, what in _WHAT.items() if opcode in opcodes), "pass")

@@ -1,0 +1,222 @@
+"""Tables of a comparison: for the terminal, as Markdown, and as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedrax.escaping import for_markdown, plain
+from fedrax.report.runs import Row, Statistic, finite
+
+COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
+_TO_TARGET = ("rounds", "megabytes", "seconds")
+_SHARES = ("accuracy", "auc", "f1")
+_HIGHER_IS_BETTER, _LOWER_IS_BETTER = (*_SHARES, "r2"), ("loss", "mse")
+_OVER_CLIENTS = {
+    "_worst_client": ", worst client",
+    "_client_p10": ", 10 % of clients",
+    "_client_p90": ", 90 % of clients",
+}
+
+
+class _Piped(Console):
+    """A console whose reader may leave, as ``head`` does."""
+
+    def on_broken_pipe(self) -> None:
+        """An error that the command line knows, in place of an exit with a status that would mean something else."""
+        raise BrokenPipeError
+
+
+def wide_console() -> Console:
+    """A console for tables: as wide as the terminal, or wide enough for any table where there is none.
+
+    It shows text as it is: names with brackets or colons are no markup.
+    """
+    options: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
+    console = _Piped(**options)
+    return console if console.is_terminal else _Piped(**options, width=1000)
+
+
+def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, str]:
+    """The heading of each column."""
+    name = "accuracy" if metric == "test_accuracy" else "loss"
+    to = "" if target is None else f" to {target:g}"
+    return {
+        "accuracy": "test accuracy",
+        "loss": "test loss",
+        "best": f"best {name} (round)",
+        "epsilon": "epsilon",
+        "epsilon_paper": "epsilon by the paper",
+        "rounds": f"rounds{to}",
+        "megabytes": f"MB{to}",
+        "seconds": f"s{to}",
+    }
+
+
+def legend(target: float | None, given: bool, rows: Sequence[Row]) -> str:
+    """What the columns of the target and of the worst clients say; ``given``: somebody chose the target."""
+    said = []
+    if target is not None:
+        name = "accuracy" if any(row.accuracy is not None for row in rows) else "loss"
+        what = "as given" if given else "95 % of the best method's final test accuracy, as none was given"
+        said.append(
+            f"target {target:g}: {what}. rounds, MB, s: until the test {name} first reached it, traffic of all clients"
+            " both ways, seconds without compilation."
+        )
+    behind = [samples for row in rows for samples in row.worst_samples]
+    if behind:
+        few, many = min(behind), max(behind)
+        said.append(f"worst client: of {few:,}{f' to {many:,}' if many > few else ''} samples.")
+    return " ".join(said)
+
+
+def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[int]:
+    """The rows with the best mean in a column, among the methods that did not diverge."""
+    means = {
+        i: value.mean
+        for i, row in enumerate(rows)
+        if (value := _value(row, column)) is not None and "diverged" not in row.state
+    }
+    if len(means) < 2 or "epsilon" in column:  # a promise, not a result
+        return set()
+    kind = _kind(column)
+    if column.startswith(("test_", "train_")) and kind not in (*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER):
+        return set()
+    higher = (_kind(metric) if column == "best" else kind) in _HIGHER_IS_BETTER
+    top = max(means.values()) if higher else min(means.values())
+    return {i for i, mean in means.items() if mean == top}
+
+
+def _kind(column: str) -> str:
+    """What a column measures: the last word of a metric, whatever it is taken over."""
+    for over in _OVER_CLIENTS:
+        column = column.removesuffix(over)
+    return column.rpartition("_")[2]
+
+
+def _heading(column: str) -> str:
+    for over, words in _OVER_CLIENTS.items():
+        if column.endswith(over):
+            return column.removesuffix(over).replace("_", " ") + words
+    return column.replace("_", " ")
+
+
+def _value(row: Row, column: str) -> Statistic | None:
+    return row.others.get(column) if column.startswith(("test_", "train_")) else getattr(row, column)
+
+
+def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
+    others = sorted({name for row in rows for name in row.others})
+    own = [c for c in COLUMNS[1:] if c not in _TO_TARGET]
+    columns = [c for c in ("accuracy", *others, *own) if any(_value(row, c) is not None for row in rows)]
+    return columns + (list(_TO_TARGET) if target is not None else [])
+
+
+def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
+    """A mean and its deviation: shares with four decimals, rounds as they are counted, others to four digits."""
+    kind = _kind(metric if column == "best" else column)
+    if column == "rounds":
+        mean, spread = ".0f", ".1f"
+    elif kind in _SHARES:
+        mean, spread = ".4f", ".4f"
+    else:
+        mean, spread = ".4g", ".2g"
+    return f"{value.mean:{mean}}" + ("" if value.std is None else f" ± {value.std:{spread}}")
+
+
+def _cell(row: Row, column: str, metric: str) -> str:
+    value = _value(row, column)
+    if value is None:
+        return f"{row.reached} of {row.seeds} seeds" if column == "rounds" and row.reached else "–"
+    if column == "best":
+        if row.best_round is None:
+            return "–"
+        return f"{amount(Statistic(value.mean, None), column, metric)} ({row.best_round.mean:.0f})"
+    return amount(value, column, metric)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
+
+    headings: list[str]
+    names: int
+    """Columns on the left that hold words."""
+    rows: list[list[tuple[str, bool]]]
+
+
+def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> Cells:
+    """The table for whoever writes it down; names are as they are, to be escaped."""
+    heads, columns = headings(target, metric), _shown(rows, target)
+    settings = any(row.settings for row in rows)
+    titles = ["method", *["settings"] * settings, *(heads.get(c, _heading(c)) for c in columns)]
+    stars = {column: best(rows, column, metric) for column in columns}
+    made = []
+    for i, row in enumerate(rows):
+        names = [(row.label, False), *[(row.settings, False)] * settings]
+        values = [(_cell(row, c, metric), i in stars[c]) for c in columns]
+        made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
+    return Cells([*titles, "seeds", "state"], 1 + settings, made)
+
+
+def terminal(made: Cells, title: str = "") -> Table:
+    """The table for rich, the best of each column bold and starred."""
+    table = Table(
+        title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    seeds = len(made.headings) - 2  # the state is the last column
+    for place, heading in enumerate(made.headings):
+        words = place < made.names or place > seeds
+        table.add_column(plain(heading), justify="left" if words else "right", no_wrap=place != seeds)
+    for row in made.rows:
+        blanks = ["  " * (made.names <= place < seeds) for place in range(len(row))]
+        marked = [
+            Text(f"{plain(t)} *", "bold green") if top else plain(t) + b
+            for (t, top), b in zip(row, blanks, strict=True)
+        ]
+        table.add_row(*marked)
+    return table
+
+
+def show(
+    console: Console, rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = ""
+) -> None:
+    """Print the table; on a terminal that it does not fit, method by method."""
+    made = cells(rows, target, metric)
+    table = terminal(made, title)
+    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
+        console.print(table)
+        return
+    if title:
+        console.print(Text(plain(title), "bold"))
+    for row in made.rows:
+        block = Table(box=None, show_header=False, pad_edge=False)
+        block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for heading, (text, top) in zip(made.headings[1:], row[1:], strict=True):
+            block.add_row(f"  {plain(heading)}", Text(f"{plain(text)} *", "bold green") if top else plain(text))
+        console.print(Text(plain(row[0][0]), "bold"))
+        console.print(block)
+
+
+def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
+    """The same table as Markdown, the best of each column bold."""
+    made = cells(rows, target, metric)
+    ruler = ["---"] * made.names + ["---:"] * (len(made.headings) - made.names - 1) + ["---"]
+    lines = [f"| {' | '.join(map(for_markdown, made.headings))} |", f"|{'|'.join(ruler)}|"]
+    for row in made.rows:
+        shown = (f"**{for_markdown(text)}**" if top else for_markdown(text) for text, top in row)
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def values(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The table's numbers, for JSON."""
+    return [finite(dataclasses.asdict(row)) for row in rows]

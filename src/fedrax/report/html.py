@@ -1,0 +1,352 @@
+"""A report: one page of HTML that holds all it shows and loads nothing.
+
+Names and labels in it are text, whatever they are; a content security policy lets no script run but the page's own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fedrax.escaping import short_path, value_in_words
+from fedrax.files import write_text
+from fedrax.report import comparison_table, html_curves, search_plots
+from fedrax.report.report_data import Material, Search, differences, flat, gather
+from fedrax.report.runs import last_values, megabytes, summarize
+from fedrax.report.svg import Curve, bars, breakable, chart, dots, number, shown
+from fedrax.simulation.persistence.clients_file import Clients
+from fedrax.version import VERSION
+
+FILE = "report.html"
+_MOST_RUNS = 400
+"""Runs that are listed one by one."""
+
+
+def write_report(
+    directories: Path | str | Sequence[Path | str],
+    path: Path | str | None = None,
+    *,
+    target: float | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write a page about the runs in ``directories``; returns its path.
+
+    directories: runs, or directories that hold some, such as a comparison's; runs may still be going on. path: by
+    default report.html in the one directory, or here where there are several. target: an accuracy whose cost is shown.
+    Raises FedraxError where a directory holds no run, is damaged, or the page cannot be written.
+    """
+    given = [directories] if isinstance(directories, Path | str) else directories
+    places = [Path(directory) for directory in given]
+    if path is None:
+        path = places[0] / FILE if len(places) == 1 else Path(FILE)
+    write_text(Path(path), page(gather(places, target), title))
+    return Path(path)
+
+
+def page(material: Material, title: str | None = None) -> str:
+    """The whole page."""
+    title = title or ", ".join(dict.fromkeys(source.name for source in material.sources))
+    sections = {name: made for name, make in _SECTIONS.items() if (made := make(material))}
+    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections)
+    body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{made}</section>' for name, made in sections.items())
+    style = _resource("page.css") + html_curves.hiding(len(material.methods))
+    script = _resource("page.js")
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none';"
+        " form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{shown(title)}</title>\n'
+        f"<style>{style}</style></head>\n"
+        f"<body><header><h1>{shown(title)}</h1>{_lead(material)}<nav>{links}</nav></header>\n"
+        f"<main>{body}</main>\n<footer>Made by fedrax {VERSION} from {_places(material)}.</footer>\n"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files("fedrax.report").joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    """By which a content security policy knows the page's own style and script."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n:,} {word}{'s' * (n != 1)}"
+
+
+def _places(material: Material) -> str:
+    return ", ".join(f"<code>{shown(source.directory)}</code>" for source in material.sources)
+
+
+# -- the head ------------------------------------------------------------------------------------------------------
+
+
+def _lead(material: Material) -> str:
+    """What it is about in a line, and four numbers."""
+    runs = material.runs
+    words = [_count(len(material.methods), "method")]
+    for part in ("data", "model"):
+        tables_of = [run.table[part] for run in runs if isinstance(run.table.get(part), dict)]
+        names = dict.fromkeys(str(table.get("name")) for table in tables_of)
+        words += [f"{part} {', '.join(names)}"] if names else []
+    seeds = sorted({run.seed for run in runs})
+    words.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds[:10]))}{', …' if len(seeds) > 10 else ''}")
+    done = sum(run.finished and run.failure is None for run in runs)
+    lost = sum(run.failure is not None for run in runs)
+    state = f"{done} of {len(runs)}" if done < len(runs) else str(done)
+    tiles = [(state, f"run{'s' * (len(runs) > 1)} finished" + (f", {lost} diverged" if lost else ""))]
+    tiles = [*_bests(material), *tiles]
+    made = "".join(f'<div class="tile"><b>{shown(value)}</b><span>{shown(name)}</span></div>' for value, name in tiles)
+    return f'<p class="lead">{shown(" · ".join(words))}</p><div class="tiles">{made}</div>'
+
+
+def _bests(material: Material) -> list[tuple[str, str]]:
+    """Which method came out best in a column, by its mean."""
+    rows = [summarize(method, material.target, material.metric) for method in material.methods]
+    word = "accuracy" if material.metric == "test_accuracy" else "loss"
+    found: list[tuple[str, str]] = []
+    columns = [(word, "test " + word)]
+    if material.target is not None:
+        columns += [("rounds", "rounds"), ("megabytes", "MB")]
+    for column, name in columns:
+        tops = comparison_table.best(rows, column, material.metric)
+        if len(rows) == 1 and getattr(rows[0], column) is not None:
+            tops = {0}
+        if not tops:
+            continue
+        best = getattr(rows[min(tops)], column)
+        amount = comparison_table.amount(replace(best, std=best.std or None), column)
+        who = rows[min(tops)].label if len(tops) == 1 else f"{len(tops)} methods"
+        to = "" if column == word else f" to {material.target:g}"
+        found.append((who, f"{amount} {name}{to}"))
+    return found
+
+
+# -- sections ------------------------------------------------------------------------------------------------------
+
+
+def _table(material: Material) -> str:
+    rows = [summarize(method, material.target, material.metric) for method in material.methods]
+    made = comparison_table.cells(rows, material.target, material.metric)
+    heads = "".join(f"<th{_name(i < made.names)}>{shown(text)}</th>" for i, text in enumerate(made.headings))
+    lines = []
+    for row in made.rows:
+        cells = [f"<th>{shown(row[0][0])}</th>"]
+        for i, (text, top) in enumerate(row[1:-1], 1):
+            kind = ' class="best"' if top else _name(i < made.names)
+            cells.append(f"<td{kind}>{shown(text)}</td>")
+        lines.append(f"<tr>{''.join(cells)}<td>{_state(row[-1][0])}</td></tr>")
+    legend = comparison_table.legend(material.target, material.given, rows)
+    note = "Mean ± standard deviation over seeds; ★ marks the best mean of a column. " if len(rows) > 1 else ""
+    return (
+        f'<div class="card scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        f'<p class="note">{shown(note + legend[:1].upper() + legend[1:])}</p>'
+    )
+
+
+def _name(is_one: bool) -> str:
+    return ' class="name"' if is_one else ""
+
+
+def _state(state: str) -> str:
+    kinds = {"finished": "finished", "budget": "finished", "diverged": "diverged"}
+    kind = kinds.get(state.partition(" ")[0], "going")
+    return f'<span class="state {kind}">{shown(state)}</span>'
+
+
+def _searches(material: Material) -> str:
+    return "".join(_search(source.search) for source in material.sources if source.search is not None)
+
+
+def _search(search: Search) -> str:
+    """The curve of each setting that was tried, and what was chosen in words."""
+    cards = []
+    for path in dict.fromkeys(path for choice in search.choices.values() for path in choice.trials[0].point):
+        cards.append(f'<div class="card">{_tried(path, search)}</div>')
+    first, said = search.lines[0], search.lines[1:]
+    chosen = [line.strip() for line in said if not line.startswith("warning")]
+    items = "".join(f"<li>{shown(line)}</li>" for line in chosen)
+    warned = "".join(f'<p class="note warning">{shown(line)}</p>' for line in said if line.startswith("warning"))
+    words = f'<p class="note">{shown(first[:1].upper() + first[1:])}</p><ul class="note">{items}</ul>{warned}'
+    return f'<div class="pair">{"".join(cards)}</div>{words}'
+
+
+def _tried(path: str, search: Search) -> str:
+    shown_choices = {label: c for label, c in search.choices.items() if path in c.trials[0].point}
+    values = [trial.point[path] for choice in shown_choices.values() for trial in choice.trials]
+    names = [] if search_plots.are_numbers(values) else list(dict.fromkeys(map(value_in_words, values)))
+    at: Callable[[Any], float] = (lambda value: names.index(value_in_words(value))) if names else float
+    curves = []
+    for i, (label, choice) in enumerate(search.choices.items()):
+        if label not in shown_choices:
+            continue
+        best = search_plots.best_over_the_others(path, choice)
+        points = [(at(value), trial.value, 0.0) for value, trial in best if trial.value is not None]
+        lost = [at(value) for value, trial in best if trial.value is None]
+        top = choice.best
+        ring = None if top.value is None else (at(top.point[path]), top.value)
+        joined = path not in choice.ranges  # of drawn values the best over the others is no curve
+        curves.append(Curve(label, i, points, ring=ring, lost=lost, joined=joined))
+    metric = next(iter(shown_choices.values())).metric
+    wide = not names and min(values) > 0 and max(values) > 5 * min(values)
+    found = range(len(names)) if names else sorted(set(map(float, values)))
+    ticks = list(found) if len(found) <= 8 else []
+    name = f"validation {metric.replace('_', ' ')}"
+    drawn = chart(curves, short_path(path), name, share=metric == "accuracy", log_x=wide, ticks=ticks, names=names)
+    return f"<h3>{shown(name)}</h3>{drawn}"
+
+
+def _spreads(material: Material) -> str:
+    made = html_curves.spreads_of(material)
+    if not made:
+        return (
+            '<p class="note">The runs report no metrics per client; with <code>--run.per-client</code> they report the'
+            " worst client and percentiles.</p>"
+        )
+    cards = "".join(f'<div class="card">{svg}</div>' for svg in made)
+    return (
+        f'<div class="pair">{cards}</div><p class="note">The bar reaches from the 10th to the 90th percentile of the'
+        " clients, the stroke is their median, the ring the worst client, after the last evaluation; means over"
+        " seeds. A worst client with few samples says little.</p>"
+    )
+
+
+def _partitions(material: Material) -> str:
+    found = material.clients()
+    if not found:
+        return '<p class="note">The runs keep nothing of their clients: they were made by an earlier version.</p>'
+    return "".join(_partition(clients) for clients in found[:4])
+
+
+def _partition(clients: Clients) -> str:
+    sizes = f"{clients.smallest:,} to {clients.largest:,}" if clients.smallest < clients.largest else clients.largest
+    words = f"{clients.data}: {clients.clients:,} clients of {sizes} training samples (median {clients.median:g}),"
+    words += f" {clients.samples:,} in all."
+    if clients.total_variation is not None:
+        words += (
+            f" Mean total variation distance of a client's labels from all labels: {clients.total_variation:.3f}"
+            " (0: alike, 1: nothing in common)."
+        )
+    if len(clients.names) < clients.clients:
+        words += f" Shown are the first {len(clients.names)}."
+    names = [name or " " for name in clients.names]
+    drawn = dots(names, clients.classes, clients.counts) if clients.classes else bars(names, clients.sizes)
+    what = "Classes against clients; the area of a dot is the number of samples." if clients.classes else ""
+    return f'<p>{shown(words)}</p><div class="card scroll">{drawn}</div><p class="note">{what}</p>'
+
+
+def _differences(material: Material) -> str:
+    found = differences(material.methods)
+    if len(material.methods) == 1:
+        return ""
+    if not found:
+        return "<p>Nothing but their seeds.</p>"
+    heads = "".join(f"<th>{shown(method.label)}</th>" for method in material.methods)
+    cells = {path: "".join(f"<td>{shown(_value(value))}</td>" for value in values) for path, values in found.items()}
+    lines = "".join(f"<tr><th>{breakable(short_path(path))}</th>{made}</tr>" for path, made in cells.items())
+    return (
+        f'<div class="card scroll"><table><thead><tr><th class="name">setting</th>{heads}</tr></thead>'
+        f'<tbody>{lines}</tbody></table></div><p class="note">All other settings are the same, the seeds apart.</p>'
+    )
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{}" if not value else str(dict(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _settings(material: Material) -> str:
+    differ = differences(material.methods)
+    common = {path: v for path, v in flat(material.runs[0].table).items() if path not in differ and path != "run.seed"}
+    parts: dict[str, dict[str, Any]] = {}
+    for path, value in common.items():
+        part, _, rest = path.partition(".")
+        if rest:
+            parts.setdefault(part, {})[rest] = value
+        elif path != "name":
+            parts.setdefault("experiment", {})[path] = value
+    order = ("data", "partition", "model", "task", "algorithm", "run")
+    ranked = sorted(parts, key=lambda part: order.index(part) if part in order else len(order))
+    cards = "".join(f'<div class="card"><h3>{shown(part)}</h3>{_keys(parts[part])}</div>' for part in ranked)
+    return f'<div class="cards">{cards}</div>'
+
+
+def _keys(values: Mapping[str, Any]) -> str:
+    lines = (f"<tr><th>{breakable(key)}</th><td>{shown(_value(value))}</td></tr>" for key, value in values.items())
+    return f'<table class="keys"><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _environment(material: Material) -> str:
+    found = material.environments()
+    if not found:
+        return ""
+    cards = "".join(
+        f'<div class="card"><h3>{_count(count, "run")}</h3>{_keys(facts)}</div>' for facts, count in found[:12]
+    )
+    warning = (
+        '<p class="note warning">The runs were made by different versions or on different machines: their seconds'
+        " do not compare.</p>"
+    )
+    return f'<div class="cards">{cards}</div>{warning * (len(found) > 1)}'
+
+
+def _runs(material: Material) -> str:
+    """Every run: where it is, how far it came, what it took."""
+    metric, lines = material.metric, []
+    listed = [(method, run) for method in material.methods for run in method.runs]
+    for method, run in listed[:_MOST_RUNS]:
+        last = last_values(run.events)
+        value = number(last[metric]) if metric in last else "–"
+        sent = f"{megabytes(run.events[-1]):.4g}" if run.events else "–"
+        took = f"{last['seconds']:.3g}" if run.events else "–"
+        cells = (str(run.seed), f"{len(run.events)} of {run.rounds}", value, sent, took)
+        lines.append(
+            f"<tr><th>{shown(method.label)}</th>{''.join(f'<td>{shown(cell)}</td>' for cell in cells)}"
+            f'<td>{_state(run.state)}</td><td class="name"><code>{shown(run.directory)}</code></td></tr>'
+        )
+    heads = ("seed", "rounds", metric.replace("_", " "), "MB", "seconds", "state")
+    head = "".join(f"<th>{shown(word)}</th>" for word in heads)
+    more = f" {len(listed) - _MOST_RUNS:,} more runs are not listed." if len(listed) > _MOST_RUNS else ""
+    again = f"fedrax run {shlex.quote(str(listed[0][1].directory / 'experiment.toml'))}"
+    left = next((run for _, run in listed if not run.finished), None)
+    go_on = "" if left is None else f"fedrax resume {shlex.quote(str(left.directory))}"
+    on = f", <code>{shown(go_on)}</code> goes on with one" if go_on else ""
+    return (
+        f'<div class="card scroll"><table><thead><tr><th class="name">method</th>{head}<th class="name">directory</th>'
+        f'</tr></thead><tbody>{"".join(lines)}</tbody></table></div><p class="note">Seconds are without compilation.'
+        f"{more} <code>{shown(again)}</code> repeats a run{on}.</p>"
+    )
+
+
+_SECTIONS: Mapping[str, Callable[[Material], str]] = {
+    "Curves": html_curves.section,
+    "Table": _table,
+    "How settings were chosen": _searches,
+    "Clients": _spreads,
+    "Partition": _partitions,
+    "What differs": _differences,
+    "Settings": _settings,
+    "Environment": _environment,
+    "Runs": _runs,
+}

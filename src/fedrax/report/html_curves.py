@@ -1,0 +1,138 @@
+"""The curves of a report, and its metrics over clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fedrax.report.curves import METRICS, OWN
+from fedrax.report.report_data import Material
+from fedrax.report.runs import Method, last_values, mean_and_deviation, megabytes
+from fedrax.report.svg import Curve, Spread, chart, shown, spreads, swatch
+from fedrax.simulation.results.events import Event, holds
+
+T = TypeVar("T")
+X_AXES: dict[str, tuple[str, str, Callable[[Event], float]]] = {
+    "round": ("rounds", "communication rounds", lambda event: event["round"]),
+    "megabytes": ("megabytes", "traffic of all clients, both ways (MB)", megabytes),
+    "seconds": ("seconds", "seconds, without compilation", lambda event: event["seconds"]),
+}
+"""What curves are drawn against: a word for the switch, the axis's name, and where an event lies on it."""
+_MOST_CHARTS, _MOST_POINTS, _ALL_POINTS = 8, 300, 40_000
+
+
+def hiding(methods: int) -> str:
+    """Style by which the boxes of the legend hide methods."""
+    return "".join(f"body:has(#m{i}:not(:checked)) .m{i}{{display:none}}\n" for i in range(methods))
+
+
+def metrics_of(material: Material) -> list[str]:
+    """What there are curves of: what methods are compared by, other metrics of test data, the training loss."""
+    names = dict.fromkeys(key for run in material.runs for event in run.events for key in event if holds(event, key))
+    kinds = ("test_", "train_", *(name for name in METRICS if "_" not in name or name == "frobenius_error"))
+    found = [name for name in names if name.startswith(kinds) and "_client" not in name]
+    found += [name for name in names if name == "epsilon"]
+    return sorted(
+        found, key=lambda name: (name != material.metric, name == "train_loss", list(METRICS).count(name) == 0)
+    )
+
+
+def section(material: Material) -> str:
+    """The legend, the switch of the axes, and a chart for each metric."""
+    metrics = metrics_of(material)
+    if not metrics:
+        return '<p class="note">No round is over yet.</p>'
+    drawn = metrics[:_MOST_CHARTS]
+    most = max(30, min(_MOST_POINTS, _ALL_POINTS // (len(material.methods) * len(drawn) * len(X_AXES))))
+    cards = "".join(f'<div class="card">{_charts(material, metric, most)}</div>' for metric in drawn)
+    band = any(len(method.runs) > 1 for method in material.methods)
+    note = "Lines are means over seeds, bands one standard deviation. " if band else ""
+    if any(len(run.events) > most for run in material.runs):
+        note += f"Of longer runs about {most} rounds are drawn. "
+    if len(metrics) > len(drawn):
+        note += f"Not drawn: {', '.join(metrics[_MOST_CHARTS : _MOST_CHARTS + 20])}. "
+    hint = (
+        '<span class="on-screen">Point at a chart, or move along it by the arrow keys, for its numbers; a name in the'
+    )
+    hint += " legend hides a method.</span>"
+    return f'{_controls(material)}<div class="pair">{cards}</div><p class="note">{shown(note)}{hint}</p>'
+
+
+def _controls(material: Material) -> str:
+    switch = "".join(
+        f'<label><input type="radio" name="axis" id="on-{key}"{" checked" * (key == "round")}>{word}</label>'
+        for key, (word, _, _) in X_AXES.items()
+    )
+    legend = "".join(
+        f'<label><input type="checkbox" id="m{i}" checked>{swatch(i)}<span>{shown(method.label)}</span></label>'
+        for i, method in enumerate(material.methods)
+    )
+    return f'<div class="controls"><div class="axes">{switch}</div><div class="legend">{legend}</div></div>'
+
+
+def _charts(material: Material, metric: str, most: int) -> str:
+    """The metric against each of the axes, of which one is shown."""
+    name = (METRICS | OWN).get(metric, metric.replace("_", " "))
+    made = []
+    for key, (_, axis, place) in X_AXES.items():
+        curves = [_curve(method, i, metric, place, most) for i, method in enumerate(material.methods)]
+        target = material.target if metric == material.metric else None
+        share = metric.endswith(("accuracy", "auc", "f1"))
+        made.append(chart(curves, axis, name, target=target, share=share, css=f"on-{key}"))
+    return f"<h3>{shown(name)}</h3>{''.join(made)}"
+
+
+def _curve(method: Method, index: int, metric: str, place: Callable[[Event], float], most: int) -> Curve:
+    """Means at the rounds that every run of the method has come to, and the runs themselves where some have not."""
+    known = [events for run in method.runs if (events := [e for e in run.events if holds(e, metric)])]
+    if not known:
+        return Curve(method.label, index, [])
+    shared = set.intersection(*({event["round"] for event in events} for events in known))
+    by_round = zip(*([e for e in events if e["round"] in shared] for events in known), strict=True)
+    points = [
+        (_mean([place(event) for event in events]), *mean_and_deviation([float(event[metric]) for event in events]))
+        for events in by_round
+    ]
+    uneven = any(len(events) > len(shared) for events in known)
+    runs = [_thinned([(place(e), float(e[metric])) for e in events], most) for events in known] if uneven else []
+    return Curve(method.label, index, _thinned(points, most), runs)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return mean_and_deviation(values)[0]
+
+
+def _thinned(points: Sequence[T], most: int) -> list[T]:
+    """At most about that many of them, the first and the last among them."""
+    step = -(-len(points) // most) or 1
+    kept = list(points[::step])
+    return kept if not points or (len(points) - 1) % step == 0 else [*kept, points[-1]]
+
+
+def spreads_of(material: Material) -> list[str]:
+    """A picture for each metric that the runs report per client."""
+    lasts = [[last_values(run.events) for run in method.runs] for method in material.methods]
+    end = "_client_p50"
+    names = dict.fromkeys(k.removesuffix(end) for each in lasts for last in each for k in last if k.endswith(end))
+    ranked = sorted(names, key=lambda name: ("accuracy" not in name, "loss" in name))
+    made = []
+    for name in ranked[:6]:
+        rows = []
+        for i, (method, each) in enumerate(zip(material.methods, lasts, strict=True)):
+            found = [_spread_values(last, name) for last in each]
+            values = [one for one in found if one is not None]
+            if values:
+                low, median, high, worst, _ = (_mean(column) for column in zip(*values, strict=True))
+                few, many = min(v[4] for v in values), max(v[4] for v in values)
+                samples = f"{few:g}" if few == many else f"{few:g} to {many:g}"
+                rows.append(Spread(method.label, i, low, median, high, worst, samples))
+        if rows:
+            made.append(spreads(rows, f"{name.replace('_', ' ')} of a client"))
+    return made
+
+
+def _spread_values(last: dict[str, float], name: str) -> tuple[float, ...] | None:
+    keys = [f"{name}_{part}" for part in ("client_p10", "client_p50", "client_p90", "worst_client")]
+    if not all(holds(last, key) for key in keys):
+        return None
+    return (*(float(last[key]) for key in keys), float(last.get(f"{name}_worst_client_samples", 0)))

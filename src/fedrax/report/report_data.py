@@ -1,0 +1,220 @@
+"""What a report is made of: runs, what a comparison's file adds to them, their clients and machines.
+
+Everything is read from files that may come from elsewhere; no code of theirs is run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedrax.errors import FedraxError
+from fedrax.files import reading
+from fedrax.report import search_plots
+from fedrax.report.runs import COMPARISON, Method, Run, find_runs, group, main_metric, read_comparison, target_of
+from fedrax.simulation.persistence.clients_file import Clients, read_clients
+from fedrax.tuning.selection import Choice, Range, Trial
+
+ENVIRONMENT = "environment.json"
+_DEEPEST = 8
+"""Lists in lists, or tables in tables, of one setting."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a comparison's settings were chosen."""
+
+    validation: float
+    seeds: tuple[int, ...]
+    choices: Mapping[str, Choice]
+    lines: Sequence[str]
+    """What the command said of it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory that a report is asked for, with the methods in it."""
+
+    directory: Path
+    name: str
+    methods: Sequence[Method]
+    target: float | None = None
+    search: Search | None = None
+
+
+@dataclass(frozen=True)
+class Material:
+    """All of it together."""
+
+    sources: Sequence[Source]
+    methods: Sequence[Method]
+    """Of all sources, under names that tell them apart."""
+    target: float | None
+    given: bool
+    """Whether somebody chose the target."""
+
+    @property
+    def metric(self) -> str:
+        """What methods are compared by."""
+        return main_metric(self.methods)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run."""
+        return [run for method in self.methods for run in method.runs]
+
+    def clients(self) -> list[Clients]:
+        """The different clients of the runs; empty for runs that keep nothing of them."""
+        return list(dict.fromkeys(found for run in self.runs if (found := read_clients(run.directory)) is not None))
+
+    def environments(self) -> list[tuple[dict[str, str], int]]:
+        """The different machines and versions, each with the number of its runs."""
+        counts: dict[tuple[tuple[str, str], ...], int] = {}
+        for run in self.runs:
+            if (run.directory / ENVIRONMENT).exists():
+                facts = tuple(read_environment(run.directory).items())
+                counts[facts] = counts.get(facts, 0) + 1
+        return [(dict(facts), count) for facts, count in counts.items()]
+
+
+def gather(directories: Sequence[Path], target: float | None = None) -> Material:
+    """Read the directories, each run once; FedraxError where one holds no run or is damaged.
+
+    Runs of no comparison that differ in their seeds only are one method, wherever they lie.
+    target: an accuracy whose cost is reported; by default that of the first comparison, else 95 % of the best method's.
+    """
+    places: dict[Path, Path] = {}
+    for path in directories:
+        places.setdefault(path.resolve(), path)
+    kept = {path: read_comparison(path) for path in places.values()}
+    homes: dict[Path, Path] = {}
+    sources: list[Source] = []
+    for path in sorted(kept, key=lambda path: not kept[path]):  # comparisons first: they say more of their runs
+        runs = [run for run in find_runs(path) if homes.setdefault(run.directory.resolve(), path) == path]
+        if runs:
+            sources.append(_source(path, kept[path], group(runs)))
+    methods = [method for source in sources if kept[source.directory] for method in source.methods]
+    plain = [method for source in sources if not kept[source.directory] for method in source.methods]
+    methods = _told_apart(methods + group([run for method in plain for run in method.runs]), homes)
+    theirs = next((source.target for source in sources if source.target is not None), None)
+    return Material(sources, methods, *target_of(methods, target if target is not None else theirs))
+
+
+def _told_apart(methods: Sequence[Method], homes: Mapping[Path, Path]) -> list[Method]:
+    """The methods under labels that differ: where theirs do not, with the name of the directory that was asked for
+    before them, or its path, or a number. ``homes``: that directory for each run's.
+    """
+    places = [homes[method.runs[0].directory.resolve()] for method in methods]
+    before = (
+        [""] * len(methods),
+        [f"{place.resolve().name}: " for place in places],
+        [f"{place}: " for place in places],
+        [f"{number}: " for number in range(1, len(methods) + 1)],
+    )
+    ways = ([f"{word}{m.label}" for word, m in zip(words, methods, strict=True)] for words in before)
+    labels = next(labels for labels in ways if len(set(labels)) == len(labels))
+    return [replace(method, label=label) for method, label in zip(methods, labels, strict=True)]
+
+
+def _source(directory: Path, kept: dict[str, Any], methods: Sequence[Method]) -> Source:
+    if not kept:
+        name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
+        return Source(directory, name, methods)
+    try:
+        return _compared(kept, directory, methods)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise FedraxError(f"{directory / COMPARISON} is not what a comparison keeps: {error!r:.200}.") from error
+
+
+def _compared(kept: Any, directory: Path, methods: Sequence[Method]) -> Source:
+    """The methods in the comparison's order, with the settings that were chosen; checked as it is read."""
+    said = {str(row["label"]): str(row.get("settings", "")) for row in kept["methods"]}
+    order = {label: place for place, label in enumerate(said)}
+    shown = [replace(m, settings=said.get(m.label, m.settings)) for m in methods]
+    shown.sort(key=lambda method: order.get(method.label, len(order)))
+    target = None if kept.get("target_is_default") or kept.get("target") is None else _number(kept["target"])
+    return Source(directory, str(kept["name"]), shown, target, _search(kept["search"]) if "search" in kept else None)
+
+
+def _search(kept: Any) -> Search:
+    choices = {}
+    for label, found in kept["methods"].items():
+        trials = tuple(_trial(trial) for trial in found["trials"])
+        paths = {tuple(trial.point) for trial in trials}
+        if len(paths) != 1:
+            raise ValueError(f"the grid of {label!r} has no settings, or different ones from point to point")
+        lower = found.get("lower_is_better", found["metric"] == "loss")
+        ranges = {str(path): _range(within) for path, within in found.get("ranges", {}).items()}
+        choices[label] = Choice(str(found["metric"]), bool(lower), trials, ranges)
+    share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
+    if not all(isinstance(line, str) for line in kept.get("lines", [])):
+        raise ValueError("what is said of the search is no text")
+    return Search(share, seeds, choices, list(kept.get("lines", [])) or search_plots.lines(choices, share, seeds))
+
+
+def _range(kept: Any) -> Range:
+    low, high, log = _number(kept["low"]), _number(kept["high"]), kept["log"] is True
+    if not low < high or (log and low <= 0):
+        raise ValueError(f"there is nothing between {low} and {high}")
+    return Range(low, high, log)
+
+
+def _trial(kept: Any) -> Trial:
+    value = kept["value"]
+    point = {str(path): _value(found) for path, found in kept["point"].items()}
+    return Trial(point, None if value is None else _number(value), int(kept["rounds"]))
+
+
+def _value(found: Any, depth: int = 0) -> Any:
+    """A setting that was tried: numbers that are some, words, and lists and tables of these."""
+    if depth > _DEEPEST:
+        raise ValueError("a setting is of lists in lists, too deep")
+    if isinstance(found, dict):
+        return {name: _value(one, depth + 1) for name, one in found.items()}
+    if isinstance(found, list):
+        return [_value(one, depth + 1) for one in found]
+    return found if isinstance(found, bool | str) else type(found)(_number(found))
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.40} is no number")
+    return float(value)
+
+
+def read_environment(directory: Path) -> dict[str, str]:
+    """A run's environment.json, in words; FedraxError where it is damaged."""
+    path = directory / ENVIRONMENT
+    try:
+        with reading(path) as file:
+            found = json.loads(file.read(1 << 20).decode())
+        return {str(name): _words(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise FedraxError(f"{path} is not what a run keeps of its machine: {error!r:.200}.") from error
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)}: {', '.join(map(str, value[:8]))}{', …' if len(value) > 8 else ''}"
+    return str(value)[:500]
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A run's settings by their paths."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{key}.") if inner else {above + key: value}
+    return found
+
+
+def differences(methods: Sequence[Method]) -> dict[str, list[Any]]:
+    """The settings in which methods differ, seeds apart: for each path a value a method, None where it has none."""
+    tables = [flat(method.runs[0].table) for method in methods]
+    paths = dict.fromkeys(path for table in tables for path in table if path not in ("name", "run.seed"))
+    values = {path: [table.get(path) for table in tables] for path in paths}
+    return {path: found for path, found in values.items() if len(set(map(repr, found))) > 1}

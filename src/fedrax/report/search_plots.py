@@ -1,0 +1,159 @@
+"""What a search tried: its curve, and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fedrax.escaping import for_picture, settings_in_words, short_path, value_in_words
+from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
+from fedrax.tuning.selection import Choice, Trial
+
+
+def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
+    """The metric on validation data against each setting that was tried, a line a method.
+
+    Where a method's grid has other settings too, each point is the best over them. A ring marks the chosen value, a
+    cross at the lower edge (of a metric of which smaller values are better: the upper) a value at which every run
+    diverged. Axes of positive settings over more than a factor of five are logarithmic, of losses as in `draw_curves`.
+    """
+    paths = list(dict.fromkeys(path for choice in choices.values() for path in choice.trials[0].point))
+    columns = min(len(paths), 3)
+    rows = math.ceil(len(paths) / columns)
+    figure = Figure(figsize=(max(5.5, 4.2 * columns), 0.9 + 3.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(paths) :]:
+        axes.remove()
+    for axes, path in zip(grid.flat, paths, strict=False):
+        _panel(axes, path, choices)
+    handles = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    across = legend_columns(figure, list(handles))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across, frameon=False)
+    if title:
+        figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize="medium")
+    return figure
+
+
+def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
+    shown = {label: choice for label, choice in choices.items() if path in choice.trials[0].point}
+    places = _places([trial.point[path] for choice in shown.values() for trial in choice.trials])
+    metric, drawn = next(iter(shown.values())), []
+    for i, (label, choice) in enumerate(choices.items()):
+        if label not in shown:
+            continue
+        best = best_over_the_others(path, choice)
+        xs, color = [places(value) for value, _ in best], PALETTE[i % len(PALETTE)]
+        ys = [math.nan if trial.value is None else trial.value for _, trial in best]
+        dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
+        dash = "none" if path in choice.ranges else dash  # of drawn values the best over the others is no curve
+        axes.plot(xs, ys, color=color, linestyle=dash, marker="o", markersize=4, label=for_picture(label))
+        chosen = choice.best
+        if chosen.value is not None:
+            axes.plot(places(chosen.point[path]), chosen.value, "o", color=color, markersize=11, fillstyle="none")
+        lost = [x for x, (_, trial) in zip(xs, best, strict=True) if trial.value is None]
+        edge = 0.97 if metric.lower_is_better else 0.03
+        axes.plot(lost, [edge] * len(lost), "x", color=color, transform=axes.get_xaxis_transform())
+        drawn += [y for y in ys if math.isfinite(y)]
+    set_scale(axes, drawn, metric.metric)
+    _axes(axes, path, metric, [trial.point[path] for choice in shown.values() for trial in choice.trials])
+
+
+def best_over_the_others(path: str, choice: Choice) -> list[tuple[Any, Trial]]:
+    """For each value at ``path`` the best trial over all other settings, in the order of the axis."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in choice.trials:
+        groups.setdefault(repr(trial.point[path]), []).append(trial)
+    found = [
+        (trials[0].point[path], Choice(choice.metric, choice.lower_is_better, tuple(trials)).best)
+        for trials in groups.values()
+    ]
+    return sorted(found, key=lambda entry: entry[0]) if are_numbers([value for value, _ in found]) else found
+
+
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all of them are numbers."""
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _places(values: Sequence[Any]) -> Any:
+    """Where a value lies on the axis: itself, or its number among the names."""
+    if are_numbers(values):
+        return float
+    names = list(dict.fromkeys(map(value_in_words, values)))
+    return lambda value: names.index(value_in_words(value))
+
+
+def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
+    axes.set_xlabel(for_picture(short_path(path)))
+    axes.set_ylabel(f"validation {for_picture(choice.metric)}")
+    axes.grid(color="0.92", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not are_numbers(values):
+        names = list(dict.fromkeys(map(value_in_words, values)))
+        axes.set_xticks(range(len(names)), [for_picture(name) for name in names])
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        return
+    if min(values) > 0 and max(values) > 5 * min(values):
+        axes.set_xscale("log")
+    ticks = sorted(set(map(float, values)))
+    places = [math.log(tick) for tick in ticks] if axes.get_xscale() == "log" else ticks
+    gaps = [after - before for before, after in pairwise(places)]
+    if all(gap > 0.09 * (places[-1] - places[0]) for gap in gaps):  # else their numbers would overlap
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+
+
+def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int], trials: int | None = None) -> list[str]:
+    """The search in sentences: how it was chosen, what was, and where the best value lies at the end of its grid."""
+    of_trials = "" if trials is None else f", of up to {trials} settings a method that Optuna proposed"
+    said = [
+        f"chosen by the {' and '.join(dict.fromkeys(c.metric for c in choices.values()))} on validation data,"
+        f" {100 * share:g} % of each client's training rows, with seed{'s' * (len(seeds) > 1)}"
+        f" {', '.join(map(str, seeds))}{of_trials}; the table is of test data, after training on all rows:"
+    ]
+    for label, choice in choices.items():
+        best, lost = choice.best, sum(trial.value is None for trial in choice.trials)
+        came = "every point diverged" if best.value is None else f"{choice.metric} {best.value:.4g}"
+        besides = f", {lost} diverged" if lost and best.value is not None else ""
+        said.append(f"  {label}: {settings_in_words(best.point)} ({came}; {len(choice.trials)} points{besides})")
+    return said + warnings(choices)
+
+
+def warnings(choices: Mapping[str, Choice]) -> list[str]:
+    """A sentence for each best value at the end of its grid, of all methods that have the same."""
+    found: dict[str, list[str]] = {}
+    for label, choice in choices.items():
+        for path in choice.at_ends():
+            how = (
+                f"next to the {choice.end(path)} of its range; one beyond may be better: widen the range"
+                if path in choice.ranges
+                else f"the {choice.end(path)} of its grid; one beyond may be better: extend the grid, what has been run"
+                " is kept"
+            )
+            said = f"the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is {how}"
+            found.setdefault(said, []).append(label)
+    return [f"warning: {', '.join(labels)}: {said}" for said, labels in found.items()]
+
+
+def values(choices: Mapping[str, Choice]) -> dict[str, Any]:
+    """The search's numbers, for JSON."""
+    return {
+        label: {
+            "metric": choice.metric,
+            "lower_is_better": choice.lower_is_better,
+            "best": dict(choice.best.point),
+            "at_end": choice.at_ends(),
+            "trials": [{"point": dict(t.point), "value": t.value, "rounds": t.rounds} for t in choice.trials],
+            "ranges": {path: dataclasses.asdict(within) for path, within in choice.ranges.items()},
+        }
+        for label, choice in choices.items()
+    }

@@ -1,0 +1,253 @@
+"""Loss and metrics of the global parameters on a data set, in chunks spread over the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax.contract.task import OfOutputs
+from fedrax.errors import FedraxError
+from fedrax.simulation.placement.streaming import release
+from fedrax.tree import Tree
+from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.fingerprint import Code
+from fedrax.xla.layer_scan import in_loops
+from fedrax.xla.microbatch import AXIS
+
+_ROWS_ON_CPU, _ROWS = 16, 100
+"""Of one chunk. What a network makes of 16 images mostly stays in a core's cache; accelerators want more at a time."""
+_PIECE_BYTES = 16 << 20
+"""Of streamed samples at a time."""
+OUTPUTS = "outputs of the model"
+
+
+def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+    """Loss and every metric of each sample."""
+    return {name: values for name, values in evaluated(task, params, samples).items() if name != OUTPUTS}
+
+
+def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+    """The values of each sample, and the model's outputs where metrics of all samples ask for them."""
+    return fast_on_cpu(in_loops(partial(_found, task)))(params, samples)
+
+
+def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+    outputs = cache(lambda: task.outputs(params, samples.x))  # once for all that look at them
+
+    def value(metric: Any) -> Array:
+        shared = isinstance(metric, OfOutputs) and metric.outputs is task.outputs
+        return metric.value(outputs(), samples.y) if shared else metric(params, samples)
+
+    metrics = {"loss": task.evaluation_loss, **task.metrics}
+    values = {name: value(metric) for name, metric in metrics.items()}
+    return values | {OUTPUTS: outputs()} if task.whole_set else values
+
+
+class TracedEvaluation(NamedTuple):
+    """What is computed where parameters are evaluated."""
+
+    programs: tuple[ClosedJaxpr, ...]
+    words: str
+    """The metrics' names, and of those of all samples together what they do."""
+
+
+def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> TracedEvaluation:
+    """What evaluation makes of parameters and a few samples of these shapes. variables: as of ``with_statistics``."""
+    few = jax.tree.map(lambda a: jax.ShapeDtypeStruct((min(len(a), _ROWS_ON_CPU), *a.shape[1:]), a.dtype), samples)
+    made = [jax.make_jaxpr(partial(_found, task))(variables, few)]
+    if task.measures is not None:
+        made.append(jax.make_jaxpr(task.measures)(params))
+    names = sorted(task.metrics), {name: Code(metric).described() for name, metric in sorted(task.whole_set.items())}
+    return TracedEvaluation(tuple(made), repr(names))
+
+
+def measured(task: Any, params: Tree) -> dict[str, float]:
+    """What the task says of parameters without any data."""
+    if task.measures is None:
+        return {}
+    return {name: float(value) for name, value in _compiled_measures(task, Code(task))(params).items()}
+
+
+@lru_cache(maxsize=16)
+def _compiled_measures(task: Any, code: Code) -> Callable:
+    return jax.jit(task.measures)
+
+
+def _rows_of_a_chunk() -> int:
+    return _ROWS_ON_CPU if jax.default_backend() == "cpu" else _ROWS
+
+
+def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
+    """(rows of a chunk, first row of each chunk): equally many chunks for each device; the last may overlap."""
+    chunk = min(_rows_of_a_chunk(), rows)
+    per_device = -(-rows // (chunk * devices))
+    return chunk, np.minimum(np.arange(per_device * devices) * chunk, rows - chunk)
+
+
+@lru_cache(maxsize=16)
+def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: Code) -> tuple[Callable, np.ndarray]:
+    """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk)."""
+    chunk, starts = chunk_starts(rows, mesh.devices.size)
+
+    def on_device(params: Tree, samples: Any, starts: Array) -> dict[str, Array]:
+        def one(start: Array) -> dict[str, Array]:
+            part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), samples)
+            return evaluated(task, params, part)
+
+        # gathered, so that every process of several has all values
+        return jax.lax.all_gather(jax.lax.map(one, starts), AXIS, tiled=True)
+
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
+    # int32 whatever jax_enable_x64 is: given int64, JAX crashes where threads that differ in that call it at once
+    return jax.jit(sharded), starts.astype(np.int32)
+
+
+@lru_cache(maxsize=16)
+def compiled_piece(task: Any, mesh: Mesh, code: Code) -> Callable:
+    """Function (params, samples in chunks [chunks, rows of a chunk, ...]) -> values by name, shaped alike."""
+
+    def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
+        return jax.lax.map(lambda part: evaluated(task, params, part), chunks)
+
+    return jax.jit(
+        jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False),
+    )
+
+
+class Evaluator:
+    """Per-sample loss and metrics on one data set, which it keeps on the devices."""
+
+    def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
+        self.rows = len(jax.tree.leaves(samples)[0])
+        self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
+        self.task, self.offsets = task, offsets
+        self._run, self._starts = compiled_evaluation(task, mesh, self.rows, Code(task))
+
+    def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
+        """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where they are asked for."""
+        result = {}
+        self._collect(result, self._starts, self._run(params, self.samples, self._starts))
+        return result
+
+    def _collect(self, result: dict[str, np.ndarray], starts: np.ndarray, values: dict[str, Array]) -> None:
+        for name, chunks in values.items():
+            found = np.asarray(chunks)
+            flat = result.setdefault(name, np.empty((self.rows, *found.shape[2:])))
+            rows = starts[:, None] + np.arange(found.shape[1])
+            flat[rows.reshape(-1)] = found.reshape(-1, *found.shape[2:])
+
+    def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
+        """Means over samples as ``{prefix}_{name}``; per client also what :func:`over_clients` says."""
+        found, result = self.per_sample(params), {}
+        outputs = found.pop(OUTPUTS, None)
+        for name, values in found.items():
+            result |= self.summary(values, f"{prefix}_{name}", name, per_client)
+        if outputs is not None:
+            result |= self._of_all(outputs, prefix)
+        return result
+
+    def _of_all(self, outputs: np.ndarray, prefix: str) -> dict[str, float]:
+        """The metrics of all samples together that are defined for these."""
+        if not np.isfinite(outputs).all():
+            return {f"{prefix}_{name}": np.nan for name in self.task.whole_set}
+        y = np.asarray(self.samples[1])
+        found = whole_set_values(self.task, outputs, y)
+        return {f"{prefix}_{name}": value for name, value in found.items() if value is not None}
+
+    def summary(self, values: np.ndarray, key: str, name: str, per_client: bool) -> dict[str, float]:
+        """What is reported of one metric's values, a sample each."""
+        result = {key: float(values.mean())}
+        if per_client and self.offsets is not None:
+            sizes = np.diff(self.offsets)
+            # the last offset ends the last client: rows after it are of clients outside the federation
+            sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
+            result |= over_clients(sums, sizes, key, is_lower_better(self.task, name))
+        return result
+
+
+def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
+    """The metrics of all these samples together, None where one is not defined."""
+    values = {name: metric(outputs, y) for name, metric in task.whole_set.items()}
+    for name, value in values.items():
+        if value is not None and np.shape(value) != ():
+            raise FedraxError(
+                f"the metric {name!r} of a whole set returns an array of shape {np.shape(value)}: return one number, or"
+                " None; what is more than that can be made of task.outputs(result.variables, x)"
+            )
+    return {name: None if value is None else float(value) for name, value in values.items()}
+
+
+def remedy(task: Any, key: str) -> str:
+    """What may help where the metric ``key`` of an event is not finite and the losses beside it are."""
+    if any(key.endswith(f"_{name}") for name in task.whole_set):
+        return ", though the loss is: of a whole set a metric is None where it is not defined"
+    if any(key.endswith(f"_{name}") for name in task.metrics):
+        return (
+            ", though the loss is: a metric is a number for every sample, and what is defined for all of them together"
+            " belongs into the task's whole_set"
+        )
+    return ""
+
+
+def is_lower_better(task: Any, name: str) -> bool:
+    """Whether smaller values of a metric are better."""
+    return name == "loss" or name in task.lower_is_better
+
+
+def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better: bool) -> dict[str, float]:
+    """A metric over the clients that have samples: the worst client and how many samples stand behind it, percentiles,
+    mean and deviation. ``sums`` [N] of the metric over each client's ``sizes`` [N] samples.
+    """
+    values, sizes = sums[sizes > 0] / sizes[sizes > 0], sizes[sizes > 0]
+    worst = int(values.argmax() if lower_is_better else values.argmin())
+    percentiles = {f"{key}_client_p{p}": float(np.percentile(values, p)) for p in (10, 50, 90)}
+    return {
+        f"{key}_worst_client": float(values[worst]),
+        f"{key}_worst_client_samples": int(sizes[worst]),
+        **percentiles,
+        f"{key}_client_mean": float(values.mean()),
+        f"{key}_client_std": float(values.std()),
+    }
+
+
+class StreamedEvaluator(Evaluator):
+    """The same on samples that stay on the host: the devices get a few chunks at a time, the next while at work."""
+
+    def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
+        self.task, self.offsets = task, offsets
+        self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
+        self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
+        self._run, self._sharding = compiled_piece(task, mesh, Code(task)), NamedSharding(mesh, P(AXIS))
+        row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
+        # two at least: a loop of a single trip is compiled to other code, which may round otherwise
+        at_once = max(2, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))
+        self._at_once = min(at_once * mesh.devices.size, len(self._starts))
+
+    def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
+        """Loss and metrics of every sample, float64 [rows] by name."""
+        result, before = {}, None
+        for first in range(0, len(self._starts), self._at_once):
+            starts = self._starts[np.minimum(np.arange(first, first + self._at_once), len(self._starts) - 1)]
+            values = self._run(params, jax.device_put(self._take(starts), self._sharding))
+            if before is not None:
+                self._collect(result, *before)
+            before = starts, values
+        if before is not None:
+            self._collect(result, *before)
+        return result
+
+    def _take(self, starts: np.ndarray) -> Any:
+        def take(array: np.ndarray) -> np.ndarray:
+            piece = np.stack([array[start : start + self._chunk] for start in starts])
+            release(array)
+            return piece
+
+        return jax.tree.map(take, self.samples)

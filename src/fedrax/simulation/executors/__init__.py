@@ -1,0 +1,1 @@
+"""Executors of a round: compiled (scan, vmap), loop, and debug."""

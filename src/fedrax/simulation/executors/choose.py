@@ -1,0 +1,88 @@
+"""Choosing how and where a round is executed, and saying what was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh
+
+from fedrax.errors import FedraxError
+from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.settings import Settings
+from fedrax.xla.attention import has_blocks
+from fedrax.xla.layer_scan import loops_in
+from fedrax.xla.microbatch import AXIS, cuts_in
+from fedrax.xla.tracing import equations_in
+
+
+def choose_plan(settings: Settings, mesh: Mesh) -> str:
+    """One client after another on CPU cores, as many as have room side by side on accelerators.
+
+    Never by timing: plans differ in rounding, and a run must not depend on how busy the machine was.
+    """
+    if settings.plan != "auto":
+        return settings.plan
+    return "scan" if mesh.devices.flat[0].platform == "cpu" else "vmap"
+
+
+def clients_at_once(settings: Settings, devices: int, cohort: int, account: Account, size: int) -> int:
+    """Clients side by side in plan vmap, of ``size`` bytes at work each: a device's share in as few turns as there is
+    room for, spread evenly over them."""
+    share = -(-cohort // devices)
+    if settings.chunk is not None:
+        return min(settings.chunk, share)
+    turns = -(-share // account.side_by_side(size))
+    return -(-share // turns)
+
+
+def describe(
+    mesh: Any,
+    plan: str,
+    chunk: int,
+    program: core.ClosedJaxpr,
+    streamed: bool = False,
+    spilled: bool = False,
+    joining: bool = False,
+) -> str:
+    """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'.
+
+    program: a round, traced. joining: whether devices ever work together.
+    """
+    piece = max((cut.rows for cut in cuts_in(program)), default=0)
+    turns = " or ".join(map(str, sorted(set(loops_in(program)))))  # a round may take several gradients
+    blocks = has_blocks(program)
+    devices = list(mesh.devices.flat)
+    kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
+    where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
+    how = {
+        "scan": "one client after another",
+        "vmap": f"{chunk} clients side by side",
+        "loop": "one compiled call a client",
+        "debug": "step by step without compilation",
+    }[plan]
+    if plan == "debug":  # what was written, batches whole
+        piece, turns, blocks = 0, "", False
+    extra = ", clients left over on all of them together" * joining
+    extra += ", their convolutions as products" * (chunk > 1 and devices[0].platform != "cpu" and _convolves(program))
+    extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
+    extra += f", {turns} layers of one shape in a loop" if turns else ""
+    extra += ", attention in blocks of rows" * blocks
+    extra += ", samples streamed" * streamed + ", client states on disk" * spilled
+    return f"{plan}: {how} on {where}{extra}"
+
+
+def _convolves(program: core.ClosedJaxpr) -> bool:
+    return any(equation.primitive.name == "conv_general_dilated" for equation in equations_in(program))
+
+
+def make_mesh(devices: int | None) -> Mesh:
+    """A mesh of the first ``devices`` devices (all of them by default) along the clients axis."""
+    found = jax.devices()
+    if devices is not None and devices > len(found):
+        raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
+    if jax.process_count() > 1 and len({d.process_index for d in found[:devices]}) < jax.process_count():
+        raise FedraxError("a run over several processes takes devices of all of them: leave devices and plan out")
+    return Mesh(np.array(found[:devices]), (AXIS,))

@@ -1,0 +1,325 @@
+"""A block of rounds as one compiled call: the plans ``scan`` and ``vmap`` over a mesh of devices.
+
+The cohort of each round is spread over the ``clients`` axis of a device mesh. Each device walks its own clients,
+one after another (``scan``) or a chunk at a time (``vmap``), adding weighted uploads to a running sum; one
+all-reduce a phase makes the cohort's mean, and every device takes the same server step. Client state lies in a
+store of rows on the device of the client's home and is updated in place. Trip counts are data, so clients of
+any size, and blocks of any number of rounds, run in the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.contract.checks import checked_message
+from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
+from fedrax.simulation.executors.data_parallel import JoiningRunner
+from fedrax.simulation.executors.phase import PhaseRunner
+from fedrax.simulation.results.message_recorder import Noted, on_host, statistics_down
+from fedrax.simulation.round import (
+    Executor,
+    Gathered,
+    Program,
+    Rounds,
+    client_keys,
+    run_round,
+)
+from fedrax.tree import Tree
+from fedrax.xla.microbatch import AXIS
+from fedrax.xla.scopes import AGGREGATE, SERVER, phase_scope, scope
+from fedrax.xla.tracing import IN_PLACE, KEPT, uncollected
+
+NOTED = "noted"
+"""In a round's record what was noted of its messages, where clients are recorded."""
+
+
+class Carry(NamedTuple):
+    """What goes from round to round."""
+
+    server: Any
+    statistics: Tree
+    """Of the model, averaged over clients; an empty tuple where it has none."""
+    store: Tree
+    """A :class:`Kept` a row."""
+
+
+class OnDevice(Executor):
+    """One round on one device of the mesh; collectives over ``axis`` join the devices.
+
+    Along ``vectors_axis``, the same or None, they share the Vectors of the server's state.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        algorithm: Algorithm,
+        here: Rounds,
+        key: Array,
+        store: Tree,
+        samples: Tree,
+        axis: str | None,
+        vectors_axis: str | None,
+    ):
+        super().__init__(program, algorithm, here, key)
+        self.store, self.samples, self.vectors_axis = store, samples, vectors_axis
+        self.kept: Tree = ()
+        self.join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
+        self.least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
+        self.gather: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
+        clients = here.places.client
+        self.keys = client_keys(self.round_key, self.gather(clients) if program.joining else clients)
+
+    def broadcast(self, p: int, server: Any) -> Tree:
+        """As every executor, from a server state of which devices may hold shares."""
+        return checked_message(self.algorithm, super().broadcast(p, on_axis(server, self.vectors_axis)))
+
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """This device's clients, then the sums over all devices."""
+        places = self.here.places
+        kind = JoiningRunner if self.program.joining else PhaseRunner
+        runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
+        with phase_scope(p):
+            sums, single, self.kept, self.store, notes = runner.run(self.kept, self.store)
+        if self.here.recorded is not None:
+            self.noted.append(Noted(message, statistics_down(self.algorithm, p, statistics), notes))
+        share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
+        with scope(AGGREGATE):
+            sums = self.join(sums._replace(bad=()))._replace(bad=self.least(sums.bad))
+            single, clients, weights = map_vectors(share, (single, places.client, places.weight), self.gather)
+        return Gathered(sums, single, clients, weights)
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """As every executor, on every device alike."""
+        with scope(SERVER):
+            server, info = super().server(p, on_axis(server, self.vectors_axis), gathered)
+            return on_axis(server, None), info
+
+
+def one_round(
+    program: Program,
+    algorithm: Algorithm,
+    carry: Carry,
+    samples: Tree,
+    key: Array,
+    here: Rounds,
+    axis: str | None,
+    vectors_axis: str | None,
+    alive: Array,
+) -> tuple[Carry, dict[str, Any]]:
+    """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was.
+
+    alive: whether all rounds before were sound; this one is not otherwise.
+    """
+    executor = OnDevice(program, algorithm, here, key, carry.store, samples, axis, vectors_axis)
+    old = watched(carry.server), carry.statistics
+    server, statistics, record, bad = run_round(executor, *old)
+
+    def is_sound(made: Tree) -> Array:
+        finite = tree.all_finite(made)
+        if vectors_axis and holds_vectors(server):
+            finite = executor.least(finite)
+        return alive & finite & (bad == program.num_clients)
+
+    # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
+    (server, statistics), sound = settled(old, (server, statistics), is_sound)
+    made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
+    if executor.noted:
+        made[NOTED] = tuple(executor.noted)
+    return Carry(server, statistics, executor.store), made
+
+
+def run_block(
+    program: Program,
+    axis: str | None,
+    algorithm: Algorithm,
+    carry: Carry,
+    samples: Tree,
+    key: Array,
+    xs: Rounds,
+    rounds: Array,
+    alive: Array | None = None,
+    vectors_axis: str | None = None,
+) -> tuple[Carry, dict[str, Array]]:
+    """Up to len(xs.round) rounds, stopping after an unsound one: (carry, records [B] by name).
+
+    alive: for runs side by side, which go on with each other, whether this one was sound so far.
+    """
+    xs = jax.tree.map(jnp.asarray, xs)
+    xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.places))
+    at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
+    one = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
+    step = jax.jit(one, inline=IN_PLACE)  # traced once, for the records' shapes and for the loop
+    _, shapes = jax.eval_shape(lambda c: step(c, here=at(0), alive=jnp.bool_(True)), carry)
+    records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
+
+    def unfinished(loop: tuple) -> Array:
+        r, sound, _, _ = loop
+        return (r < rounds) & sound if alive is None else r < rounds
+
+    def body(loop: tuple) -> tuple:
+        r, sound, carry, records = loop
+        carry, record = step(carry, here=at(r), alive=sound)
+        return r + 1, record["sound"], carry, tree.set_row(records, r, record)
+
+    start = (jnp.int32(0), jnp.bool_(True) if alive is None else alive, carry, records)
+    _, _, carry, records = jax.lax.while_loop(unfinished, body, start)
+    return carry, records
+
+
+@lru_cache(KEPT)
+def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
+    """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats.
+
+    ``form`` is the algorithm's structure, with its static fields: JAX would keep what it compiles for each of them as
+    long as the function, and a study of many settings in one process would hold all of their programs.
+    """
+    by_device: Any = P(None, AXIS)
+    specs = Rounds(P(), P(), by_device, by_device, P())
+
+    def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
+        carry, records = run_block(program, AXIS, *inputs, vectors_axis=AXIS if share_vectors(mesh) else None)
+        return carry, records, records.pop(NOTED, ())
+
+    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
+        carries = Carry(server_specs(carry.server, mesh), P(), P(AXIS))
+        recorded = inputs[2].recorded is not None
+        sharded = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), specs, P()),
+            out_specs=(carries, P(), (Noted(P(), P(), by_device),) * len(algorithm.phases) if recorded else ()),
+            check_vma=False,
+        )
+        return sharded(algorithm, carry, *inputs)
+
+    return jax.jit(block_on_mesh, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+
+
+def share_vectors(mesh: Mesh) -> bool:
+    """Whether the devices share the Vectors of a server's state.
+
+    Not over several processes: one of them writes the checkpoints, and must not need the others for it.
+    """
+    return len({device.process_index for device in mesh.devices.flat}) == 1
+
+
+def server_specs(server: Any, mesh: Mesh) -> Any:
+    """How a server's state lies on a mesh: every device has all of it, or of its Vectors a share."""
+    return map_vectors(lambda _: P(None, AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
+
+
+_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
+_NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+"""What XLA's library is given."""
+
+
+@cache
+def _known(name: str, value: str) -> bool:
+    """Whether this version of XLA takes an option that it calls experimental."""
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
+    """XLA's options for a block of rounds.
+
+    On CPU it copies loop state that is read and then written, a whole client store for each client, unless told
+    to look closer. It splits a batch's gather over threads by the size of the whole data set, which costs a local
+    step more than the gather; where each core is a device, no operation is to be split. And it prefers vectors of
+    256 bits where the processor has 512, with which the cells of recurrent models are faster; other processors
+    ignore the preference. From jaxlib 0.11 on the library that it gives convolutions to takes up to twice as long for
+    them as its own form; products and sums stay with the library.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return {}
+    options: dict[str, bool | int | str] = {
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+        "xla_cpu_prefer_vector_width": 512,
+    }
+    if jax.__version_info__ >= (0, 11) and _known(_LIBRARY, _NO_CONVOLUTIONS):
+        options[_LIBRARY] = _NO_CONVOLUTIONS
+    if len(jax.devices()) > 1:
+        options["xla_disable_hlo_passes"] = "cpu-parallel-task-assigner"
+    return options
+
+
+@cache
+def repeated(sharding: NamedSharding) -> Callable:
+    """A tree so many times, in rows that lie on devices in the given way; compiled once for all runs."""
+
+    def repeat(rows: int, values: Tree) -> Tree:
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), values)
+
+    return jax.jit(repeat, static_argnums=0, out_shardings=sharding)
+
+
+_copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+
+
+def stacked(records: list[dict]) -> dict[str, Any]:
+    """The records of single rounds as :meth:`Engine.run` gives them, by the names that the first one has."""
+    found = {name: [record[name] for record in records if name in record] for name in records[0]}
+    return {name: values if name == NOTED else np.asarray(values) for name, values in found.items()}
+
+
+class Engine:
+    """Compiles and runs blocks of rounds on a mesh.
+
+    ``samples`` are put on every device. Without them (None) the attribute is set before each block instead.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, samples: Tree | None):
+        self.program, self.mesh = program, mesh
+        self.devices = mesh.devices.size
+        self.samples = None if samples is None else jax.device_put(samples, NamedSharding(mesh, P()))
+        self.store_sharding = NamedSharding(mesh, P(AXIS))
+
+    def block(self, algorithm: Algorithm) -> Callable:
+        """The compiled program of a block of rounds of this algorithm."""
+        return compiled_block(self.program, self.mesh, jax.tree.structure(algorithm))
+
+    def put(self, server: Any, statistics: Tree, store: Tree) -> Carry:
+        """Server, statistics and store on the mesh; the arrays are given away to the next block."""
+        if share_vectors(self.mesh):
+            server = padded(server, self.devices)
+        places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server, self.mesh))
+        # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
+        return Carry(
+            jax.device_put(_copied(server), places, may_alias=False),
+            jax.device_put(_copied(statistics), NamedSharding(self.mesh, P()), may_alias=False),
+            jax.device_put(store, self.store_sharding, may_alias=False),
+        )
+
+    def whole_server(self, carry: Carry) -> Any:
+        """The server's state with Vectors that the devices share fetched to the host."""
+        return fetched(carry.server) if share_vectors(self.mesh) else carry.server
+
+    def new_store(self, client: Tree, capacity: int) -> Tree:
+        """A store of ``capacity`` rows a device, each ``client``, what one keeps that has not taken part."""
+        return repeated(self.store_sharding)(capacity * self.devices, client)
+
+    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
+        """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds].
+
+        Where clients are recorded, ``NOTED`` holds a list [rounds] of what was noted in each phase.
+        """
+        with uncollected():  # the first time it is traced
+            carry, records, noted = self.block(algorithm)(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+        found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
+        if noted:
+            found[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]
+        return carry, found

@@ -1,0 +1,97 @@
+"""Clients on which all devices work together, where turns alone would leave some of them idle.
+
+Five clients on two devices are three turns on one and two on the other. :func:`to_join` finds on the host which clients
+of a round are better shared, each device taking the gradients of its share of every batch
+(:mod:`fedrax.xla.microbatch`), and :class:`JoiningRunner` has these take their turns when all others are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedrax import tree
+from fedrax.simulation.executors.phase import PhaseRunner, Progress
+from fedrax.simulation.round import run_client, turn_of
+from fedrax.tree import Tree
+from fedrax.xla.microbatch import AXIS
+from fedrax.xla.scopes import AGGREGATE, STATES, scope
+
+_WAITING = 0.05
+"""Of the time of joined work, in which devices wait for each other at every step; and what is to be gained at least."""
+
+
+def to_join(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: float) -> set[int]:
+    """The places of a round on which all devices are to work together; mostly none.
+
+    assigned: each device's places. cost: of each place. speed: how many times as fast they are together as one alone.
+    """
+    load = [sum(cost[p] for p in places) for places in assigned]
+    best, least = (1 - _WAITING) * max(load), sum(load) / len(load)
+    if speed <= 1 or least >= best:
+        return set()
+    left = [sorted(places, key=lambda p: (-cost[p], p)) for places in assigned]
+    taken: list[int] = []
+    together, chosen = 0.0, 0
+    while any(left) and together < best:
+        d = max((d for d in range(len(left)) if left[d]), key=load.__getitem__)
+        # of the device that would be last, the heaviest that is not too heavy
+        taken.append(left[d].pop(next((i for i, p in enumerate(left[d]) if cost[p] <= load[d] - least), -1)))
+        load[d] -= cost[taken[-1]]
+        together += (1 + _WAITING) * cost[taken[-1]] / speed
+        if max(load) + together < best:
+            best, chosen = max(load) + together, len(taken)
+    return set(taken[:chosen])
+
+
+class JoiningRunner(PhaseRunner):
+    """A phase on one device of several, all of which end it with the same clients.
+
+    ``keys`` are those of all devices' places, one device's after another's, and so are ``everyone`` and ``order``.
+    """
+
+    def __init__(self, *inputs: Any):
+        super().__init__(*inputs)
+        program, algorithm, p, message, statistics, samples, here, keys = inputs
+        self.me, self.room = lax.axis_index(AXIS), here.places.client.shape[0]
+        places, counts = jax.tree.map(partial(lax.all_gather, axis_name=AXIS), (here.places, here.count))
+        shared = places.joined & (jnp.arange(self.room) < counts[:, None])
+        self.together = shared.sum(dtype=jnp.int32)
+        self.alone = here.count - shared[self.me].sum(dtype=jnp.int32)
+        self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
+        everyone = here._replace(places=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
+        self.one = lambda kept, k: run_client(
+            program, p, algorithm, message, kept, statistics, samples, turn_of(program, everyone, keys, k)
+        )
+
+    def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
+        """Client i of this device, or beyond its own the next that all of them share; one of them keeps the result."""
+        joined = i >= self.alone
+        k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
+        owner = k // self.room
+        mine = owner == self.me
+        at = jnp.where(mine, k % self.room, 0)  # of a client of another device, what is in place 0 is put back there
+        where_mine = lambda new, old: jax.tree.map(lambda a, b: jnp.where(mine, a.astype(b.dtype), b), new, old)  # noqa: E731
+        put = lambda table, row, value: tree.set_row(table, row, where_mine(value, tree.row(table, row)))  # noqa: E731
+        with scope(STATES):
+            source, row = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
+            begins = lax.cond(joined, lambda t: _of_device(owner, t), lambda t: t, tree.row(source, row))
+        after = self.after(progress, at, self.one(begins, k), jnp.bool_(True), put, put)
+        with scope(AGGREGATE):
+            sums, notes = where_mine((after.sums, after.notes), (progress.sums, progress.notes))
+        return after._replace(sums=sums, notes=notes)
+
+    def run(self, kept: Tree, store: Tree) -> Progress:
+        """This device's own clients, then those of all."""
+        trips = self.alone + self.together
+        return lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
+
+
+def _of_device(owner: Array, values: Tree) -> Tree:
+    """The values that one of the devices has."""
+    return jax.tree.map(lambda a: lax.all_gather(a, AXIS)[owner], values)

@@ -1,0 +1,168 @@
+"""Plan ``debug``: everything eagerly, client by client, every tensor checked; and the search for a culprit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.simulation.executors.compiled import NOTED, Carry, Engine, stacked
+from fedrax.simulation.executors.phase import PhaseRunner, Progress
+from fedrax.simulation.placement.planner import share_of, whole_round
+from fedrax.simulation.placement.streaming import release
+from fedrax.simulation.results.message_recorder import Noted, on_host, statistics_down
+from fedrax.simulation.results.result import Result
+from fedrax.simulation.round import Executor, Finished, Gathered, Program, Rounds, client_keys, run_round
+from fedrax.tree import Tree
+
+_PIECE_BYTES = 16 << 20
+"""Of samples that are looked at together: they may lie on disk and be larger than memory."""
+
+
+class NonFiniteError(FedraxError):
+    """A loss, upload, state or parameter became infinite or not a number."""
+
+    result: Result | None = None
+    """The rounds before as ``simulate`` returns them, but for what clients keep; its ``stopped`` is "diverged"."""
+
+    def __reduce__(self) -> tuple:
+        """To other processes the sentence alone goes: a result can be large, and of classes that they do not know."""
+        return type(self), self.args
+
+
+class DebugEngine(Engine):
+    """No compilation, one client after another; the first non-finite number is named."""
+
+    def _compile(self) -> Any:
+        return None
+
+    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
+        """As :meth:`Engine.run`: an unsound round is not applied."""
+        records: list[dict] = []
+        for r in range(rounds):
+            try:
+                carry, record = self.round(algorithm, carry, key, share_of(xs, r, 0))
+            except NonFiniteError:
+                records.append({"sound": False, "bad": self.program.num_clients})
+                break
+            records.append(record)
+        return carry, stacked(records)
+
+    def round(self, algorithm: Algorithm, carry: Carry, key: Array, here: Rounds) -> tuple[Carry, dict]:
+        """One round on one device. NonFiniteError names what went wrong."""
+        with jax.disable_jit():
+            executor = StepByStep(self.program, algorithm, here, key, carry.store, jax.tree.map(_first, self.samples))
+            server, statistics, record, _ = run_round(executor, carry.server, carry.statistics)
+        record = {**record, "sound": True, "bad": self.program.num_clients}
+        if executor.noted:
+            record[NOTED] = on_host(executor.noted, 1)
+        return Carry(server, statistics, executor.store), record
+
+
+class StepByStep(Executor):
+    """One round in plain Python."""
+
+    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, store: Tree, samples: Tree):
+        here = jax.tree.map(jnp.asarray, here)
+        super().__init__(program, algorithm, here, key)
+        self.store, self.samples = jax.tree.map(jnp.asarray, store), samples
+        self.kept: Tree = ()
+        self.where = f"{type(algorithm).__name__}, round {int(here.round) + 1}"  # as events count them
+        self.keys = client_keys(self.round_key, here.places.client)
+
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """One client after another."""
+        inputs = (message, statistics, self.samples, self.here, self.keys)
+        runner, count = CheckedRunner(self.where, self.program, self.algorithm, p, *inputs), int(self.here.count)
+        with jax.disable_jit(False):
+            progress = runner.start(self.kept, self.store)
+        for k in range(count):
+            progress = runner.step(jnp.int32(k), self.kept, progress)
+        self.kept, self.store = progress.kept, progress.store
+        if self.here.recorded is not None:
+            down = statistics_down(self.algorithm, p, statistics)
+            self.noted.append(Noted(message, down, progress.notes))
+        places = self.here.places
+        single, clients, weights = jax.tree.map(lambda a: a[:count], (progress.single, places.client, places.weight))
+        return Gathered(progress.sums, single, clients, weights)
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """As every executor; the new state must be finite."""
+        server, info = super().server(p, server, gathered)
+        require_finite({"server": server}, self.where)
+        return server, info
+
+
+class CheckedRunner(PhaseRunner):
+    """A phase that names the first number of a client that is not finite."""
+
+    def __init__(self, where: str, *inputs: Any):
+        super().__init__(*inputs)
+        self.where = where
+        self.get_state, self.put_state = tree.row, tree.set_row  # each use of a table in the store would copy all of it
+
+    def after(self, progress: Progress, at: Array, done: Finished, *how: Any) -> Progress:
+        """As of every phase, of what is finite."""
+        sent, who = done.output, f"{self.where}, client {int(self.here.places.client[at])}"
+        named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}
+        require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.kept.statistics)}, who)
+        return super().after(progress, at, done, *how)
+
+
+def require_finite(values: Tree, where: str) -> None:
+    """Raise NonFiniteError naming the first leaf of ``values`` that holds a non-finite number."""
+    for name, leaf in zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.all(jnp.isfinite(leaf))):
+            raise NonFiniteError(f"{where}: {name} is not finite")
+
+
+def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> str:
+    """Repeat round ``r`` of a block client by client from its starting state; its first non-finite tensor, in words."""
+    program = engine.program._replace(chunk=0, own_samples=False, joining=0)
+    debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
+    a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
+    here = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)
+    at_the_server = f"{type(algorithm).__name__}, round {int(here.round) + 1}: the server state is not finite"
+    slots = here.places.slot
+    if not len(slots):  # of a Poisson cohort: nobody else can be to blame
+        return at_the_server
+    store = jax.tree.map(lambda a: np.asarray(a[slots]), carry.store)
+    on_host = lambda values: jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), values)  # noqa: E731
+    here = here._replace(places=here.places._replace(slot=np.arange(len(slots), dtype=np.int32)))
+    start = Carry(on_host(engine.whole_server(carry)), on_host(carry.statistics), store)
+    try:
+        debug.round(algorithm, start, key, here)
+    except NonFiniteError as error:
+        return str(error)
+    return at_the_server
+
+
+def in_the_data(federation: Federation) -> str:
+    """A clause on training samples that are not finite, of which nothing finite can be made; empty without any."""
+    bad = np.zeros(len(federation.train.y), bool)
+    for part in federation.train:
+        if not np.issubdtype(part.dtype, np.inexact):
+            continue
+        step = max(1, _PIECE_BYTES * len(part) // max(1, part.nbytes))
+        for first in range(0, len(part), step):
+            piece = part[first : first + step]
+            bad[first : first + step] |= ~np.isfinite(piece).reshape(len(piece), -1).all(1)
+            release(part)
+    if not bad.any():
+        return ""
+    row = int(bad.argmax())
+    client = int(np.searchsorted(federation.offsets, row, side="right")) - 1
+    first = f"sample {row - federation.offsets[client]} of client {client}"
+    return f"; {bad.sum():,} of the training samples are not finite themselves, the first is {first}"
+
+
+def _first(array: Array) -> Array:
+    return array.addressable_shards[0].data

@@ -1,0 +1,141 @@
+"""Plan ``loop``: one compiled call a client, its local steps laid out one after another.
+
+For models whose operations are slow inside compiled loops.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm, Info
+from fedrax.simulation.executors.compiled import NOTED, Carry, Engine, stacked
+from fedrax.simulation.executors.phase import PhaseRunner, Progress
+from fedrax.simulation.placement.planner import share_of
+from fedrax.simulation.results.message_recorder import Noted, on_host, statistics_down
+from fedrax.simulation.round import Executor, Gathered, Program, Rounds, client_keys, join_sums, run_round, serve
+from fedrax.tree import Tree
+
+
+class LoopEngine(Engine):
+    """Clients are dispatched from Python, in turn over the devices, which work in parallel."""
+
+    def __init__(self, program: Program, mesh: Mesh, samples: Tree | None):
+        super().__init__(program._replace(unroll=True), mesh, samples)
+        self.compiled = Compiled(self.program)
+
+    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
+        """As :meth:`Engine.run`."""
+        records: list[dict] = []
+        for r in range(rounds):
+            carry, record = self._round(algorithm, carry, key, xs, r)
+            records.append(record)
+            if not record["sound"]:
+                break
+        return carry, stacked(records)
+
+    def _round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> tuple[Carry, dict]:
+        executor = Dispatched(self, algorithm, carry, key, xs, r)
+        server, statistics, record, bad = run_round(executor, self.whole_server(carry), carry.statistics)
+        sound = bool(self.compiled.finite((server, statistics))) and int(bad) == self.program.num_clients
+        store = jax.tree.map(self._join, *executor.stores) if jax.tree.leaves(carry.store) else carry.store
+        new = self.put(server, statistics, ()) if sound else carry
+        values = {name: np.asarray(value) for name, value in record.items()}
+        values |= {"sound": sound, "bad": int(bad)} | ({NOTED: executor.noted} if executor.noted else {})
+        return new._replace(store=store), values
+
+    def _join(self, *shards: Array) -> Array:
+        shape = (sum(len(shard) for shard in shards), *shards[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.store_sharding, list(shards))
+
+
+class Compiled:
+    """The pieces of a round, each a compiled program of its own."""
+
+    def __init__(self, program: Program):
+        def runner(p: int, algorithm: Algorithm, *inputs: Any) -> PhaseRunner:
+            return PhaseRunner(program, algorithm, p, *inputs)
+
+        def start(p: int, algorithm: Algorithm, inputs: tuple, kept: Tree, store: Tree) -> Progress:
+            return runner(p, algorithm, *inputs).start(kept, store)._replace(store=())
+
+        def step(p: int, algorithm: Algorithm, progress: Progress, inputs: tuple, kept: Tree, i: Array) -> Progress:
+            return runner(p, algorithm, *inputs).step(i, kept, progress)
+
+        def gather(parts: list, clients: Array, weights: Array) -> Gathered:
+            single = jax.tree.map(lambda *e: jnp.concatenate(e), *[single for _, single in parts])
+            return Gathered(reduce(join_sums, [sums for sums, _ in parts]), single, clients, weights)
+
+        def server(p: int, algorithm: Algorithm, *inputs: Any) -> tuple[Any, Info]:
+            return serve(program, p, algorithm, *inputs)
+
+        def broadcast(p: int, algorithm: Algorithm, server: Any) -> Tree:
+            return algorithm.phases[p].broadcast(server)
+
+        self.start = jax.jit(start, static_argnums=0)
+        self.step = jax.jit(step, static_argnums=0, donate_argnums=2)
+        self.gather = jax.jit(gather)
+        self.server = jax.jit(server, static_argnums=0)
+        self.broadcast = jax.jit(broadcast, static_argnums=0)
+        self.keys = jax.jit(client_keys)
+        self.finite = jax.jit(tree.all_finite)
+
+
+class Dispatched(Executor):
+    """One round whose clients are compiled calls on the devices of a mesh."""
+
+    def __init__(self, engine: LoopEngine, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int):
+        self.devices, self.compiled = list(engine.mesh.devices.flat), engine.compiled
+        whole = Rounds(xs.round[r], xs.cohort_size[r], xs.count[r], jax.tree.map(lambda a: a[r], xs.places))
+        super().__init__(engine.program, algorithm, whole, key)
+        self.shares = [share_of(xs, r, d) for d in range(len(self.devices))]
+        self.here_of = [jax.device_put(mine, device) for mine, device in zip(self.shares, self.devices, strict=True)]
+        keys = [jax.device_put(self.round_key, device) for device in self.devices]
+        self.keys = [self.compiled.keys(k, x.places.client) for k, x in zip(keys, self.here_of, strict=True)]
+        self.samples = [_shard(engine.samples, d) for d in range(len(self.devices))]
+        self.stores = [_shard(carry.store, d) for d in range(len(self.devices))]
+        self.kept: list[Tree] = [()] * len(self.devices)
+
+    def broadcast(self, p: int, server: Any) -> Tree:
+        """As every executor, compiled."""
+        return self.compiled.broadcast(p, self.algorithm, server)
+
+    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+        """All clients, a call each; what they bring is put together in the server's call."""
+        inputs = [
+            (*jax.device_put((message, statistics), device), samples, here, keys)
+            for device, samples, here, keys in zip(self.devices, self.samples, self.here_of, self.keys, strict=True)
+        ]
+        progress = [
+            self.compiled.start(p, self.algorithm, mine, kept, store)._replace(store=store)
+            for mine, kept, store in zip(inputs, self.kept, self.stores, strict=True)
+        ]
+        for i in range(int(max(share.count for share in self.shares))):
+            for d, device in enumerate(self.devices):
+                if i < self.shares[d].count:
+                    place = jax.device_put(np.int32(i), device)
+                    progress[d] = self.compiled.step(p, self.algorithm, progress[d], inputs[d], self.kept[d], place)
+        self.stores, self.kept = [q.store for q in progress], [q.kept for q in progress]
+        if self.shares[0].recorded is not None:
+            notes = jax.tree.map(lambda *a: np.concatenate([np.asarray(x) for x in a]), *[q.notes for q in progress])
+            down = statistics_down(self.algorithm, p, statistics)
+            self.noted += on_host([Noted(message, down, notes)], len(self.devices))
+        parts = jax.device_put([(q.sums, q.single) for q in progress], self.devices[0])
+        places = self.here.places
+        return self.compiled.gather(parts, places.client.reshape(-1), places.weight.reshape(-1))
+
+    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+        """As every executor, compiled."""
+        server = jax.device_put(server, self.devices[0])
+        return self.compiled.server(p, self.algorithm, server, gathered, self.here, self.round_key)
+
+
+def _shard(values: Tree, d: int) -> Tree:
+    return jax.tree.map(lambda a: a.addressable_shards[d].data, values)

@@ -1,0 +1,121 @@
+"""One phase of a round on one device: its clients' turns, one after another or a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.table import set_state, state_in
+from fedrax.simulation.results.message_recorder import no_notes, noted, sent_by
+from fedrax.simulation.round import Finished, Keys, Program, Rounds, Sums, add_client, no_sums, run_client, turn_of
+from fedrax.tree import Tree
+from fedrax.xla.grouped_conv import side_by_side
+from fedrax.xla.scopes import AGGREGATE, STATES, scope
+
+
+class Progress(NamedTuple):
+    """Where a device stands in a phase: sums, what goes up singly and what is kept by place, the store, and notes."""
+
+    sums: Sums
+    single: Tree
+    kept: Tree
+    store: Tree
+    notes: Any = ()
+    """Of what recorded clients sent."""
+
+
+class PhaseRunner:
+    """One phase (number ``p`` of the algorithm's) of one round on one device."""
+
+    def __init__(
+        self,
+        program: Program,
+        algorithm: Algorithm,
+        p: int,
+        message: Tree,
+        statistics: Tree,
+        samples: Tree,
+        here: Rounds,
+        keys: Keys,
+    ):
+        self.program, self.algorithm, self.p, self.here = program, algorithm, p, here
+        self.first, self.last = p == 0, p == len(algorithm.phases) - 1
+        # A state that goes back to the store before the next client's turn can leave its tables there.
+        in_place = self.first and self.last and not program.chunk
+        self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
+        self.one: Callable[[Tree, Array], Finished] = lambda kept, k: run_client(
+            program, p, algorithm, message, kept, statistics, samples, turn_of(program, here, keys, k)
+        )
+        """(what is kept, k) -> the client in place k at the end of the phase."""
+
+    def start(self, kept: Tree, store: Tree) -> Progress:
+        """Before the first client: zero sums and room for what is kept one per place."""
+        n = self.here.places.client.shape[0]
+        begins = jax.eval_shape(self.get_state, store if self.first else kept, jnp.int32(0))
+        shape = jax.eval_shape(self.one, begins, self.here.count)  # of the type of run's index: one trace for both
+        by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
+        initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
+        sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
+        notes = no_notes(self.here.recorded, sent_by(shape, self.last))
+        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes)
+
+    def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
+        """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
+
+        What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
+        goes to the store in the last phase and to ``Progress.kept`` before.
+        """
+        chunk = self.program.chunk
+        place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
+        real = place < self.here.count
+        at = jnp.minimum(place, self.here.count - 1) if chunk else place
+        source, rows = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
+        if chunk:
+            done: Finished = side_by_side(self.one)(_get_rows(source, rows), at)
+            return self.after(progress, at, done, real, _put_rows, _put_rows)
+        with scope(STATES):
+            begins = self.get_state(source, rows)
+        return self.after(progress, at, self.one(begins, at), real, tree.set_row, self.put_state)
+
+    def after(
+        self, progress: Progress, at: Array, done: Finished, real: Any, put: Callable, put_state: Callable
+    ) -> Progress:
+        """What the client in place ``at`` leaves at the end of its turn, or several side by side: rows, sums and notes.
+
+        real: as of :func:`add_client`. put, put_state: (table, rows, values) -> the table with them in these rows.
+        """
+        sums, single, kept, store, notes = progress
+        client, slot = self.here.places.client[at], self.here.places.slot[at]
+        with scope(STATES):
+            single = put(single, at, done.single)
+            if self.last:
+                store = put_state(store, slot, done.kept)
+            else:
+                kept = put(kept, at, done.kept)
+        with scope(AGGREGATE):
+            weight = self.here.places.weight[at]
+            weight = jnp.where(real, weight, 0) if self.program.chunk else weight
+            sums = add_client(self.program, sums, done, weight, real, client)
+        notes = noted(notes, self.here.recorded, client, sent_by(done, self.last))
+        return Progress(sums, single, kept, store, notes)
+
+    def run(self, kept: Tree, store: Tree) -> Progress:
+        """All clients of this device."""
+        chunk, count = self.program.chunk, self.here.count
+        trips = (count + chunk - 1) // chunk if chunk else count
+        return jax.lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
+
+
+@scope(STATES)
+def _get_rows(table: Tree, rows: Array) -> Tree:
+    return jax.tree.map(lambda a: a.at[rows].get(mode="clip"), table)
+
+
+def _put_rows(table: Tree, rows: Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda t, v: t.at[rows].set(v.astype(t.dtype)), table, values)

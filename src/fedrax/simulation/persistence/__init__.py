@@ -1,0 +1,1 @@
+"""Run directories: checkpoints, resume, model files and the identity of a run."""

@@ -1,0 +1,121 @@
+"""Models in files: parameters and running statistics by name, in the safetensors format, which holds numbers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedrax import tree
+from fedrax.contract.task import Variables
+from fedrax.data.readers.array_files import MAX_BYTES
+from fedrax.errors import FedraxError
+from fedrax.files import reading, write_bytes
+from fedrax.tree import Tree
+
+_PARTS = ("params", "statistics")
+_DEEP = 100
+"""Folders in a name."""
+
+
+def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
+    """Write parameters and statistics, whole or not at all; a leaf is called ``params/dense1/weight``."""
+    from safetensors.numpy import save
+
+    arrays: dict[str, np.ndarray] = {}
+    for part, values in zip(_PARTS, (params, statistics), strict=True):
+        for name, leaf in _leaves(values).items():
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+            if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "buif":
+                raise FedraxError(f"{name} holds {dtype}, not numbers that a model file keeps")
+            array = np.asarray(leaf)
+            arrays[f"{part}/{name}" if name else part] = np.array(array, order="C")
+    write_bytes(Path(path), save(arrays, {"format": "fedrax"}))
+
+
+def load_model(path: Path | str, like: Tree | None = None) -> Any:
+    """The model in a file that :meth:`fedrax.Result.save` wrote: starting parameters for ``simulate(..., params=...)``.
+
+    Parameters come as nested dictionaries of arrays, or as :class:`fedrax.contract.Variables` where the file holds
+    statistics too. They have the precision of the file: 64-bit ones are NumPy's, unless JAX is set to hold them.
+    Parameters of
+    another structure, such as an Equinox module's, take the one of ``like``: ``task.init(key)``.
+    Raises FedraxError for a file that is damaged or of another program, and for names or shapes other than those of
+    ``like``.
+    """
+    arrays = _read(Path(path))
+    found: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
+    for name, array in arrays.items():
+        part, _, rest = name.partition("/")
+        if part not in _PARTS:
+            raise FedraxError(f"{path} is no model that fedrax saved: it holds {name!r}.")
+        found[part][rest] = array
+    if like is not None:
+        params, statistics = like if isinstance(like, Variables) else (like, ())
+        filled = [_filled(one, found[part], path) for part, one in zip(_PARTS, (params, statistics), strict=True)]
+        return Variables(*filled) if isinstance(like, Variables) else filled[0]
+    params, statistics = (_nested(values) for values in found.values())
+    return Variables(params, statistics) if found["statistics"] else params
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with reading(path, MAX_BYTES), safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # the last: of numbers so short that NumPy has none such
+        raise FedraxError(f"{path} cannot be read as a safetensors file: {error}.") from error
+    for name, array in arrays.items():
+        if array.dtype.kind not in "buif" and array.dtype.name != "bfloat16":
+            raise FedraxError(f"{path} is no model that fedrax saved: {name:.100} holds {array.dtype}.")
+        if name.count("/") > _DEEP:
+            raise FedraxError(f"{path} is no model that fedrax saved: {name:.100} ... are too many folders.")
+    return arrays
+
+
+def _held(array: np.ndarray) -> Any:
+    """The array as JAX's, unless JAX would make other numbers of it."""
+    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
+
+
+def _leaves(values: Tree) -> dict[str, Any]:
+    names = tree.leaf_names(values)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:  # of {"a/b": x, "a": {"b": y}}
+        raise FedraxError(f"two arrays of the model are called {twice}: in a file every name is one array's")
+    return dict(zip(names, jax.tree.leaves(values), strict=True))
+
+
+def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree:
+    """The arrays in the structure of ``like``."""
+    wanted = _leaves(like)
+    for name in [*wanted, *arrays]:
+        have, need = (np.shape(d[name]) if name in d else None for d in (arrays, wanted))
+        if have != need:
+            shown = ["not there" if shape is None else f"of shape {shape}" for shape in (have, need)]
+            raise FedraxError(f"{path} does not fit the model: {name} is {shown[0]}, should be {shown[1]}.")
+    return jax.tree.unflatten(jax.tree.structure(like), [_held(arrays[name]) for name in wanted])
+
+
+def _nested(arrays: dict[str, np.ndarray]) -> Any:
+    """Names with slashes as dictionaries in dictionaries; a single array without a name as it is."""
+    if set(arrays) == {""}:
+        return _held(arrays[""])
+    nested: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *folders, last = name.split("/")
+        place = nested
+        for folder in folders:
+            place = place.setdefault(folder, {})
+            if not isinstance(place, dict):
+                raise FedraxError(f"a model file holds {name!r} and something of the name of its folder.")
+        if isinstance(place.get(last), dict) or (not folders and not last):
+            raise FedraxError(f"a model file holds {name!r} and something of the name of its folder.")
+        place[last] = _held(array)
+    return nested

@@ -1,0 +1,247 @@
+"""Metrics of clients' own models, on their own data: those of personal methods, and the global one fine-tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax import tree
+from fedrax.config.user_errors import explained
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import checked_personal
+from fedrax.contract.client_data import Carried, Place
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.model import with_statistics
+from fedrax.contract.task import Batch, Task, Variables
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.prng.seeds import FINETUNING, seeded
+from fedrax.simulation.evaluation import is_lower_better, over_clients, sample_values
+from fedrax.simulation.executors.compiled import Engine
+from fedrax.simulation.placement.client_states import rows_of
+from fedrax.simulation.placement.streaming import release
+from fedrax.simulation.results.result import OfEach
+from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
+from fedrax.simulation.settings import Settings
+from fedrax.tree import Tree
+from fedrax.xla.microbatch import AXIS
+
+_ROWS = 100
+"""Samples evaluated at a time, of clients that have as many."""
+_AT_ONCE_BYTES = 64 << 20
+"""Of what the clients of one call keep, and of their streamed samples on a device."""
+
+
+class Metrics(NamedTuple):
+    """What a state is worth, or the clients' own models in it."""
+
+    of_all: dict[str, float]
+    """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
+    of_each: OfEach | None
+
+
+@dataclass(frozen=True, eq=False)
+class PersonalEvaluator:
+    """Every client's model on its own test samples; on its training samples where test data belong to nobody."""
+
+    task: Task
+    federation: Federation
+    settings: Settings
+    program: Program
+    engine: Engine
+    initial: Kept
+    kinds: tuple[str, ...]
+    """"personal", where the method has such models, "finetuned", where the settings ask for it."""
+
+    @classmethod
+    def of(
+        cls,
+        algorithm: Algorithm,
+        task: Task,
+        federation: Federation,
+        settings: Settings,
+        program: Program,
+        engine: Engine,
+        start: Tree,
+        initial: Kept,
+    ) -> PersonalEvaluator | None:
+        """The evaluator that a run needs, None if it needs none."""
+        personal = lambda x, state: checked_personal(algorithm, algorithm.personal(x, state), x)  # noqa: E731
+        with explained(algorithm):
+            own = jax.eval_shape(personal, start, initial.state) is not None
+        kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
+        if kinds and jax.process_count() > 1:
+            raise FedraxError(
+                "metrics of clients' own models are those of a run of a single process: leave finetune out, and methods"
+                " that have such models"
+            )
+        if "finetuned" in kinds and program.own_samples:
+            raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")
+        if not kinds:
+            return None
+        return cls(task, federation, settings, program, engine, initial, kinds)
+
+    def __call__(
+        self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int], initial: Kept
+    ) -> Metrics:
+        """What clients' own models are worth now. initial: what a client has that never took part."""
+        sums: list[dict] = []
+        for clients in self._groups:
+            kept = rows_of(store, homes, initial, clients)
+            sizes = np.diff(self._offsets)[clients]
+            mine = (kept.state, kept.statistics)
+            starts, samples = self._placed(clients)
+            found = self._compiled(algorithm, params, statistics, mine, clients, starts, sizes, samples)
+            sums.append(jax.tree.map(np.asarray, found))
+        together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
+        sizes = np.where(np.diff(self._offsets) > 0, np.diff(self._offsets), np.nan)
+        means = {f"{kind}_{name}": of / sizes for kind, values in together.items() for name, of in values.items()}
+        return Metrics(self._metrics(together), OfEach(means, self._digest))
+
+    @cached_property
+    def _digest(self) -> int:
+        labels = self.federation.train.y if self.federation.test_offsets is None else self.federation.test.y
+        return OfEach.digest_of(labels, self._offsets)
+
+    def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
+        sizes, result = np.diff(self._offsets), {}
+        for kind, values in sums.items():
+            for name, of_clients in values.items():
+                key = f"{self._prefix}_{kind}_{name}"
+                result[key] = float(of_clients.sum() / sizes.sum())
+                if self.settings.per_client:
+                    result |= over_clients(of_clients, sizes, key, is_lower_better(self.task, name))
+        return result
+
+    @property
+    def _prefix(self) -> str:
+        return "train" if self.federation.test_offsets is None else "test"
+
+    @property
+    def _offsets(self) -> np.ndarray:
+        offsets = self.federation.test_offsets
+        return self.federation.offsets if offsets is None else offsets
+
+    @property
+    def _streamed(self) -> bool:
+        """Whether the samples to evaluate on stay on the host."""
+        return self.program.own_samples and self.federation.test_offsets is None
+
+    @cached_property
+    def _samples(self) -> Batch:
+        """Those to evaluate on, on the devices."""
+        if self.federation.test_offsets is None:
+            assert self.engine.samples is not None
+            return self.engine.samples
+        return jax.device_put(Batch(*self.federation.test), NamedSharding(self.engine.mesh, P()))
+
+    def _placed(self, clients: np.ndarray) -> tuple[np.ndarray, Batch]:
+        """Where each client's samples begin on its device, and the samples; of streamed ones those of the clients."""
+        if not self._streamed:
+            return self._offsets[clients], self._samples
+        mine = clients.reshape(self.engine.devices, -1)
+        first, last = self._offsets[mine[:, 0]], self._offsets[mine[:, -1] + 1]
+        room = self._most_rows(mine.shape[1])
+
+        def gather(array: np.ndarray) -> np.ndarray:
+            rows = np.zeros((len(mine), room, *array.shape[1:]), array.dtype)
+            for own, start, end in zip(rows, first, last, strict=True):
+                own[: end - start] = array[start:end]
+            release(array)
+            return rows.reshape(-1, *array.shape[1:])
+
+        samples = jax.tree.map(gather, Batch(*self.federation.train))
+        starts = self._offsets[mine] - first[:, None]
+        return starts.reshape(-1), jax.device_put(samples, NamedSharding(self.engine.mesh, P(AXIS)))
+
+    def _most_rows(self, each: int) -> int:
+        """The most samples of ``each`` clients that follow one another."""
+        return int(np.diff(np.append(self._offsets[:-1:each], self._offsets[-1])).max())
+
+    @cached_property
+    def _groups(self) -> list[np.ndarray]:
+        """All clients, in groups of one size; the last repeats the last client."""
+        clients, devices = self.federation.num_clients, self.engine.devices
+        fits = max(1, _AT_ONCE_BYTES // max(1, tree.num_bytes(self.initial)))
+        each, train = -(-min(clients, fits) // devices), self.federation.train
+        row_bytes = sum(part.nbytes for part in train) / len(train.y)
+        # two at least: a loop of a single trip is compiled to other code, which may round otherwise
+        while self._streamed and each > 2 and self._most_rows(each) * row_bytes > _AT_ONCE_BYTES:
+            each = -(-each // 2)
+        size = each * devices
+        return [np.minimum(np.arange(first, first + size), clients - 1) for first in range(0, clients, size)]
+
+    @cached_property
+    def _compiled(self) -> Callable:
+        mesh, by_client = self.engine.mesh, P(AXIS)
+        train = self.engine.samples if "finetuned" in self.kinds else ()
+        of_samples = by_client if self._streamed else P()
+        where = (P(), P(), P(), by_client, by_client, by_client, by_client, of_samples, P())
+        mapped = jax.shard_map(self._on_device, mesh=mesh, in_specs=where, out_specs=by_client, check_vma=False)
+        evaluate: Callable = jax.jit(mapped)
+        return lambda *inputs: evaluate(*inputs, train)
+
+    def _on_device(
+        self,
+        algorithm: Algorithm,
+        params: Tree,
+        statistics: Tree,
+        kept: tuple[Tree, Tree],
+        clients: Array,
+        starts: Array,
+        sizes: Array,
+        samples: Batch,
+        train: Any,
+    ) -> dict[str, dict[str, Array]]:
+        """Sums over each client's samples, {kind: {metric: [clients]}}."""
+
+        def one(at: tuple) -> dict[str, dict[str, Array]]:
+            (state, at_home), client, start, size = at
+            own, models = at_home or statistics, {}
+            if "personal" in self.kinds:
+                models["personal"] = algorithm.personal(params, state)
+            if "finetuned" in self.kinds:
+                models["finetuned"] = self._finetuned(algorithm, params, own, client, train)
+            return {kind: self._sums(model, own, samples, start, size) for kind, model in models.items()}
+
+        return jax.lax.map(one, (kept, clients, starts, sizes))
+
+    def _sums(self, model: Tree, statistics: Tree, samples: Batch, start: Array, size: Array) -> dict[str, Array]:
+        if statistics and not isinstance(model, Variables):
+            model = Variables(model, statistics)
+        last, rows = len(samples.y) - 1, min(_ROWS, int(np.diff(self._offsets).max()))
+
+        def values(i: Array | int) -> dict[str, Array]:
+            lanes = i * rows + jnp.arange(rows)
+            part = jax.tree.map(lambda a: a[jnp.minimum(start + lanes, last)], samples)
+            found = sample_values(self.task, model, part)
+            return {name: jnp.where(lanes < size, value, 0).sum() for name, value in found.items()}
+
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(values, 0))
+        return jax.lax.fori_loop(0, -(-size // rows), lambda i, total: tree.add(total, values(i)), zero)
+
+    def _finetuned(self, algorithm: Algorithm, params: Tree, statistics: Tree, client: Array, train: Batch) -> Tree:
+        """The global model after some epochs of the client's local steps."""
+        local = dataclasses.replace(
+            algorithm.local_steps or LocalSGD(), steps=None, blocks=None, epochs=self.settings.finetune, carry=False
+        )
+        offsets = jnp.asarray(self.federation.offsets, jnp.int32)
+        zero, one = jnp.int32(0), jnp.ones(1)
+        size = (offsets[client + 1] - offsets[client])[None]
+        place = Place(client[None], zero[None], offsets[client][None], size, one)
+        here = Rounds(zero, one[0], jnp.int32(1), place)
+        carried = Carried(statistics)
+        keys = client_keys(seeded(self.settings.seed, FINETUNING), place.client)
+        data = client_data(self.program, train, turn_of(self.program, here, keys, 0)).with_carried(carried)
+        tuned = local.run(data.fresh(), params).params
+        return with_statistics(tuned, carried.statistics)

@@ -1,0 +1,88 @@
+"""What is promised of the devices' memory: one account for samples, client states and clients at work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from fedrax import tree
+from fedrax.contract.algorithm import Algorithm
+from fedrax.data.federation import ALIGNMENT
+from fedrax.errors import FedraxError
+from fedrax.host_memory import host_memory
+from fedrax.tree import Tree
+
+_UNSAID = 16 << 30
+"""Bytes of a device that does not say how many it has."""
+
+
+@dataclass
+class Account:
+    """A device's memory. What is promised of it may be half of what is left, so that all together is never all."""
+
+    whole: int
+    """Bytes."""
+    on_cpu: bool
+    promised: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Account:
+        """Of each device of the mesh; of several processes that of the one that has least, for all of them."""
+        device = mesh.local_devices[0]
+        on_cpu = device.platform == "cpu"
+        if on_cpu:  # they share the memory
+            memory = host_memory() // len(mesh.local_devices)
+        else:
+            memory = (device.memory_stats() or {}).get("bytes_limit", _UNSAID)
+        if jax.process_count() > 1:
+            unit = 1 << 20  # or 32 bits would not do
+            memory = int(np.min(multihost_utils.process_allgather(np.int32(min(memory // unit, 1 << 30))))) * unit
+        return cls(memory, on_cpu)
+
+    def has_room(self, size: float) -> bool:
+        """Whether so many bytes are not too much."""
+        return size <= max(0, self.whole - self.promised) / 2
+
+    def spend(self, size: int) -> None:
+        """Promise so many bytes."""
+        self.promised += size
+
+    def check_server(self, algorithm: Algorithm, params: Tree, num_clients: int, devices: int) -> None:
+        """Refuse a server whose state all ``devices`` together have no room for, before any of it is made."""
+        state = jax.eval_shape(lambda x: algorithm.init(x, num_clients), params)
+        needed, there = tree.num_bytes(state), devices * self.whole
+        if needed > there:
+            raise FedraxError(
+                f"{type(algorithm).__name__}'s server would keep {needed / 1e9:.3g} GB for {num_clients:,} clients,"
+                f" more than the {there / 1e9:.3g} GB of memory: let it remember less, or take a method that does"
+            )
+
+    def copied(self, samples: Tree) -> int:
+        """Bytes that arrays of the host take on the device.
+
+        CPU devices read well-placed arrays where they are, from memory or, mapped, through the page cache. Others are
+        copied.
+        """
+        return sum(
+            0 if self.on_cpu and _taken_over(a) else a.size * _dtype(a).itemsize for a in jax.tree.leaves(samples)
+        )
+
+    def side_by_side(self, size: int) -> int:
+        """How many clients at work, of so many bytes each, have room in a quarter of the memory, one at least.
+
+        Whatever else lies there: sums over other numbers of clients at a time are rounded otherwise.
+        """
+        return max(1, self.whole // 4 // max(size, 1))
+
+
+def _dtype(array: Any) -> np.dtype:
+    return jax.dtypes.canonicalize_dtype(array.dtype)
+
+
+def _taken_over(array: np.ndarray) -> bool:
+    return _dtype(array) == array.dtype and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0

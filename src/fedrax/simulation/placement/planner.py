@@ -1,0 +1,261 @@
+"""Which device each client of a round runs on, and the row in which what it keeps lies there."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrax.contract.client_data import Place
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.executors.data_parallel import to_join
+from fedrax.simulation.round import Rounds
+from fedrax.simulation.settings import Script
+
+_SMALL_STORE = 64 << 20
+"""Bytes of all devices' stores up to which each has a row for every client."""
+_LOOKED_AT = 32
+"""Rounds that show whether devices ever gain by working together."""
+
+
+def rounded_up(number: int) -> int:
+    """To one of eight numbers between each power of two and the next: few occur, and as few programs."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step
+
+
+def rows_on_a_device(sampler: Sampler, devices: int, row_bytes: int, uneven: bool) -> int:
+    """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
+
+    All clients on every device where that takes little memory; else as many as will take part. Devices that share them
+    have some to spare, since they are not filled evenly. uneven: clients have more to do than others.
+    """
+    clients = sampler.num_clients
+    if clients * row_bytes * devices <= _SMALL_STORE:
+        return clients
+    clients = min(clients, rounded_up(sampler.most_clients))
+    spare = clients // (8 if uneven else 32)
+    return clients if devices == 1 else -(-(clients + spare) // devices)
+
+
+class Planner:
+    """Spreads each round's clients over devices, by their work, and gives clients with state a row to keep it.
+
+    A client's row lies on one device, allotted when it first takes part, so state never moves between devices.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        offsets: np.ndarray,
+        *,
+        devices: int,
+        stateful: bool,
+        by_samples: bool,
+        row_bytes: int = 0,
+        given: Mapping[str, np.ndarray] | None = None,
+    ):
+        """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate_script.given_work`."""
+        self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
+        self.by_samples, self.given = by_samples, dict(given or {})
+        self.chunk = 1
+        """Clients of a device side by side."""
+        self.straggling = sampler.settings.stragglers > 0
+        self.joint_speed: float | None = None
+        """How many times as fast as one device all of them together are with a client; None: they never join."""
+        share = -(-sampler.largest // devices)
+        even = not by_samples and not self.straggling
+        self.places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
+        self._row_bytes = row_bytes
+        self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
+        self.home: dict[int, tuple[int, int]] = {}
+        self._used = [0] * devices
+        if stateful:  # homes depend on all rounds before, so lay them out once, from the start
+            for r in range(sampler.settings.rounds):
+                self._assign(r, sampler.cohort(r))
+                if len(self.home) == sampler.num_clients:
+                    break
+            self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
+
+    def go_side_by_side(self, clients: int) -> None:
+        """From now on so many clients of a device go side by side."""
+        self.chunk, self.places = clients, -(-self.places // clients) * clients
+
+    @property
+    def most_places(self) -> int:
+        """Room for the clients with state that a device has in a round, as much for almost any seed."""
+        # Homes fall as if by chance: four deviations above an even share, or where sizes are too unlike a doubling.
+        share = self.sampler.largest / self.devices
+        spread = share * (1 - 1 / self.devices) * (1 - self.sampler.largest / self.sampler.num_clients)
+        room = int(np.ceil(share) + 4 * np.sqrt(spread))
+        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.settings.rounds))
+        most = max(len(places) for r, cohort in cohorts for places in self._assign(r, cohort))
+        while most > room:
+            room *= 2
+        return min(room, self.places)
+
+    def rows(self) -> dict[int, int]:
+        """The row of each client that takes part, counted over all devices one after another."""
+        return {client: device * self.capacity + row for client, (device, row) in self.home.items()}
+
+    def owners(self) -> np.ndarray:
+        """The client of each row of the state store, all devices' one after another; int32, -1 where none."""
+        owners = np.full(self.capacity * self.devices if self.stateful else 0, -1, np.int32)
+        for client, row in self.rows().items():
+            owners[row] = client
+        return owners
+
+    def _assign(self, round: int, cohort: np.ndarray) -> list[list[int]]:
+        """For each device the places (in the cohort) of its clients: who has a home is there, others go to the least
+        loaded, heaviest first, and those with state are at home there from then on.
+        """
+        cost = self._cost(round, cohort)
+        chosen: list[list[int]] = [[] for _ in range(self.devices)]
+        load = [0.0] * self.devices
+        newcomers = []
+        for place, client in enumerate(cohort.tolist()):
+            if client in self.home:
+                device = self.home[client][0]
+                chosen[device].append(place)
+                load[device] += cost[place]
+            else:
+                newcomers.append(place)
+        heap: list[tuple[float, int]] = [(load[d], d) for d in range(self.devices)]
+        heapq.heapify(heap)
+        for place in sorted(newcomers, key=lambda p: (-cost[p], p)):
+            popped = []
+            while self._full(heap[0][1], chosen) and len(heap) > 1:
+                popped.append(heapq.heappop(heap))
+            used, device = heapq.heappop(heap)
+            chosen[device].append(place)
+            heapq.heappush(heap, (used + float(cost[place]), device))
+            for entry in popped:
+                heapq.heappush(heap, entry)
+            if self.stateful:
+                self.home[int(cohort[place])] = (device, self._used[device])
+                self._used[device] += 1
+        if self.chunk > 1:  # clients side by side wait for the slowest of them: put those of like work together
+            return [sorted(places, key=lambda p: (-cost[p], p)) for places in chosen]
+        return [sorted(places) for places in chosen]
+
+    def _cost(self, round: int, cohort: np.ndarray) -> np.ndarray:
+        """What each client has to do, float [S]."""
+        cost = self.sampler.sizes[cohort].astype(float) if self.by_samples else np.ones(len(cohort))
+        return cost * self.sampler.work(round, len(cohort)) if self.straggling else cost
+
+    def join(self, speed: float) -> int:
+        """Let devices that work together ``speed`` times as fast do so, if that helps in any round of one seed.
+
+        Of one for all runs, so that whether a program has room for it follows from clients and settings alone. How many
+        devices there are then, 0 where it does not help.
+        """
+        self.joint_speed = speed if speed > 1 else None
+        if self.joint_speed and not self._like(_LOOKED_AT)._ever_joined(speed):
+            self.joint_speed = None
+        return self.devices if self.joint_speed else 0
+
+    def _like(self, rounds: int) -> Planner:
+        """One for so many rounds of another seed, the same for all; of given cohorts no more than there are."""
+        s = self.sampler
+        script, rounds = (
+            (None, rounds) if s.given is None else (Script(cohorts=s.given), min(rounds, s.settings.rounds))
+        )
+        other = Sampler(replace(s.settings, seed=0, rounds=rounds), s.sizes, script)
+        kinds = {"devices": self.devices, "stateful": self.stateful, "by_samples": self.by_samples}
+        return Planner(other, self.offsets, row_bytes=self._row_bytes, **kinds)
+
+    def _ever_joined(self, speed: float) -> bool:
+        self.joint_speed = speed
+        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.settings.rounds))
+        return any(self._joined(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)
+
+    def _joined(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
+        if self.joint_speed is None:
+            return set()
+        return to_join(assigned, self._cost(round, cohort).tolist(), self.joint_speed)
+
+    def idle(self, round: int) -> float:
+        """How long devices wait for the one with the most work in a round, as part of all its clients' work."""
+        cohort = self.sampler.cohort(round)
+        assigned, cost = self._assign(round, cohort), self._cost(round, cohort)
+        joined = self._joined(round, cohort, assigned)
+        load = [sum(cost[p] for p in places if p not in joined) for places in assigned]
+        return float((len(load) * max(load) - sum(load)) / cost.sum())
+
+    def _full(self, device: int, chosen: list[list[int]]) -> bool:
+        """Whether a device has no place left in this round, or no row."""
+        return len(chosen[device]) >= self.places or (self.stateful and self._used[device] >= self.capacity)
+
+    def block(self, first: int, rounds: int, length: int) -> Rounds:
+        """Rounds ``first`` to ``first + rounds``, in arrays of ``length`` rounds."""
+        s, dims = self.sampler, (length, self.devices, self.places)
+        room: Any = lambda value, dtype=np.int32: np.full(dims, value, dtype)  # noqa: E731
+        given = {n: np.zeros((*dims, *a.shape[2:]), np.int32) for n, a in self.given.items()}
+        places = Place(
+            client=room(s.num_clients),
+            slot=room(self.capacity),
+            offset=room(0),
+            size=room(int(s.sizes[0])),
+            weight=room(0, s.settings.dtype),
+            work=room(1, np.float32) if self.straggling else None,
+            joined=None if self.joint_speed is None else room(False, bool),
+            **given,
+        )
+        numbers = np.arange(first, first + length, dtype=np.int32)
+        out = Rounds(numbers, np.ones(length, np.float32), np.zeros(dims[:2], np.int32), places)
+        for b in range(rounds):
+            self._fill(out, b, first + b)
+        return out
+
+    def _fill(self, out: Rounds, b: int, round: int) -> None:
+        s = self.sampler
+        cohort = s.cohort(round)
+        assigned = self._assign(round, cohort)
+        joined = self._joined(round, cohort, assigned)
+        assigned = [sorted(places, key=joined.__contains__) for places in assigned]  # these at the end
+        weight = s.sizes[cohort].astype(float) if s.settings.weights == "samples" else np.ones(len(cohort))
+        found: dict[str, Any] = {
+            "client": cohort,
+            "offset": self.offsets[cohort],
+            "size": s.sizes[cohort],
+            "weight": weight / weight.sum(),
+            **{name: array[round] for name, array in self.given.items()},
+        }
+        if self.stateful:
+            found["slot"] = np.array([self.home[c][1] for c in cohort.tolist()], np.int32)
+        if self.straggling:
+            found["work"] = s.work(round, len(cohort))
+        if self.joint_speed is not None:
+            found["joined"] = np.isin(np.arange(len(cohort)), list(joined))
+        out.cohort_size[b] = len(cohort)
+        for d, chosen in enumerate(assigned):
+            out.count[b, d] = len(chosen)
+            for name, values in found.items():
+                getattr(out.places, name)[b, d, : len(chosen)] = values[chosen]
+
+
+# -- parts of a plan -----------------------------------------------------------------------------------------------
+
+
+def share_of(xs: Rounds, r: int, d: int) -> Rounds:
+    """Round ``r`` of device ``d``: without these two axes."""
+    recorded = None if xs.recorded is None else xs.recorded[r]
+    places = jax.tree.map(lambda a: a[r, d], xs.places)
+    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r, d], places, recorded)
+
+
+def whole_round(xs: Rounds, r: int, rows: int, samples: int = 0) -> Rounds:
+    """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device.
+
+    And offsets through ``samples`` samples a device, where each has its own.
+    """
+    shares = []
+    for d in range(xs.count.shape[1]):
+        places = jax.tree.map(lambda a, d=d: a[r, d, : xs.count[r, d]], xs.places)
+        shares.append(places._replace(slot=places.slot + d * rows, offset=places.offset + d * samples, joined=None))
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *shares)
+    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r].sum(), joined)

@@ -1,0 +1,291 @@
+"""Samples larger than the device, and client states larger than memory: what a block of rounds needs, and no more.
+
+A compiled block addresses samples and client states by row. It does not ask what else there is: so before a block
+the rows of its clients are gathered into small arrays on each device, with the block's ``offset`` and ``slot``
+renumbered on the host, and after it the states are written back. Blocks are cut where their rows would not fit.
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax import tree
+from fedrax.background_thread import begun
+from fedrax.data.federation import aligned_memory
+from fedrax.errors import FedraxError
+from fedrax.simulation.executors.compiled import Carry
+from fedrax.simulation.placement.client_states import moved
+from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.planner import Planner, rounded_up
+from fedrax.simulation.placement.row_file import RowFile
+from fedrax.simulation.round import Rounds
+from fedrax.simulation.settings import Settings
+from fedrax.tree import Tree
+from fedrax.xla.microbatch import AXIS
+
+_BLOCK_BYTES = 64 << 20
+"""Of one block's samples, and of its states, on an accelerator or on all CPU devices together. Longer blocks save
+nothing: copying as much takes far longer than starting a block, and larger arrays cost page faults every time."""
+
+
+# -- where things lie ----------------------------------------------------------------------------------------------
+
+
+def choose(settings: Settings, samples: Tree, store_bytes: int, account: Account) -> tuple[bool, bool]:
+    """(samples are streamed, client states are spilled), for ``store_bytes`` of states on each device.
+
+    What is to lie on the devices is spent from the ``account``.
+    """
+    copied = account.copied(samples)
+    if jax.process_count() > 1:
+        if settings.samples == "streamed" or settings.states == "spilled":
+            raise FedraxError("samples are streamed and client states spilled by a single process only")
+        account.spend(copied + store_bytes)
+        return False, False
+    countable = all(len(a) <= np.iinfo(np.int32).max for a in jax.tree.leaves(samples))
+    streamed = not (account.has_room(copied) and countable)
+    if settings.samples != "auto":
+        streamed = settings.samples == "streamed"
+    account.spend(0 if streamed else copied)
+    spilled = not account.has_room(store_bytes)
+    if settings.states != "auto":
+        spilled = settings.states == "spilled" and store_bytes > 0
+    account.spend(0 if spilled else store_bytes)
+    return streamed, spilled
+
+
+def release(array: np.ndarray) -> None:
+    """Take a memory-mapped array's pages out of this process; they stay in the page cache and come back when read."""
+    mode, base = None, array
+    while isinstance(base, np.ndarray):
+        mode = base.mode if isinstance(base, np.memmap) else mode
+        base = base.base
+    if isinstance(base, mmap.mmap) and mode in ("r", "r+", "w+"):  # a copy-on-write mapping would lose its changes
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+# -- rows of a block -----------------------------------------------------------------------------------------------
+
+
+def distinct(values: np.ndarray, count: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """The different entries of ``values`` [B, D, K] on each device, sorted, and the place of each entry in them.
+
+    Of round b and device d only the first ``count[b, d]`` entries are meant.
+    """
+    used = np.arange(values.shape[2]) < count[..., None]
+    found, places = [], np.zeros_like(values)
+    for d in range(values.shape[1]):
+        entries, inverse = np.unique(values[:, d][used[:, d]], return_inverse=True)
+        found.append(entries)
+        places[:, d][used[:, d]] = inverse
+    return found, places
+
+
+def rounds_that_fit(values: np.ndarray, count: np.ndarray, rows: np.ndarray | None, room: int) -> int:
+    """How many of the first rounds, one at least, have no more than ``room`` rows on any device.
+
+    ``rows[v]`` is the number of rows of entry v, one if None; an entry in several rounds has its rows once.
+    """
+    used = np.arange(values.shape[2]) < count[..., None]
+    need = np.zeros(len(values), np.int64)
+    for d in range(values.shape[1]):
+        entries, first = np.unique(values[:, d][used[:, d]], return_index=True)
+        round_of = np.nonzero(used[:, d])[0][first]
+        new = np.bincount(round_of, None if rows is None else rows[entries], len(values))
+        need = np.maximum(need, new.cumsum().astype(np.int64))
+    return max(1, int(np.searchsorted(need, room, "right")))
+
+
+def _budget(mesh: Mesh) -> int:
+    shared = mesh.devices.flat[0].platform == "cpu"
+    return _BLOCK_BYTES // mesh.devices.size if shared else _BLOCK_BYTES
+
+
+class Streamer:
+    """Samples that stay on the host; each device gets those of its own clients of a block."""
+
+    def __init__(self, samples: Tree, planner: Planner, mesh: Mesh, longest: int):
+        self.samples, self.mesh = samples, mesh
+        self.sizes, self.offsets = planner.sampler.sizes, planner.offsets
+        leaves, largest = jax.tree.leaves(samples), int(self.sizes.max())
+        fits = _budget(mesh) // max(1, sum(a.nbytes // len(a) for a in leaves))
+        # Room for the longest block from the start: growing means compiling anew, and on CPU unused room is free.
+        self.room = max(largest, min(fits, len(leaves[0]), longest * planner.places * largest))
+        self.x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+    def rounds_that_fit(self, xs: Rounds, rounds: int) -> int:
+        """How many of the first rounds have room."""
+        return rounds_that_fit(xs.places.client[:rounds], xs.count[:rounds], self.sizes, self.room)
+
+    def place(self, xs: Rounds, rounds: int) -> tuple[Rounds, Tree]:
+        """The block with the ``offset`` of each client's samples on its device, and the samples."""
+        clients, places = distinct(xs.places.client[:rounds], xs.count[:rounds])
+        ends = [np.cumsum(self.sizes[mine]) for mine in clients]
+        starts = [end - self.sizes[mine] for end, mine in zip(ends, clients, strict=True)]
+        need = max(int(end[-1]) if len(end) else 0 for end in ends)
+        self.room = max(self.room, rounded_up(need))
+        offset = np.zeros_like(xs.places.offset)
+        for d, start in enumerate(starts):
+            if len(start):
+                offset[:rounds, d] = start[places[:, d]]
+        rows = [
+            np.repeat(self.offsets[mine] - start, self.sizes[mine]) + np.arange(len(start) and end[-1])
+            for mine, start, end in zip(clients, starts, ends, strict=True)
+        ]
+        with jax.enable_x64(self.x64):  # a thread of its own has its own setting
+            samples = jax.tree.map(lambda a: self._gather(a, rows), self.samples)
+        return xs._replace(places=xs.places._replace(offset=offset)), samples
+
+    def _gather(self, array: np.ndarray, rows: list[np.ndarray]) -> jax.Array:
+        dtype, parts = jax.dtypes.canonicalize_dtype(array.dtype), []
+        for device, mine in zip(self.mesh.devices.flat, rows, strict=True):
+            # new memory each time, which CPU devices take over; zeros in the unused room cost nothing there
+            part = aligned_memory((self.room, *array.shape[1:]), dtype, np.zeros)
+            if dtype == array.dtype:
+                np.take(array, mine, axis=0, out=part[: len(mine)], mode="clip")
+            else:
+                part[: len(mine)] = np.take(array, mine, axis=0)
+            parts.append(jax.device_put(part, device))
+        release(array)
+        shape = (self.room * len(parts), *array.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(AXIS)), parts)
+
+
+# -- client states on disk -----------------------------------------------------------------------------------------
+
+
+class Spill:
+    """Client states on disk, one file a leaf, with rows as the store has them; a block's rows go to the devices."""
+
+    def __init__(self, initial: Tree, planner: Planner, mesh: Mesh, longest: int, directory: Path | None):
+        self.capacity, self.devices = planner.capacity, mesh.devices.size
+        self.sharding = NamedSharding(mesh, P(AXIS))
+        rows = self.capacity * self.devices
+        self.files = jax.tree.map(lambda a: RowFile(directory, rows, np.asarray(a)), initial)
+        fits = _budget(mesh) // max(1, tree.num_bytes(initial))
+        largest = planner.most_places
+        # Room for any round of the run, and of others: neither a block nor a seed nor more rounds compile anew.
+        self.room = max(largest, min(fits, planner.sampler.num_clients, longest * largest))
+        room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
+        self._tables = jax.tree.map(room, self.files)
+
+    def rounds_that_fit(self, xs: Rounds, rounds: int) -> int:
+        """How many of the first rounds have room."""
+        return rounds_that_fit(xs.places.slot[:rounds], xs.count[:rounds], None, self.room)
+
+    def place(self, xs: Rounds, rounds: int) -> tuple[Rounds, list[np.ndarray]]:
+        """The block with the ``slot`` of each client on its device, and the rows that belong there."""
+        found, places = distinct(xs.places.slot[:rounds], xs.count[:rounds])
+        slot = np.zeros_like(xs.places.slot)
+        slot[:rounds] = places
+        return xs._replace(places=xs.places._replace(slot=slot)), [
+            mine + d * self.capacity for d, mine in enumerate(found)
+        ]
+
+    def read(self, rows: list[np.ndarray]) -> Tree:
+        """A store on the devices with each device's ``rows``."""
+
+        def one(file: RowFile, table: np.ndarray) -> np.ndarray:
+            for d, mine in enumerate(rows):
+                file.read(mine, table[d, : len(mine)])
+            return table.reshape(-1, *file.shape[1:])
+
+        # The devices copy the tables, and have done so before the next block fills them again.
+        return jax.device_put(jax.tree.map(one, self.files, self._tables), self.sharding, may_alias=False)
+
+    def write(self, rows: list[np.ndarray], store: Tree) -> None:
+        """Each device's ``rows`` from the store on the devices."""
+
+        def one(file: RowFile, leaf: Any) -> None:
+            parts = [s.data for s in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf]
+            for mine, part in zip(rows, parts, strict=True):
+                file.write(mine, np.asarray(part)[: len(mine)])
+
+        jax.tree.map(one, self.files, store)
+
+    def fill(self, leaves: Tree, old: np.ndarray, new: np.ndarray) -> None:
+        """Rows ``old`` (rising) of saved leaves become rows ``new``; initial ones need no place on disk."""
+
+        def one(file: RowFile, leaf: Any) -> None:
+            start = file.initial.reshape(-1).view(np.uint8)
+            for mine, values in moved(leaf, old, new):
+                changed = (values.reshape(len(values), file.initial.size).view(np.uint8) != start).any(1)
+                file.write(mine[changed], values[changed])
+
+        jax.tree.map(one, self.files, leaves)
+
+
+# -- blocks, one ahead ---------------------------------------------------------------------------------------------
+
+
+class Portion(NamedTuple):
+    """A block of rounds with what it needs."""
+
+    xs: Rounds
+    rounds: int
+    samples: Tree | None
+    """On the devices; None where they always are."""
+    rows: list[np.ndarray]
+    """Of each device, the rows of client states on disk."""
+
+
+class Storage:
+    """Plans blocks of rounds and, where samples are streamed or states spilled, brings and keeps what they need."""
+
+    def __init__(self, planner: Planner, longest: int, streamer: Streamer | None, spill: Spill | None):
+        self.planner, self.longest, self.streamer, self.spill = planner, longest, streamer, spill
+        self._most = longest
+        self._ahead: Future[Portion] | None = None
+
+    def portion(self, first: int, rounds: int) -> Portion:
+        """The block that begins with round ``first``: the one made ahead, else one of up to ``rounds``."""
+        ahead, self._ahead = self._ahead, None
+        return self._make(first, rounds) if ahead is None else ahead.result()
+
+    def make_ahead(self, first: int, rounds: int) -> None:
+        """Begin to make the next block in the background, if that is worth while."""
+        if self.streamer is not None:
+            self._ahead = begun(self._make, first, rounds)
+
+    def _make(self, first: int, rounds: int) -> Portion:
+        rounds = asked = min(rounds, self._most)
+        xs, samples, rows = self.planner.block(first, rounds, self.longest), None, []
+        for part in (self.streamer, self.spill):
+            rounds = rounds if part is None else part.rounds_that_fit(xs, rounds)
+        self._most = min(self.longest, 2 * (rounds if rounds < asked else self._most))  # draw few cohorts in vain
+        if self.spill is not None:
+            xs, rows = self.spill.place(xs, rounds)
+        if self.streamer is not None:
+            xs, samples = self.streamer.place(xs, rounds)
+        return Portion(xs, rounds, samples, rows)
+
+    def bring(self, carry: Carry, portion: Portion) -> Carry:
+        """The carry with the states that a block starts from."""
+        return carry if self.spill is None else carry._replace(store=self.spill.read(portion.rows))
+
+    def settle(self, carry: Carry, portion: Portion) -> Carry:
+        """The carry after the block, its states in their place."""
+        if self.spill is None:
+            return carry
+        self.spill.write(portion.rows, carry.store)
+        return carry._replace(store=())
+
+    def store(self, carry: Carry) -> Tree:
+        """All client states: arrays, or :class:`RowFile` s."""
+        return carry.store if self.spill is None else self.spill.files
+
+    def close(self, failed: bool) -> None:
+        """End the background's work; states on disk stay readable unless the run has failed."""
+        if self._ahead is not None:
+            wait([self._ahead])
+        if failed and self.spill is not None:
+            for file in jax.tree.leaves(self.spill.files):
+                file.close()

@@ -1,0 +1,140 @@
+"""A private run's ledger, from the method, the settings and the draw of its cohorts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from fedrax.contract.algorithm import Algorithm
+from fedrax.errors import FedraxError, warn
+from fedrax.participation.policies import FixedList, Turns, Uniform, WeightedBySamples
+from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.ledger import Ledger
+from fedrax.privacy.releases import Release
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.results.events import Event
+from fedrax.simulation.round import Rounds
+from fedrax.simulation.settings import Settings
+
+
+def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
+    """What a round of a private method releases; nothing where no release of the method is protected."""
+    remembers = algorithm.remembers
+    releases = tuple(dataclasses.replace(r, remembers=r.remembers or remembers) for r in algorithm.releases())
+    protected = any(r.noise > 0 or r.paper_noise is not None or r.paper_epsilon is not None for r in releases)
+    return releases if protected else ()
+
+
+def cohorts_of(sampler: Sampler) -> Cohorts:
+    """How the run's cohorts are drawn, as an accountant sees it."""
+    participation, size = sampler.settings.participation, sampler.settings.cohort_size
+    if sampler.given is not None or isinstance(participation, Turns):
+        return Cohorts()
+    if sampler.by_chance:
+        return Cohorts("poisson", size / sampler.num_clients)
+    if isinstance(participation, Uniform):
+        return Cohorts("fixed", size / sampler.num_clients)
+    if isinstance(participation, FixedList):
+        return Cohorts("fixed", min(1.0, size / len(participation.clients)))
+    return Cohorts("refilled")
+
+
+def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Accountant | None:
+    """What counts the run's epsilon; None for a method that is not private."""
+    releases = private_releases(algorithm)
+    if not releases:
+        if settings.epsilon_budget is not None:
+            raise FedraxError(
+                f"{type(algorithm).__name__} adds no noise, and its releases have no finite epsilon: no budget of"
+                f" {settings.epsilon_budget:g} holds; wrap it in a private method, or leave epsilon_budget out"
+            )
+        return None
+    told = sampler.given is None and isinstance(settings.participation, WeightedBySamples)
+    if told and any(r.seen == "server" and (r.unit == "sample" or r.neighbors == "replacement") for r in releases):
+        raise FedraxError(
+            f"cohorts drawn by numbers of samples tell the server of them, which no noise of {type(algorithm).__name__}"
+            " covers: choose another participation"
+        )
+    check_apart(max(release.apart for release in releases), settings.rounds, sampler)
+    accountant = Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
+    if settings.amplification == "fixed" and accountant.empty_place:
+        raise FedraxError(
+            f"amplification 'fixed' does not hold for {type(algorithm).__name__}: its clients keep something from round"
+            " to round, and one that takes another's place keeps it ever after; leave it at 'auto', or draw cohorts by"
+            " 'poisson'"
+        )
+    return accountant
+
+
+def check_apart(apart: int, rounds: int, sampler: Sampler) -> None:
+    """FedraxError where a client takes part twice in less than ``apart`` rounds."""
+    last = np.full(sampler.num_clients, -apart)
+    for r in range(rounds if apart > 1 else 0):
+        cohort = sampler.cohort(r)
+        early = cohort[r - last[cohort] < apart]
+        if len(early):
+            raise FedraxError(
+                f"noise in {apart} bands is for clients that take part {apart} rounds apart or more, and client"
+                f" {early[0]} does in rounds {last[early[0]] + 1} and {r + 1}: draw cohorts in turns, or set fewer"
+                " bands"
+            )
+        last[cohort] = r
+
+
+def ledger_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Ledger | None:
+    """The empty ledger of a private run; None for a method that is not private.
+
+    Raises FedraxError for an amplification that the cohorts do not have, and for a budget that no round fits into.
+    Warns of a delta at which the data of one client, or of one sample, may be published.
+    """
+    accountant = accountant_of(algorithm, settings, sampler)
+    if accountant is None:
+        return None
+    _check_room(accountant, settings.epsilon_budget)
+    units = sampler.num_clients if accountant.unit == "client" else int(sampler.sizes.sum())
+    if settings.delta >= 1 / units:
+        warn(
+            f"delta = {settings.delta:g} is not below 1/{units}: a method may publish the data of one"
+            f" {accountant.unit} of {units} and keep this promise; take a smaller delta",
+        )
+    return Ledger(accountant, sampler.sizes)
+
+
+def _check_room(accountant: Accountant, budget: float | None) -> None:
+    """FedraxError where not even one round fits into the budget."""
+    if budget is None:
+        return
+    if not accountant.protects:
+        raise FedraxError(
+            f"a release without noise has no finite epsilon: no budget of {budget:g} holds;"
+            " give the method a noise above 0, or leave epsilon_budget out"
+        )
+    if (one := accountant.epsilon(1)) > budget:
+        raise FedraxError(
+            f"the budget of epsilon = {budget:g} at delta = {accountant.delta:g} has no room for a round: one costs"
+            f" epsilon = {one:.4g}"
+        )
+
+
+def last_round(ledger: Ledger | None, settings: Settings, sampler: Sampler) -> int:
+    """The last round of the run that the budget allows."""
+    rounds = settings.rounds
+    return rounds if ledger is None else ledger.last_round(settings.epsilon_budget, rounds, sampler.cohort)
+
+
+def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) -> None:
+    """Enter the first rounds of a block into the ledger, and what they cost into their ``events``."""
+    if ledger is not None:
+        for places, event in zip(xs.places.client, events, strict=False):
+            here = np.asarray(places).ravel()
+            event |= ledger.spend(here[here < clients])
+
+
+def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
+    """FedraxError where a run is asked to go on although its budget ends with the rounds that it has."""
+    if last <= done < settings.rounds:
+        raise FedraxError(
+            f"the budget of epsilon = {settings.epsilon_budget:g} at delta = {settings.delta:g} is spent: {done} rounds"
+            f" have cost {ledger.spent.epsilon:.4g}, and one more would exceed it"
+        )

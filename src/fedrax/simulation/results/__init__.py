@@ -1,0 +1,1 @@
+"""Results of a simulation: events, progress, recorded messages."""

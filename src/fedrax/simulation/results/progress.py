@@ -1,0 +1,203 @@
+"""A line that says how far a run has come, in a terminal or a notebook; nothing where nobody looks on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TextIO
+
+import jax
+from rich.cells import cell_len, set_cell_size
+
+from fedrax.escaping import plain
+from fedrax.simulation.results.events import Event, RunInfo, Sink
+
+_PAUSE = 0.1
+"""Seconds between two states of the line."""
+_NOTEBOOK, _NARROWEST = 100, 20
+_BAR = (10, 40)
+"""Characters of a bar: fewer say nothing, more say no more."""
+
+
+def somebody_looks_on(file: TextIO | None = None) -> bool:
+    """Whether a line of progress would be seen: standard error is a terminal or this is a notebook, and this process is
+    the only one or the first of several.
+    """
+    return (_is_terminal(file or sys.stderr) or _in_notebook()) and jax.process_index() == 0
+
+
+def _is_terminal(file: Any) -> bool:
+    try:
+        return file.isatty()
+    except (AttributeError, ValueError):  # what stands in its place may do no more than write; it may be closed
+        return False
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+class Line:
+    """One line on standard error, written over and over; text that stays is printed above it."""
+
+    def __init__(self, file: TextIO | None = None, width: int | None = None):
+        """file: where to write, standard error by default. width: in characters, the terminal's own by default."""
+        self._file, self._width, self._seen = file, width, None
+        self._drawn, self._text = 0, ""
+
+    @property
+    def seen(self) -> bool:
+        """Whether somebody looks on; asked when the line is first needed."""
+        if self._seen is None:
+            self._seen = somebody_looks_on(self._file)
+        return self._seen
+
+    @property
+    def width(self) -> int:
+        """How many characters fit."""
+        if self._width is not None:
+            return self._width
+        try:
+            columns = int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stderr.fileno()).columns)
+        except (OSError, ValueError, AttributeError):
+            columns = _NOTEBOOK
+        return max(_NARROWEST, (columns or _NOTEBOOK) - 1)
+
+    @property
+    def letters(self) -> tuple[str, str]:
+        """What a bar is drawn with."""
+        encoding = getattr(self._file or sys.stderr, "encoding", None) or "utf-8"
+        return ("━", "─") if encoding.lower().replace("-", "").startswith("utf") else ("#", "-")
+
+    def show(self, text: str) -> None:
+        """Put ``text`` in the place of what is there."""
+        if self.seen:
+            text = set_cell_size(text, self.width) if cell_len(text) > self.width else text
+            length = cell_len(text)
+            self._write(f"\r{text}{' ' * max(0, self._drawn - length)}")
+            self._drawn, self._text = length, text
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._drawn:
+            self._write(f"\r{' ' * self._drawn}\r")
+            self._drawn, self._text = 0, ""
+
+    def keep(self) -> None:
+        """Leave the line as it is; the next one is below."""
+        if self._drawn:
+            self._write("\n")
+            self._drawn, self._text = 0, ""
+
+    def say(self, text: str) -> None:
+        """Print ``text`` above the line, whether or not somebody looks on."""
+        text, before = plain(text), self._text
+        self.clear()
+        self._write(f"{text}\n")
+        if before:
+            self.show(before)
+
+    def _write(self, text: str) -> None:
+        file = self._file or sys.stderr
+        if file is not None:
+            with suppress(OSError, ValueError):  # who has left sees no more of it; the run goes on
+                file.write(text)
+                file.flush()
+
+
+class ProgressSink:
+    """A line with the rounds done, training loss, test metric, rounds per second and the time left.
+
+    ``line`` is one that somebody else takes away, for several runs; without it the sink has its own, which stays.
+    """
+
+    def __init__(self, description: str | None = None, line: Line | None = None):
+        self._description, self._shared, self._line = description, line is not None, line or Line()
+        self._name, self._total, self._numbers, self._test = "", 0, "", ""
+        self._first: tuple[int, float] | None = None
+        self._shown = 0.0
+        self._passed: Event | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Show the line."""
+        self._name, self._total = plain(self._description or run.algorithm), run.rounds
+        self._line.show(self._text(run.first_round, ["compiling"]))
+
+    def event(self, event: Event) -> None:
+        """Advance to the event's round."""
+        now, done = time.monotonic(), event["round"]
+        for key, form in (
+            ("test_accuracy", "accuracy {:.3f}"),
+            ("test_mse", "mse {:.4g}"),
+            ("test_loss", "loss {:.4g}"),
+        ):
+            if key in event:
+                self._test = "test " + form.format(event[key])
+                break
+        if self._first is None:  # after the first block: the time before it is that of compilation
+            self._first = (done, now)
+        if now - self._shown < _PAUSE and done < self._total:
+            self._passed = event
+        else:
+            self._show(event, now)
+
+    def _show(self, event: Event, now: float) -> None:
+        self._shown, self._passed = now, None
+        done = event["round"]
+        self._line.show(self._text(done, self._said(event, done, now)))
+
+    def _said(self, event: Event, done: int, now: float) -> list[str]:
+        """What there is to say, the most wanted first."""
+        of_round = event.get("local_loss", event.get("train_loss"))
+        loss = "" if of_round is None else f"loss {of_round:.4g}"
+        budget = f"ε {event['epsilon']:.3g}" if event.get("epsilon") is not None else ""
+        first, began = self._first or (done, now)
+        speed = (done - first) / (now - began) if now > began else 0.0
+        left = _clock((self._total - done) / speed) + " left" if speed and done < self._total else ""
+        return [self._test or loss, left, budget, loss if self._test else "", f"{speed:.1f} rounds/s" if speed else ""]
+
+    def _text(self, done: int, said: Sequence[str]) -> str:
+        return compose(self._name, done, self._total, said, self._line.width, self._line.letters)
+
+    def finish(self, result: Any | None) -> None:
+        """Show the last round, where the run has ended early, and leave the line."""
+        if self._passed is not None:
+            self._show(self._passed, time.monotonic())
+        if not self._shared:
+            self._line.keep()
+
+
+def compose(
+    name: str, done: int, total: int, said: Sequence[str], width: int, letters: tuple[str, str] = ("━", "─")
+) -> str:
+    """A line of at most ``width`` characters: the name, shortened where it must be, the rounds, as much of what is
+    ``said`` as fits, the first of it before the others, and a bar where there is room.
+    """
+    rounds = f"{done}/{total} rounds"
+    room = max(12, width // 3)
+    name = name if cell_len(name) <= room else set_cell_size(name, room - 1) + "…"
+    line = f"{name}  {rounds}"
+    for part in said:
+        if part and cell_len(line) + 2 + cell_len(part) <= width:
+            line += f"  {part}"
+    space = width - cell_len(line) - 2
+    if total and space >= _BAR[0]:
+        length = min(space, _BAR[1])
+        full = length * min(done, total) // total
+        line = f"{name}  {letters[0] * full}{letters[1] * (length - full)}{line[len(name) :]}"
+    return line
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def with_progress(sinks: Sequence[Sink], progress: bool, description: str | None = None) -> list[Sink]:
+    """``sinks``, and a line of progress where it is wanted, would be seen and is not among them."""
+    shown = progress and not any(isinstance(sink, ProgressSink) for sink in sinks) and somebody_looks_on()
+    return [*sinks, *([ProgressSink(description)] if shown else [])]

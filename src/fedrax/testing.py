@@ -1,0 +1,224 @@
+"""``check_algorithm``: whether a class of one's own keeps the rules of the contract, in about half a minute."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedrax import tree
+from fedrax.config.hyperparameters import check, refuse_unfinished
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.checks import check_method
+from fedrax.contract.task import Task, classification
+from fedrax.data import Federation
+from fedrax.errors import FedraxError
+from fedrax.models import Linear
+from fedrax.participation.policies import Poisson
+from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.executors.debug import NonFiniteError
+from fedrax.simulation.results.result import Result
+from fedrax.simulation.run import simulate
+from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.validate import check_arguments
+from fedrax.tree import Tree
+
+_SIZES = (3, 7, 4, 12, 6, 5)
+_ROUNDS, _COHORT = 2, 3
+_CLOSE = 2e-4
+"""Float32 rounding of two rounds of softmax regression, with room for other orders of summation."""
+
+
+class Problem(NamedTuple):
+    """What a method is checked on."""
+
+    task: Task
+    federation: Federation
+
+    @property
+    def cohort(self) -> int:
+        """Clients in a round."""
+        return min(_COHORT, self.federation.num_clients)
+
+
+def check_algorithm(
+    method: type[Algorithm] | Algorithm,
+    task: Task | None = None,
+    federation: Federation | None = None,
+    **fields: Any,
+) -> None:
+    """Run the contract's checks over a class of one's own, or an object of it.
+
+    task, federation: to check it on, both or none; small ones, for methods that need other layers, labels or numbers
+    of features than softmax regression of three classes on four features. fields: of the class, where its defaults
+    will not do. Nothing is returned where every rule is kept. FedraxError lists the broken ones, a sentence each, with
+    what to write instead.
+    """
+    if (task is None) != (federation is None):
+        raise FedraxError("check_algorithm takes a task and the federation that it is of, or neither")
+    problem = _softmax_regression() if task is None or federation is None else Problem(task, federation)
+    if isinstance(method, type) and not issubclass(method, Algorithm):
+        raise FedraxError(f"{method.__name__} is no algorithm: derive it from fedrax.Algorithm")
+    if isinstance(method, type):
+        refuse_unfinished(method)
+    algorithm = _made(method, fields) if isinstance(method, type) else method
+    if not isinstance(algorithm, Algorithm):
+        raise FedraxError(f"{algorithm!r} is no algorithm: derive its class from fedrax.Algorithm")
+    check_arguments(algorithm, *problem)
+    check(algorithm)
+    check_method(algorithm)
+    base = _run(algorithm, problem)  # what is wrong already here is said in a sentence of its own
+    rules: tuple[Callable[[Algorithm, Problem, Result], str | None], ...] = (
+        _learns,
+        _is_finite,
+        _floats_are_inputs,
+        partial(_agrees_on, plan="debug"),
+        partial(_agrees_on, plan="vmap", chunk=2),
+        _order_does_not_matter,
+        _outlasts_empty_rounds,
+        _keeps_float64,
+    )
+    broken = [sentence for sentence in (_kept(rule, algorithm, problem, base) for rule in rules) if sentence]
+    if broken:
+        raise FedraxError("\n".join(f"{type(algorithm).__name__} {sentence}" for sentence in broken))
+
+
+def _made(method: type[Algorithm], fields: dict[str, Any]) -> Algorithm:
+    try:
+        return method(**fields)
+    except TypeError as error:
+        raise FedraxError(
+            f"{method.__name__} cannot be made of its defaults ({error}): give every field one"
+        ) from error
+
+
+def _kept(rule: Callable, algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    try:
+        return rule(algorithm, problem, base)
+    except FedraxError as error:
+        return f"cannot be run: {error}"
+
+
+@cache
+def _softmax_regression() -> Problem:
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(len(_SIZES)), _SIZES)
+    x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(_SIZES), 4))[owner]).astype(np.float32)
+    y = (x @ rng.normal(size=(4, 3))).argmax(1)
+    federation = Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)
+    return Problem(classification(Linear().build((4,), 3)), federation)
+
+
+def _run(algorithm: Algorithm, problem: Problem, **changes: Any) -> Result:
+    """A short run; a method of large steps is given smaller ones, so that nothing diverges."""
+    local = algorithm.local_steps
+    if local is not None and hasattr(algorithm, "local"):
+        algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
+    settings = {"rounds": _ROUNDS, "cohort_size": problem.cohort, "plan": "scan", "devices": 1}
+    return simulate(algorithm, *problem, progress=False, **(settings | changes))  # type: ignore[arg-type]
+
+
+# -- the rules: None where kept, else the sentence behind the method's name ----------------------------------------
+
+
+def _learns(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    start = simulate(algorithm, *problem, rounds=1, cohort_size=1, trajectory=True, progress=False)
+    moved = any(np.any(a != b) for a, b in zip(_leaves(start.params), _leaves(base.params), strict=True))
+    if not moved and algorithm.personal(base.params, base.client_state(0)) is None:
+        names = ", ".join(tree.leaf_names(base.params)[:5])
+        return (
+            f"does not move the parameters, {names}: its server must use cohort.mean, cohort.each or cohort.total; and"
+            " where it moves layers of other names alone, give check_algorithm a task and a federation"
+        )
+    if not base.events[-1]["bytes_up"]:
+        return "sends nothing up: put what the server needs into ClientOutput(upload=...)"
+    if not base.events[-1]["gradients"]:
+        return "does not count its gradients: pass result.info on, ClientOutput(..., info=result.info)"
+    return None
+
+
+def _is_finite(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    try:
+        _run(algorithm, problem, plan="debug", rounds=1)
+    except NonFiniteError as error:
+        return f"makes a number that is not finite: {error}"
+    return None
+
+
+def _floats_are_inputs(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    leaves = jax.tree.leaves(algorithm)
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, float | int | jax.Array | np.ndarray | np.generic)]
+    return f"has a field that is no number: {wrong[0]!r}; annotate it so that it is static" if wrong else None
+
+
+def _agrees_on(algorithm: Algorithm, problem: Problem, base: Result, **plan: Any) -> str | None:
+    other = _run(algorithm, problem, **plan)
+    if not _close(other, base, problem.federation.num_clients):
+        how = "step by step" if plan["plan"] == "debug" else "with clients side by side"
+        return f"gives other numbers {how} than compiled: its methods must be pure functions of their arguments"
+    return None
+
+
+def _order_does_not_matter(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    sampler = Sampler(Settings(cohort_size=problem.cohort), problem.federation.sizes)
+    backwards = Script(cohorts=[sampler.cohort(r)[::-1] for r in range(_ROUNDS)])
+    if not _close(_run(algorithm, problem, script=backwards), base, problem.federation.num_clients):
+        return "depends on the order of the cohort: index what the server keeps by cohort.clients"
+    return None
+
+
+def _outlasts_empty_rounds(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    seed = _seed_of_nobody(problem.federation.sizes)
+    if algorithm.requirements.fixed_cohort or seed is None:
+        return None
+    try:
+        end = _run(algorithm, problem, cohort_size=1, participation=Poisson(), seed=seed)
+        if any(np.any(leaf) for leaf in _leaves(end.params)):
+            return None
+    except NonFiniteError:
+        pass
+    return (
+        "loses the model in a round that nobody joins, where cohort.mean and cohort.size are zero: upload updates"
+        " instead of models, and guard what is divided, jnp.maximum(cohort.size, 1)"
+    )
+
+
+def _seed_of_nobody(sizes: np.ndarray) -> int | None:
+    """The first seed by which somebody joins the first round and nobody the second; None for a single client."""
+    samplers = (Sampler(Settings(cohort_size=1, participation=Poisson(), seed=seed), sizes) for seed in range(100))
+    found = (one.settings.seed for one in samplers if len(one.cohort(0)) and not len(one.cohort(1)))
+    return next(found, None)
+
+
+def _keeps_float64(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+    try:
+        double = _run(algorithm, problem, dtype="float64")
+    except FedraxError as error:
+        return f"cannot be run in float64: {error}"
+    short = [
+        name
+        for name, leaf in zip(tree.leaf_names(double.server), jax.tree.leaves(double.server), strict=True)
+        if leaf.dtype == np.float32
+    ]
+    if short:
+        return (
+            f"rounds {short[0]} of its server state to float32 in a float64 run: use fedrax.tree, or .astype(x.dtype)"
+        )
+    return None
+
+
+def _close(a: Result, b: Result, clients: int) -> bool:
+    pairs = zip(_leaves(_everything(a, clients)), _leaves(_everything(b, clients)), strict=True)
+    return all(np.allclose(x, y, rtol=_CLOSE, atol=_CLOSE, equal_nan=True) for x, y in pairs)
+
+
+def _everything(result: Result, clients: int) -> Tree:
+    return result.server, [result.client_state(client) for client in range(clients)]
+
+
+def _leaves(values: Tree) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(values)]

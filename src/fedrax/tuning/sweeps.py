@@ -1,0 +1,331 @@
+"""Many runs that differ in float hyper-parameters and seeds, as one compiled program.
+
+Float hyper-parameters are inputs of the program, so a grid of them is one ``vmap``: the runs of one seed share
+cohorts and batches, which are then drawn once, and a data row is read once for the whole grid. Seeds follow one
+another inside the same call; the grid is spread over the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedrax import tree
+from fedrax.config.hyperparameters import check
+from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.task import Task
+from fedrax.data import Federation
+from fedrax.devices import use_all_cores
+from fedrax.errors import FedraxError, unknown
+from fedrax.simulation.executors.choose import make_mesh
+from fedrax.simulation.executors.compiled import Carry, Engine, compiler_options, run_block
+from fedrax.simulation.executors.debug import NonFiniteError
+from fedrax.simulation.persistence.run_identity import form_of, settings_in
+from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.privacy_ledger import enter, ledger_of
+from fedrax.simulation.process import arithmetic
+from fedrax.simulation.results.events import Event, Sink, events_of
+from fedrax.simulation.results.progress import Line, ProgressSink, compose, somebody_looks_on
+from fedrax.simulation.results.result import NO_CLIENTS, OfEach, Result
+from fedrax.simulation.round import Kept, Rounds
+from fedrax.simulation.run import LONGEST_BLOCK, simulate
+from fedrax.simulation.settings import Settings
+from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
+from fedrax.simulation.timer import clock
+from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
+from fedrax.tree import Tree
+from fedrax.xla.grouped_conv import side_by_side
+from fedrax.xla.microbatch import AXIS
+
+Mode = Literal["auto", "together", "in turn"]
+_SMALL = 60_000
+"""Parameters up to which runs side by side are faster on CPU cores than runs in turn (benchmarks/sweep.py)."""
+
+
+def sweep(
+    algorithms: Sequence[Algorithm],
+    task: Task,
+    federation: Federation,
+    seeds: Sequence[int] | None = None,
+    settings: Settings | None = None,
+    *,
+    mode: Mode = "auto",
+    progress: bool = True,
+    **changes: Any,
+) -> list[list[Result]]:
+    """Run every algorithm with every seed: results[i][j] is ``algorithms[i]`` with ``seeds[j]``.
+
+    The algorithms must be of one kind: the same class and the same static fields, different floats. seeds: by default
+    the one of the settings.
+    ``together`` runs them in one compiled call, ``in turn`` one after another; ``auto`` picks by model size, backend
+    and the memory that all of them take. A run that diverges ends where it did, with ``stopped = "diverged"``, and does
+    not disturb the others. Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds
+    of their events are those of all runs.
+
+    Runs that one compiled call cannot do go in turn: under the plans loop and debug, with samples streamed or client
+    states on disk, up to a target or a budget. progress: as of :func:`fedrax.simulate`.
+
+    Raises FedraxError if runs that are to go together cannot.
+    """
+    seeds = seeds_of(seeds, settings, changes)
+    settings = changed_settings(settings, changes)
+    check_lists(algorithms=algorithms, seeds=seeds)
+    if mode not in get_args(Mode):
+        raise unknown("mode", mode, get_args(Mode))
+    for algorithm in algorithms:
+        check_arguments(algorithm, task, federation)
+    use_all_cores()
+    if not algorithms or not len(seeds):
+        raise FedraxError("a sweep needs at least one algorithm and one seed")
+    with arithmetic(settings.dtype):
+        make_mesh(settings.devices)  # that there are so many
+        one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
+        setups = [prepare(algorithms[0], task, federation, each) for each in one]
+        apart = _apart(setups[0])
+        if apart and mode == "together":
+            raise FedraxError(f"runs together {apart}, or run them in turn")
+        if mode == "together" or (mode == "auto" and _pays(algorithms, setups[0], len(seeds), settings.devices)):
+            for algorithm in algorithms:
+                check(algorithm)
+            with _line(progress) as line:
+                return _Together(algorithms, setups, federation, settings.devices).run(line)
+    count, results = len(algorithms) * len(seeds), []
+    with _line(progress) as line:
+        for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
+            seen = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
+            results.append(_alone(algorithm, task, federation, dataclasses.replace(settings, seed=seed), seen))
+    return [results[i : i + len(seeds)] for i in range(0, count, len(seeds))]
+
+
+@contextmanager
+def _line(progress: bool) -> Iterator[Line | None]:
+    """A line of progress where it is wanted and seen, taken away in the end, also by an error."""
+    line = Line() if progress and somebody_looks_on() else None
+    try:
+        yield line
+    finally:
+        if line is not None:
+            line.clear()
+
+
+def seeds_of(seeds: Sequence[int] | None, settings: Settings | None, changes: dict[str, Any]) -> Sequence[int]:
+    """The seeds of several runs; FedraxError where a single one is named beside them."""
+    if seeds is not None and "seed" in changes:
+        raise FedraxError("the seeds are given, and one seed beside them: leave seed out")
+    return (changed_settings(settings, changes).seed,) if seeds is None else seeds
+
+
+def _apart(setup: Setup) -> str | None:
+    """What of a run's settings one compiled call of all runs cannot do, and what to do about it; None: nothing."""
+    settings = setup.settings
+    if settings.target is not None:
+        return "cannot stop at a target: leave the target out"
+    if settings.epsilon_budget is not None:
+        return "cannot stop at a budget: leave epsilon_budget out"
+    if ENGINES[setup.plan] is not Engine:
+        return f"are one compiled program, and plan {setup.plan} is not: leave the plan out"
+    if setup.streamed or setup.spilled:
+        return "keep samples and client states on the devices: leave samples and states out"
+    return None
+
+
+def _pays(algorithms: Sequence[Algorithm], setup: Setup, seeds: int, devices: int | None) -> bool:
+    same = len({(jax.tree.structure(a), *map(jnp.shape, jax.tree.leaves(a))) for a in algorithms}) == 1
+    if not same or _apart(setup) is not None:
+        return False
+    small = setup.info.parameters <= _SMALL or jax.default_backend() != "cpu"
+    return small and _fit(setup, len(algorithms), seeds, devices)
+
+
+def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
+    """Whether the devices have room for ``count`` algorithms side by side, and for the states of them and all seeds."""
+    mesh = _mesh(devices, count)
+    account, lanes = Account.of(mesh), -(-count // mesh.devices.size)
+    account.spend(account.copied((*setup.federation.train, *setup.federation.test)))
+    server = jax.eval_shape(lambda: setup.algorithm.init(setup.params, setup.info.num_clients))
+    states = tree.num_bytes(server) + setup.planner.capacity * tree.num_bytes(setup.initial)
+    clients = max(setup.engine.program.chunk, 1)
+    return account.has_room(lanes * (seeds * states + clients * setup.traced.most_alive))
+
+
+def _mesh(devices: int | None, count: int) -> Mesh:
+    """Of the devices that ``count`` algorithms side by side are spread over."""
+    return make_mesh(min(devices or len(jax.devices()), count))
+
+
+def pays(
+    algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings, seeds: int = 1
+) -> bool:
+    """Whether ``sweep`` would of itself run these together, with so many seeds."""
+    use_all_cores()
+    if len(algorithms) < 2:
+        return False
+    with arithmetic(settings.dtype):
+        setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
+        return _pays(algorithms, setup, seeds, settings.devices)
+
+
+def program_of(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
+    """What a program is known by before it is traced, and what decides what it computes but for data and floats."""
+    use_all_cores()
+    with arithmetic(settings.dtype):
+        known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
+    computed = " ".join(known[part] for part in ("program", "evaluation", "starting parameters"))
+    return f"{form_of(algorithm)} {settings_in(known)}", computed
+
+
+def _alone(
+    algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, sinks: Sequence[Sink]
+) -> Result:
+    try:
+        return simulate(algorithm, task, federation, settings, sinks=sinks, progress=False)
+    except NonFiniteError as error:
+        assert error.result is not None
+        return error.result
+
+
+class _Together:
+    """All runs as one program: seeds [Z] in turn, algorithms [G] side by side, G spread over the devices.
+
+    A lane is one run, the simulator's own block of rounds under ``vmap``; the host does for each what it does for a
+    run alone.
+    """
+
+    def __init__(
+        self, algorithms: Sequence[Algorithm], setups: list[Setup], federation: Federation, devices: int | None
+    ):
+        if len({jax.tree.structure(a) for a in algorithms}) != 1:
+            raise FedraxError("algorithms that run together must differ in float hyper-parameters only")
+        self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
+        self.settings = setups[0].settings
+        self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
+        self.of_each: dict[tuple[int, int], OfEach | None] = {}
+        mesh = _mesh(devices, self.count)
+        devices = mesh.devices.size
+        spare = -self.count % devices
+        self.stacked, self.width = _stack(list(algorithms) + [algorithms[-1]] * spare), self.count + spare
+        program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())
+        self.samples = jax.device_put(setups[0].samples, everywhere)  # read in place where devices can
+        self.evaluators = make_evaluators(setups[0].task, self.settings, federation, mesh, self.samples)
+        grid = side_by_side(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
+
+        def on_device(
+            algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
+        ) -> tuple:
+            one_seed = lambda c: grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])  # noqa: E731
+            return jax.lax.map(one_seed, (carry, keys, xs, alive))
+
+        lanes = P(None, AXIS)
+        self._lanes = NamedSharding(mesh, lanes)
+        sharded = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(P(AXIS), lanes, P(), P(), P(), P(), lanes),
+            out_specs=(lanes, lanes),
+            check_vma=False,
+        )
+        self._block = jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+        where = f"{devices} device{'s' * (devices > 1)}"
+        self.plan = f"together: {self.count} x {len(setups)} runs in one program on {where}"
+
+    def _fresh(self) -> tuple[Carry, Kept]:
+        """(the state before the first round, what a client keeps before it takes part), of every lane."""
+        rows = max(setup.planner.capacity for setup in self.setups)
+
+        def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, Kept]:
+            initial = Kept.at_first(algorithm, params, statistics)
+            store = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *jnp.shape(a))), initial)
+            return Carry(algorithm.init(params, self.setups[0].info.num_clients), statistics, store), initial
+
+        begin = jax.tree.map(lambda *x: jnp.stack(x), *[(setup.params, setup.statistics) for setup in self.setups])
+        over_algorithms = jax.vmap(start, (0, None, None))
+        return jax.vmap(over_algorithms, (None, 0, 0))(self.stacked, *begin)
+
+    def run(self, line: Line | None) -> list[list[Result]]:
+        """All rounds of all runs, evaluated as the settings say."""
+        name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
+        total, every = self.settings.rounds, self.settings.eval_every
+        carry, initial = self._fresh()
+        self.initial = jax.tree.map(np.asarray, initial)
+        carry = jax.device_put(carry, self._lanes)  # where a block leaves it, or the second would compile anew
+        keys = jnp.stack([setup.key for setup in self.setups])
+        events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
+        alive = np.ones((len(self.setups), self.width), bool)
+        done = 0
+        while done < total:
+            if line is not None:
+                line.show(compose(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
+            began = clock()
+            rounds = min(every - done % every, total - done, LONGEST_BLOCK)
+            blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
+            xs = jax.tree.map(lambda *x: np.stack(x), *blocks)
+            carry, records = self._block(self.stacked, carry, self.samples, keys, xs, np.int32(rounds), alive)
+            done += rounds
+            records = {name: np.asarray(value) for name, value in records.items()}
+            host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
+            took = clock() - began
+            for z, g in np.ndindex(len(self.setups), self.count):
+                mine = {name: value[z, g, :rounds] for name, value in records.items()}
+                self._extend(events[g][z], z, g, mine, blocks[z], took, host)
+                alive[z, g] = not events[g][z][-1].get("diverged")
+        final = jax.tree.map(np.asarray, carry)
+        return [[self._result(events[g][z], final, z, g) for z in range(len(self.setups))] for g in range(self.count)]
+
+    def _extend(
+        self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, took: float, carry: Carry | None
+    ) -> None:
+        """Add the events of a block of one lane, evaluated where ``carry``, of all lanes, is given."""
+        if events and events[-1].get("diverged"):
+            return
+        sound = records["sound"]
+        kept = len(sound) if sound.all() else int(np.argmin(sound))
+        cut = {name: value[:kept] for name, value in records.items()}
+        new, diverged = events_of(self.setups[z].info, cut, xs.count, events, took), kept < len(sound)
+        enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
+        if carry is not None and not diverged:
+            mine, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
+            metrics, self.of_each[z, g] = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
+            diverged = not all(map(np.isfinite, metrics.values()))
+            new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
+        events.extend(new)
+        if diverged:
+            events.append({"round": len(events) + 1, "diverged": True})
+
+    def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
+        diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]
+        mine = jax.tree.map(lambda a: a[z, g], carry)
+        initial = jax.tree.map(lambda a: a[z, g], self.initial)
+        kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
+        kept |= {"of_each": self.of_each.get((z, g))}
+        return Result(
+            params=self.algorithms[g].params(mine.server),
+            server=mine.server,
+            events=events[:-1] if diverged else events,
+            plan=self.plan,
+            stopped="diverged" if diverged else "rounds",
+            spent=None if ledger is None else ledger.spent,
+            lower_is_better=setup.task.lower_is_better,
+            statistics=mine.statistics,
+            **(NO_CLIENTS if diverged else kept),
+        )
+
+
+def _stack(algorithms: Sequence[Algorithm]) -> Algorithm:
+    return jax.tree.map(lambda *leaves: jnp.stack([_as_input(leaf) for leaf in leaves]), *algorithms)
+
+
+def _as_input(leaf: Any) -> Array:
+    """A hyper-parameter as the program takes it: numbers of Python as floats, whole numbers of arrays as they are."""
+    return jnp.asarray(leaf) if hasattr(leaf, "dtype") else jnp.asarray(leaf, float)

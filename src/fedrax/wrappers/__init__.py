@@ -1,1 +1,0 @@
-"""Wrappers: an algorithm in, an algorithm out."""

@@ -1,0 +1,281 @@
+"""Random arrays of many shapes drawn by one loop, so that a deep network's start is compiled once, not array by array.
+
+A network's starting parameters are dozens of arrays, each made number by number from random bits of a key of its own:
+the same few operations on another shape, of which a compiler makes a program each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import core
+
+from fedrax.xla.flops import NUMBER_BY_NUMBER
+from fedrax.xla.rewriting import evaluated, laid_out, needed, outputs_of, replayed
+from fedrax.xla.threefry import bits_from, is_threefry
+
+_CHUNK = 1 << 13
+"""Numbers a turn of the loop draws; arrays are filled up to a multiple of it."""
+SMALL = 1 << 18
+"""Numbers of an array that may be drawn with others where memory counts: in the end all of them are there at once."""
+_STEPS = NUMBER_BY_NUMBER | frozenset(["bitcast_convert_type"])
+"""What may be made of random bits, to numbers of the same shape."""
+_KEYS = "random_fold_in random_seed random_split random_unwrap random_wrap"
+_SIDE_BY_SIDE = NUMBER_BY_NUMBER.union(_KEYS.split(), ["broadcast_in_dim", "reshape", "slice", "squeeze"])
+"""What is known to compute several rows as it does each; keys and scales are made so."""
+_LEAST = 3
+"""Arrays of a kind that are worth a loop."""
+
+
+def drawn_together(function: Callable) -> Callable:
+    """``function`` with random arrays that are made alike, whatever their shapes, drawn in one loop, on a CPU.
+
+    Random bits are what they were, and what is made of them differs by rounding at most.
+    """
+    if jax.default_backend() != "cpu":
+        return function
+
+    def wrapped(*args: Any) -> Any:
+        closed, structure = laid_out(function, *args)
+        return jax.tree.unflatten(structure, values_drawn_together(closed, jax.tree.leaves(args)))
+
+    return wrapped
+
+
+def values_drawn_together(closed: core.ClosedJaxpr, arguments: list) -> list:
+    """The same of a function that is laid out: its values, of arguments in a list."""
+    if jax.default_backend() != "cpu" or closed.jaxpr.effects:  # such as printing, in an order
+        return replayed(closed, arguments, {})
+    known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+    known |= _drawn(closed, known)
+    return evaluated(closed, known, closed.jaxpr.outvars)
+
+
+class _Array(NamedTuple):
+    """A random array: bits of a key, and what is made of them number by number."""
+
+    shape: tuple[int, ...]
+    key: Any
+    steps: tuple[core.JaxprEqn, ...]
+    """The first gives the bits; each of the others takes arrays of those before it, and scalars."""
+    scalars: tuple
+    """Atoms, in the order in which the steps take them."""
+    out: Any
+    """The variable that the last step gives."""
+    kind: Hashable
+    """What it has in common with arrays made alike."""
+
+
+def _drawn(closed: core.ClosedJaxpr, known: dict) -> dict:
+    """The values of the random arrays that have enough of their kind."""
+    kinds: dict[Hashable, list[_Array]] = defaultdict(list)
+    for array in _arrays(closed):
+        kinds[array.kind].append(array)
+    groups = [group for group in kinds.values() if len(group) >= _LEAST]
+    scalars = _Values(closed, known, [a for group in groups for one in group for a in (one.key, *one.scalars)])
+    found = {}
+    for group in groups:
+        found.update(zip((one.out for one in group), _loop(group, scalars), strict=True))
+    return found
+
+
+def _arrays(closed: core.ClosedJaxpr) -> list[_Array]:
+    """All random arrays of a function whose calls are laid out."""
+    equations = needed(closed, closed.jaxpr.outvars)
+    users: dict[Any, list[core.JaxprEqn]] = defaultdict(list)
+    made = {variable: equation for equation in equations for variable in equation.outvars}
+    for equation in equations:
+        for variable in {v for v in equation.invars if not isinstance(v, core.Literal)}:
+            users[variable].append(equation)
+    order = {id(equation): i for i, equation in enumerate(equations)}
+    outputs = {v for v in closed.jaxpr.outvars if not isinstance(v, core.Literal)}
+    found = [_array(e, users, made, outputs, order) for e in equations if e.primitive.name == "random_bits"]
+    return [array for array in found if array is not None]
+
+
+def _array(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order: dict[int, int]) -> _Array | None:
+    """What is made of random bits, as far as it is one array and number by number; None for bits of another sort."""
+    (key,), shape = bits.invars, tuple(bits.params["shape"])
+    fits = bits.params["bit_width"] == 32 and 0 < math.prod(shape) < 2**31
+    if not fits or _shape(key) or not is_threefry(key.aval):
+        return None
+    steps, inside, waiting = [bits], {bits.outvars[0]}, list(users[bits.outvars[0]])
+    while waiting:
+        waiting.sort(key=lambda equation: order[id(equation)])
+        step = waiting.pop(0)
+        if step in steps:
+            continue
+        if not _fits(step, inside, shape, made):
+            break
+        steps.append(step)
+        inside.add(step.outvars[0])
+        waiting += users[step.outvars[0]]
+    # cut back to the last place where one array is all that others need
+    while not _closed(steps, users, outputs):
+        steps.pop()
+    return _of_steps(key, shape, steps, made)
+
+
+def _fits(step: core.JaxprEqn, inside: set, shape: tuple[int, ...], made: dict) -> bool:
+    """Whether an equation makes of arrays inside, and of scalars known before, another array number by number."""
+    rest = [v for v in step.invars if isinstance(v, core.Literal) or v not in inside]
+    if step.primitive.name not in _STEPS or len(step.outvars) != 1 or _shape(step.outvars[0]) != shape:
+        return False
+    return all(_scalar(v, made) is not None for v in rest)
+
+
+def _scalar(atom: Any, made: dict) -> Any:
+    """The one number that an input is, or is full of; None for other arrays and for what comes from random ones."""
+    while not isinstance(atom, core.Literal) and math.prod(_shape(atom)) > 1:
+        if atom not in made or made[atom].primitive.name != "broadcast_in_dim":
+            return None
+        atom = made[atom].invars[0]
+    below, seen = [atom], set()
+    while below:
+        at = below.pop()
+        if not isinstance(at, core.Literal) and at in made and at not in seen:
+            if made[at].primitive.name == "random_bits":
+                return None
+            seen.add(at)
+            below += made[at].invars
+    return atom
+
+
+def _closed(steps: list[core.JaxprEqn], users: dict, outputs: set) -> bool:
+    """Whether nothing but the last of the steps is used by others."""
+    within = {id(step) for step in steps}
+    return not any(
+        step.outvars[0] in outputs or any(id(user) not in within for user in users[step.outvars[0]])
+        for step in steps[:-1]
+    )
+
+
+def _of_steps(key: Any, shape: tuple[int, ...], steps: list[core.JaxprEqn], made: dict) -> _Array:
+    places = {step.outvars[0]: i for i, step in enumerate(steps)}
+    scalars, kind = [], []
+    for step in steps[1:]:
+        inputs = []
+        for v in step.invars:
+            if not isinstance(v, core.Literal) and v in places:
+                inputs.append(places[v])
+            else:
+                scalars.append(_scalar(v, made))
+                inputs.append(str(_type(scalars[-1])))
+        kind.append((step.primitive.name, str(step.params), str(_type(step.outvars[0])), tuple(inputs)))
+    return _Array(shape, key, tuple(steps), tuple(scalars), steps[-1].outvars[0], tuple(kind))
+
+
+def _loop(group: Sequence[_Array], scalars: _Values) -> list[Array]:
+    """The arrays of a group."""
+    words = jax.random.key_data(scalars.column([one.key for one in group]))
+    given = [scalars.column(atoms).reshape(len(group)) for atoms in zip(*(o.scalars for o in group), strict=True)]
+    turns = np.asarray([-(-math.prod(one.shape) // _CHUNK) for one in group])
+    of = np.repeat(np.arange(len(group)), turns)
+    first = np.concatenate([np.arange(n, dtype=np.uint32) * _CHUNK for n in turns])
+    steps = group[0].steps
+
+    def turn(place: tuple[Array, Array]) -> Array:
+        mine, start = place
+        made = {steps[0].outvars[0]: bits_from(words[mine], start, _CHUNK)}
+        rest = iter([jnp.broadcast_to(column[mine], _CHUNK) for column in given])
+        for step in steps[1:]:
+            inputs = [made[v] if not isinstance(v, core.Literal) and v in made else next(rest) for v in step.invars]
+            made[step.outvars[0]] = step.primitive.bind(*inputs, **step.params)
+        return made[group[0].out]
+
+    flat = lax.map(turn, (jnp.asarray(of), jnp.asarray(first))).reshape(-1)
+    starts = (np.cumsum(turns) - turns) * _CHUNK
+    return [
+        lax.slice(flat, (start,), (start + math.prod(one.shape),)).reshape(one.shape)
+        for one, start in zip(group, starts.tolist(), strict=True)
+    ]
+
+
+class _Row(NamedTuple):
+    """A value that is a row of an array of several."""
+
+    of: Array
+    number: int
+
+
+class _Values:
+    """Values of variables, where equations that are alike and ready at once are one equation of several rows."""
+
+    def __init__(self, closed: core.ClosedJaxpr, known: dict, wanted: Sequence) -> None:
+        self._found = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | known
+        waiting = needed(closed, [v for v in wanted if not isinstance(v, core.Literal)], self._found)
+        while waiting:
+            ready: dict[Hashable, list[core.JaxprEqn]] = defaultdict(list)
+            later = []
+            for equation in waiting:
+                if all(isinstance(v, core.Literal) or v in self._found for v in equation.invars):
+                    ready[_kind(equation)].append(equation)
+                else:
+                    later.append(equation)
+            for alike in ready.values():
+                self._evaluate(alike)
+            waiting = later
+
+    def column(self, atoms: Sequence) -> Array:
+        """The values of several atoms of one size, on top of one another."""
+        found = [self._found.get(v) if not isinstance(v, core.Literal) else None for v in atoms]
+        first = found[0]
+        if isinstance(first, _Row) and all(isinstance(row, _Row) and row.of is first.of for row in found):
+            numbers = [row.number for row in found if isinstance(row, _Row)]
+            return first.of if numbers == list(range(len(first.of))) else first.of[np.asarray(numbers)]
+        if all(isinstance(v, core.Literal) for v in atoms):
+            return jnp.asarray(np.asarray([np.reshape(v.val, ()) for v in atoms], _type(atoms[0])))
+        found = [self._read(v) for v in atoms]
+        return jnp.stack([x.reshape(found[0].shape) for x in found])
+
+    def _read(self, atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return jnp.asarray(atom.val, _type(atom))
+        value = self._found[atom]
+        return value.of[value.number] if isinstance(value, _Row) else value
+
+    def _evaluate(self, alike: Sequence[core.JaxprEqn]) -> None:
+        """Equations that are alike, their outputs then known."""
+        if len(alike) == 1:
+            outputs: list = outputs_of(alike[0], [self._read(v) for v in alike[0].invars], {})
+            self._found.update(zip(alike[0].outvars, outputs, strict=True))
+            return
+        columns = list(zip(*(equation.invars for equation in alike), strict=True))
+        shared = [len({_name(v) for v in column}) == 1 for column in columns]
+        inputs = [self._read(c[0]) if same else self.column(c) for c, same in zip(columns, shared, strict=True)]
+        axes = [None if same else 0 for same in shared]
+        row = lambda *inputs: outputs_of(alike[0], list(inputs), {})  # noqa: E731
+        if all(shared):
+            outputs = [[output] * len(alike) for output in row(*inputs)]
+        else:
+            outputs = [[_Row(of, i) for i in range(len(alike))] for of in jax.vmap(row, axes)(*inputs)]
+        for equation, own in zip(alike, zip(*outputs, strict=True), strict=True):
+            self._found.update(zip(equation.outvars, own, strict=True))
+
+
+def _kind(equation: core.JaxprEqn) -> Hashable:
+    """What equations have in common that may be evaluated side by side; others are like no other."""
+    if equation.primitive.name not in _SIDE_BY_SIDE:
+        return id(equation)
+    shapes = tuple((_shape(v), str(_type(v))) for v in equation.invars)
+    return equation.primitive.name, str(equation.params), shapes
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def _type(atom: Any) -> Any:
+    return atom.aval.dtype
+
+
+def _name(atom: Any) -> Hashable:
+    """What tells an atom from others."""
+    return (str(atom.val), str(atom.aval)) if isinstance(atom, core.Literal) else atom

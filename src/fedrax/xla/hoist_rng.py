@@ -1,0 +1,104 @@
+"""Random arrays with a row for each sample, drawn before a batch is cut into pieces.
+
+The masks of dropout and the noise of an autoencoder come from a key alone. Drawn for the whole batch they are further
+inputs of it, and what is left of the function may treat each sample by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.extend import core
+from jax.sharding import use_abstract_mesh
+
+from fedrax.tree import Tree
+from fedrax.xla.rewriting import called_in_place, evaluated
+from fedrax.xla.threefry import many_at_once
+from fedrax.xla.tracing import KEPT, NO_MESH, trace_of
+
+_RULES = {"random_bits": many_at_once}
+
+
+class Drawn(NamedTuple):
+    """A function of a batch, (params, batch, key) -> [B], apart from what it draws."""
+
+    draws: Callable[[Tree, Tree, Array], tuple[list[Array], list[Array]]]
+    """(params, batch, key) -> (arrays [B, ...], others); of the first two only the shapes matter."""
+    losses: Callable[[Tree, tuple[Tree, list[Array]], list[Array]], Array]
+    """The rest of it, (params, (batch, arrays), others) -> [B]."""
+    fits: Callable[[Tree, Tree, Array], bool]
+    """Whether the function draws the like for a batch of other size."""
+
+
+def drawn_before(losses: Callable, params: Tree, batch: Tree, key: Array) -> Drawn | None:
+    """``losses(params, batch, key)`` [B] in two parts; None where it draws nothing for each sample.
+
+    batch: pytree of arrays [B, ...], where B is no other size in the function. Only shapes and types are looked at.
+    ``losses`` holds no arrays of a program that is being traced.
+    """
+    first = _crossings(_laid_out(losses, params, batch, key))
+    rows = jax.tree.leaves(batch)[0].shape[:1]
+    of_samples = [variable.aval.shape[:1] == rows for variable in first]
+    if not any(of_samples):
+        return None
+
+    def parted(found: Sequence[Any]) -> tuple[list, list]:
+        both = list(zip(found, of_samples, strict=True))
+        return [a for a, is_row in both if is_row], [a for a, is_row in both if not is_row]
+
+    def fits(params: Tree, batch: Tree, key: Array) -> bool:
+        found, size = _crossings(_laid_out(losses, params, batch, key)), jax.tree.leaves(batch)[0].shape[:1]
+        wanted = [(size + v.aval.shape[1:] if row else v.aval.shape) for v, row in zip(first, of_samples, strict=True)]
+        return [v.aval.shape for v in found] == wanted
+
+    def draws(params: Tree, batch: Tree, key: Array) -> tuple[list[Array], list[Array]]:
+        closed = _laid_out(losses, params, batch, key)
+        return parted(evaluated(closed, {closed.jaxpr.invars[-1]: key}, _crossings(closed), _RULES))
+
+    def rest(params: Tree, inputs: tuple[Tree, list[Array]], others: list[Array]) -> Array:
+        batch, arrays = inputs
+        closed = _laid_out(losses, params, batch, key)
+        known = dict(zip(closed.jaxpr.invars[:-1], jax.tree.leaves((params, batch)), strict=True))  # without the key
+        mine, shared = parted(_crossings(closed))
+        known |= dict(zip([*mine, *shared], [*arrays, *others], strict=True))
+        (result,) = evaluated(closed, known, closed.jaxpr.outvars)
+        return result
+
+    return Drawn(draws, rest, fits)
+
+
+def _laid_out(losses: Callable, *args: Any) -> core.ClosedJaxpr:
+    return _in_place(trace_of(losses, *args))
+
+
+@lru_cache(KEPT)
+def _in_place(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    with use_abstract_mesh(NO_MESH):
+        return called_in_place(closed)
+
+
+def _crossings(closed: core.ClosedJaxpr) -> list[Any]:
+    """The variables that depend on the key, the last input, and on no other one, and meet those that do.
+
+    What only repeats a drawn array, or makes numbers of its truth values, is left to the other side: it is larger.
+    """
+    *others, key = closed.jaxpr.invars
+    drawn, known, crossing = {key}, set(others), {}
+    for equation in closed.jaxpr.eqns:
+        inputs = [v for v in equation.invars if not isinstance(v, core.Literal)]
+        from_key = [v for v in inputs if v in drawn]
+        if not known.isdisjoint(inputs) or (from_key and _enlarges(equation)):
+            crossing.update(dict.fromkeys(from_key))
+            known.update(equation.outvars)
+        elif from_key:
+            drawn.update(equation.outvars)
+    return list(crossing)
+
+
+def _enlarges(equation: core.JaxprEqn) -> bool:
+    name, kinds = equation.primitive.name, [v.aval.dtype for v in equation.invars]  # type: ignore[attr-defined]
+    return name == "broadcast_in_dim" or (name == "convert_element_type" and kinds == [bool])

@@ -1,0 +1,224 @@
+"""Gradients of a batch in pieces that stay in a CPU's caches, summed, or shared by all devices.
+
+A convolutional network makes a megabyte or so of every sample, all of which its gradient reads once more. Of a whole
+batch that is more than the caches hold, and passing over it takes longer than the arithmetic. What is chosen depends
+on the network and its shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from fedrax import tree
+from fedrax.tree import Tree
+from fedrax.xla.batch_invariance import alike_but_for_rows
+from fedrax.xla.fingerprint import Code
+from fedrax.xla.hoist_rng import Drawn, drawn_before
+from fedrax.xla.per_example import LookedAt, each_by_itself
+from fedrax.xla.rewriting import as_function
+from fedrax.xla.scopes import GRADIENT, scope
+from fedrax.xla.tracing import KEPT, equations_in, in_fast_forms, parts_of_scan, settings, shape_of, trace_of
+
+_CACHED = 7 << 20
+"""Bytes that products and convolutions of a piece may give, of which a backward pass reads all."""
+_OF_WEIGHTS = 5
+"""Each piece reads the weights, in a loop at every turn, and adds to their gradient: it gives at least so many times
+their bytes."""
+_LEAST = 2
+"""Samples of a piece: an axis of length one keeps XLA from some of its faster ways."""
+_FEW = 400
+"""Equations of losses at most whose gradient is worth compiling once more, for the samples that a device shares."""
+_FLOPS, _EXCHANGED, _READ, _START = 50e9, 3e9, 15e9, 1e-4
+"""A second's arithmetic; its bytes of a gradient that devices exchange, and of weights read once more; the seconds that
+devices wait to begin. Rough figures: they only decide what is far from worth it."""
+_MOST = 0.3
+"""Of the time of a whole batch that sharing it may take in addition, between two devices."""
+_NAME, _WHOLE = "pieces", "fedrax: whole batch "
+AXIS = "clients"
+"""Of the mesh of devices, over which clients are spread."""
+TRACED = 13
+"""Samples of a batch that is traced only to be looked at: a prime, which shapes of a model are not taken for."""
+
+
+class Pieces(NamedTuple):
+    """How a batch is cut."""
+
+    rows: int
+    """Samples of a piece."""
+    dtype: Any
+    """Of the losses."""
+    drawn: Drawn | None
+    """What has to be drawn before the batch is cut, and the losses then."""
+    lost: float | None = None
+    """Of a batch that is best whole and that devices may share: what sharing takes in addition, as part of its time."""
+
+
+def pieces_of(
+    losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None, devices: int = 2
+) -> Pieces | None:
+    """How to cut ``batch``, arrays [B, ...], for the gradient of ``losses(params, batch, key)`` [B].
+
+    traced: with how many samples ``losses`` is traced to look at it, where any number will do and it holds no arrays
+    of a program that is being traced. devices: among how many a batch is shared that is not cut. A whole batch is best
+    where it is small, or the weights are large beside it. The result is None where it cannot be shared either or is
+    not worth it, where samples do not stand each for itself, and on accelerators.
+    """
+    rows = len(jax.tree.leaves(batch)[0])
+    if not in_fast_forms() or rows < 2:
+        return None
+    of_rows = lambda n: jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), batch)  # noqa: E731
+    if traced is None:
+        seen, drawn = each_by_itself(losses, params, of_rows(rows), key), None
+    else:
+        seen, drawn = _look_once(losses, params, of_rows(traced), key)
+    if seen is None:
+        return None
+    weights = max(seen.weights, tree.num_bytes(params))
+    most = max(_CACHED, _OF_WEIGHTS * weights) // max(1, seen.bytes)
+    fewest = -(-rows // max(_LEAST, most))
+    even = (rows // n for n in range(fewest, 2 * fewest) if rows % n == 0 and rows // n >= _LEAST)
+    size = next(even, -(-rows // fewest))
+    least = size if size < rows else -(-rows // devices)
+    if size < rows:
+        found = Pieces(size, seen.dtype, drawn)
+    else:
+        seconds = 3 * rows * seen.flops / _FLOPS  # forward, and backward twice as much
+        lost = (_START + tree.num_bytes(params) / _EXCHANGED + seen.weights / _READ) / max(seconds, _START)
+        # one sample is a shape that a model may treat otherwise
+        if seen.length > _FEW or lost >= _MOST or least < 2:
+            return None
+        found = Pieces(rows, seen.dtype, drawn, lost)
+    trace = jax.make_jaxpr(losses) if traced is None else partial(trace_of, losses)
+    fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
+    same = fits and _any_number(lambda n: trace(params, of_rows(n), key), traced or rows, (rows, least))
+    return found if same else None
+
+
+def _any_number(trace: Callable[[int], core.ClosedJaxpr], looked: int, sizes: tuple[int, int]) -> bool:
+    """Whether what was seen of ``looked`` samples holds of batches of other sizes, whose losses ``trace`` traces."""
+    try:
+        return all(alike_but_for_rows(trace(looked), trace(n), (looked, n)) for n in sizes if n != looked)
+    except Exception:  # of the user's own: some models take some numbers of samples only
+        return False
+
+
+@lru_cache(KEPT)
+def as_traced(losses: Callable) -> Callable:
+    """The same function, from the traces by which it was looked at: Python is not run once more for its gradient."""
+
+    def found(*args: Tree) -> Array:
+        return as_function(trace_of(losses, *args))(*jax.tree.leaves(args))[0]
+
+    return found
+
+
+def _look_once(losses: Callable, *args: Tree) -> tuple[LookedAt | None, Drawn | None]:
+    leaves, structure = jax.tree.flatten(args)
+    return _looked_at(losses, structure, tuple(map(shape_of, leaves)), (Code(losses), *settings()))
+
+
+@lru_cache(KEPT)
+def _looked_at(losses: Callable, structure: Any, shapes: tuple, _: tuple) -> tuple[LookedAt | None, Drawn | None]:
+    params, batch, key = jax.tree.unflatten(structure, shapes)
+    try:
+        seen = each_by_itself(losses, params, batch, key)
+    except Exception:  # of the user's own: some models take some numbers of samples only
+        return None, None
+    drawn = drawn_before(losses, params, batch, key) if seen is None else None
+    if drawn is None:
+        return seen, None
+    arrays, others = jax.eval_shape(drawn.draws, params, batch, key)
+    return each_by_itself(drawn.losses, params, (batch, arrays), others), drawn
+
+
+def summed(
+    gradient: Callable,
+    pieces: Pieces | None,
+    params: Tree,
+    batch: Tree,
+    counts: Array | None,
+    joined: Array | None = None,
+) -> Tree:
+    """``gradient(params, batch, counts)`` = (loss, gradient of the parameters), both sums over samples that count.
+
+    batch: pytree of arrays [B, ...]. counts: bool [B], or None where all do. joined: bool; whether all devices along
+    ``AXIS`` are here with the same batch, so that each can do some of the pieces; None where they never are.
+    """
+    if pieces is None:
+        return gradient(params, batch, counts)
+    if pieces.lost is not None:
+        return _shared(gradient, pieces.lost, params, batch, counts, joined)
+    rows = len(jax.tree.leaves(batch)[0])
+    number = -(-rows // pieces.rows)
+    if number * pieces.rows > rows:  # the last samples once more, which do not count
+        lanes = jnp.arange(number * pieces.rows)
+        batch, inside = jax.tree.map(lambda a: a[jnp.minimum(lanes, rows - 1)], batch), lanes < rows
+        counts = inside if counts is None else inside & counts[jnp.minimum(lanes, rows - 1)]
+    cut = jax.tree.map(lambda a: a.reshape(number, pieces.rows, *a.shape[1:]), (batch, counts))
+
+    def add(total: Tree, piece: Tree) -> tuple[Tree, None]:
+        with scope(GRADIENT):  # once more: the loop is not the model's own
+            return tree.add(total, gradient(params, *piece)), None
+
+    zero = (jnp.zeros((), pieces.dtype), tree.zeros_like(params))
+    with jax.named_scope(_NAME):
+        if joined is None:
+            return lax.scan(add, zero, cut)[0]
+        share = lax.axis_index(AXIS) + jnp.arange(2)
+        first, last = jnp.where(joined, number * share // lax.axis_size(AXIS), jnp.array([0, number]))
+        total = lax.fori_loop(first, last, lambda i, total: add(total, tree.row(cut, i))[0], zero)
+        return lax.cond(joined, lambda t: lax.psum(t, AXIS), lambda t: t, total)
+
+
+def _shared(
+    gradient: Callable, lost: float, params: Tree, batch: Tree, counts: Array | None, joined: Array | None
+) -> Tree:
+    """As :func:`summed`, of a batch that is whole unless devices share it."""
+    if joined is None:
+        loss, found = gradient(params, batch, counts)
+        return checkpoint_name(loss, f"{_WHOLE}{lost}"), found
+    rows, me = len(jax.tree.leaves(batch)[0]), lax.axis_index(AXIS)
+    share = -(-rows // lax.axis_size(AXIS))
+    first = jnp.minimum(me * share, rows - share)
+    part, own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, share), (batch, counts))
+    if share * lax.axis_size(AXIS) > rows:  # some are the device's before
+        inside = first + jnp.arange(share) >= me * share
+        own = inside if own is None else inside & own
+    together = lambda: lax.psum(gradient(params, part, own), AXIS)  # noqa: E731
+    return lax.cond(joined, together, lambda: gradient(params, batch, counts))
+
+
+class Cut(NamedTuple):
+    """A batch in pieces, or one that devices may share."""
+
+    pieces: int
+    rows: int
+    """Of each piece; zero where there is one."""
+    lost: float = 0.0
+    """As of :class:`Pieces`."""
+
+
+def cuts_in(program: core.ClosedJaxpr) -> list[Cut]:
+    """How a traced program cuts batches."""
+    found = []
+    for equation in equations_in(program):
+        if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _NAME:
+            first: Any = equation.invars[sum(parts_of_scan(equation))]
+            found.append(Cut(*first.aval.shape[:2]))
+        elif equation.primitive.name == "name" and equation.params["name"].startswith(_WHOLE):
+            found.append(Cut(1, 0, float(equation.params["name"].removeprefix(_WHOLE))))
+    return found
+
+
+def speed_of(cuts: Sequence[Cut], devices: int) -> float:
+    """How many times as fast as one device all of them together are with a batch that is cut so."""
+    alone = lambda cut: cut.pieces / -(-cut.pieces // devices) if cut.rows else 1 / (1 / devices + cut.lost)  # noqa: E731
+    return min(map(alone, cuts), default=1.0)

@@ -1,0 +1,46 @@
+"""How much memory a traced program needs, from its shapes alone."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from fedrax.xla.conv.window import MOST_TAPS
+from fedrax.xla.tracing import functions_in, num_bytes
+
+
+def most_alive(program: core.ClosedJaxpr | core.Jaxpr) -> int:
+    """Bytes of what a program makes that are alive at one time, at most; its inputs are not among them.
+
+    As if each operation were by itself: a compiler fuses some, which need less. What kernels of convolutions see is
+    counted, as it may be laid out.
+    """
+    jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+    last = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.invars if not isinstance(v, core.Literal)}
+    last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    alive = most = 0
+    made: set = set()
+    for i, equation in enumerate(jaxpr.eqns):
+        inside = max(map(most_alive, functions_in(equation)), default=_seen(equation))
+        made.update(equation.outvars)
+        alive += sum(map(num_bytes, equation.outvars))
+        most = max(most, alive + inside)
+        over = {v for v in equation.invars if not isinstance(v, core.Literal) and v in made and last[v] == i}
+        over |= {v for v in equation.outvars if v not in last}
+        alive -= sum(map(num_bytes, over))
+    return most
+
+
+def _seen(equation: core.JaxprEqn) -> int:
+    """Bytes of what the kernel of a convolution sees at all places, where that is laid out: in parts, and together."""
+    if equation.primitive.name != "conv_general_dilated":
+        return 0
+    numbers, (x, kernel), y = equation.params["dimension_numbers"], equation.invars, equation.outvars[0]
+    size = lambda v, axes: math.prod(v.aval.shape[axis] for axis in axes)  # noqa: E731
+    entries, places = size(kernel, numbers.rhs_spec[2:]), size(y, numbers.out_spec[2:])
+    if min(entries, places) > MOST_TAPS:
+        return 0
+    by_entry = size(x, numbers.lhs_spec[:2]) * jnp.dtype(x.aval.dtype).itemsize  # type: ignore[attr-defined]
+    return 2 * by_entry * entries * places

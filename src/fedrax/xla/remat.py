@@ -1,0 +1,102 @@
+"""What the backward pass of a recurrent network keeps of every time step, without what a multiplication gives anew.
+
+The derivative of a sigmoid s is s (1 - s), and JAX keeps the product of all steps beside s itself. To write it, and to
+read it from memory once more, takes longer than to compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from fedrax.xla.rewriting import CALLS, called_in_place, evaluated, inputs_of, replayed
+from fedrax.xla.tracing import parts_of_scan
+
+_CHEAP = ("add", "add_any", "copy", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub")
+_FEW = 8
+"""Operations up to which computing an array takes no longer than to read it."""
+
+
+class Kept(NamedTuple):
+    """Where a stacked array comes from."""
+
+    scan: core.JaxprEqn
+    variable: Any
+    """Of its body: what every turn gives."""
+
+
+def fewer_residuals(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """``closed`` in which scans compute themselves what is a cheap function of other arrays that they read."""
+    if _scans(closed) < 2:
+        return closed
+    closed = called_in_place(closed)
+    kept: dict[Any, Kept] = {}
+    equations = []
+    for equation in closed.jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            equation = _reading_less(equation, kept)
+            _, carried = parts_of_scan(equation)
+            stacks = zip(equation.outvars[carried:], equation.params["jaxpr"].jaxpr.outvars[carried:], strict=True)
+            kept.update((v, Kept(equation, inner)) for v, inner in stacks if not isinstance(inner, core.Literal))
+        equations.append(equation)
+    changed: Any = closed.jaxpr
+    return core.ClosedJaxpr(changed.replace(eqns=equations), closed.consts)
+
+
+def _scans(closed: core.ClosedJaxpr) -> int:
+    inside = (e.params["jaxpr"] for e in closed.jaxpr.eqns if e.primitive.name in CALLS)
+    return sum(e.primitive.name == "scan" for e in closed.jaxpr.eqns) + sum(map(_scans, inside))
+
+
+def _reading_less(equation: core.JaxprEqn, kept: dict[Any, Kept]) -> core.JaxprEqn:
+    """A scan that computes in its turns what it can; what it read is replaced by something that it reads too."""
+    first = sum(parts_of_scan(equation))
+    sources: dict[int, list[int]] = {}
+    for i, v in enumerate(equation.invars[first:], first):
+        if v in kept and kept[v].scan.params["length"] == equation.params["length"]:
+            sources.setdefault(id(kept[v].scan), []).append(i)
+    computed: dict[int, tuple[core.JaxprEqn, dict[Any, int]]] = {}
+    for places in sources.values():
+        variables = {i: kept[equation.invars[i]].variable for i in places}
+        scan = kept[equation.invars[places[0]]].scan
+        there = dict(zip(reversed(variables.values()), reversed(variables), strict=True))  # variable -> first place
+        for i, v in variables.items():
+            others = there.keys() - {v}
+            if there.get(v) == i and v in _cheap(others, scan.params["jaxpr"].jaxpr.eqns):
+                del there[v]
+        computed.update((i, (scan, there)) for i, v in variables.items() if v not in there)
+    return _with(equation, computed, kept) if computed else equation
+
+
+def _cheap(known: Any, equations: Sequence[core.JaxprEqn]) -> set:
+    """What follows from ``known`` by a few cheap operations on arrays of one shape."""
+    operations = dict.fromkeys(known, 0)
+    for equation in equations:
+        if equation.primitive.name not in _CHEAP:
+            continue
+        (made,), inputs = equation.outvars, [v for v in equation.invars if not isinstance(v, core.Literal)]
+        alike = all(v in operations and v.aval.shape == made.aval.shape for v in inputs)  # type: ignore[attr-defined]
+        if alike and made not in operations and (needed := 1 + sum(operations[v] for v in inputs)) <= _FEW:
+            operations[made] = needed
+    return operations.keys() - known
+
+
+def _with(equation: core.JaxprEqn, computed: dict, kept: dict[Any, Kept]) -> core.JaxprEqn:
+    body = equation.params["jaxpr"]
+
+    def turn(*args: Any) -> list:
+        given = list(args)
+        for i, (scan, there) in computed.items():
+            known = {v: args[place] for v, place in there.items()}
+            given[i] = evaluated(scan.params["jaxpr"], known, [kept[equation.invars[i]].variable])[0]
+        return replayed(body, given, {})
+
+    invars, shapes = list(equation.invars), list(inputs_of(body))
+    for i, (_, there) in computed.items():
+        other = next(iter(there.values()))
+        invars[i], shapes[i] = invars[other], shapes[other]
+    params: Any = {**equation.params, "jaxpr": jax.make_jaxpr(turn)(*shapes)}
+    return equation.replace(invars=invars, params=params)

@@ -1,0 +1,280 @@
+"""Measured constants against those that problems have by construction."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import Federation, FedraxError, LocalSGD, Settings, Task, cli
+from fedrax.analysis import advice, diagnose, gradient_dissimilarity, rendering
+from fedrax.analysis.advice import study
+from fedrax.analysis.dissimilarity import Clients
+from fedrax.analysis.smoothness import curvature
+from fedrax.models import Linear
+from fedrax.simulation.setup import prepare
+
+
+def problem(loss: Callable, numbers: Any, start: Any) -> tuple[Task, Federation]:
+    """Clients with a list of numbers each, and the loss (x, number) -> scalar of each of these samples."""
+    values = np.concatenate([np.asarray(own, np.float32).reshape(len(own), -1) for own in numbers])
+    owner = np.repeat(np.arange(len(numbers)), [len(own) for own in numbers])
+    federation = Federation.from_arrays(values, np.zeros(len(values), np.float32), owner)
+
+    def losses(params: Any, batch: Any, key: Any) -> Any:
+        return jax.vmap(lambda row: loss(params["x"], row))(batch.x)
+
+    return Task(lambda key: {"x": jnp.asarray(start, jnp.float32)}, losses), federation
+
+
+def squares(x: Any, b: Any) -> Any:
+    """|x - b|^2 / 2."""
+    return 0.5 * jnp.sum((x - b) ** 2)
+
+
+RUN: dict[str, Any] = {"rounds": 16, "cohort_size": 2, "eval_every": 16}
+
+
+def test_two_parabolas():
+    """f_i = (x -+ c)^2 / 2: |grad f_i| is |grad f| + c for the farther one, whatever x is."""
+    task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
+    assert found.kappa == pytest.approx(3, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
+    assert (found.l0, found.l1) == pytest.approx((1, 0), abs=1e-3)
+    assert found.noise == 0
+    x = 8 * (1 - 0.1) ** (2 * 16)  # the mean of both clients is gradient descent on f
+    assert found.points[-1].gradient == pytest.approx(x, rel=1e-3)
+    assert found.points[-1].apart == pytest.approx(3, rel=1e-3)
+    assert found.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
+    assert found.points[0].drift == pytest.approx(3 * (1 - 0.9**2), rel=1e-3)
+    assert found.points[0].update == pytest.approx(8 * (1 - 0.9**2), rel=1e-3)
+
+
+@pytest.mark.parametrize(("weights", "reduction"), [("samples", "mean"), ("uniform", "sum"), ("samples", "sum")])
+def test_constants_are_those_of_the_objective_that_the_run_has(weights: Any, reduction: Any):
+    """f = sum_i p_i f_i with p_i by the settings' weights and f_i a mean or a sum, on h_i |x - b|^2 / 2 with rows b."""
+    rng, sizes = np.random.default_rng(3), np.array([2, 10, 40])
+    rows = [np.c_[np.full(n, h), rng.normal(h, 1.0, (n, 2))] for n, h in zip(sizes, (1.0, 2.0, 0.5), strict=True)]
+    task, federation = problem(lambda x, r: 0.5 * r[0] * jnp.sum((x - r[1:]) ** 2), rows, [4.0, -1.0])
+    local = LocalSGD(lr=1e-3, steps=2, batch_size="full", reduction=reduction)
+    found = diagnose(task, federation, Settings(**RUN, weights=weights), local)
+    p = sizes / sizes.sum() if weights == "samples" else np.full(3, 1 / 3)
+    scale = sizes if reduction == "sum" else np.ones(3)
+    bent, centers = scale * [1.0, 2.0, 0.5], np.array([own[:, 1:].mean(0) for own in rows])
+    gradients = bent[:, None] * ([4.0, -1.0] - centers)
+    mean, start = p @ gradients, found.points[0]
+    spread = (scale * [1.0, 2.0, 0.5]) ** 2 * [own[:, 1:].var(0).sum() for own in rows]
+    walked = (1 - (1 - 1e-3 * bent[:, None]) ** 2) / bent[:, None] * gradients
+    assert start.gradient == pytest.approx(np.linalg.norm(mean), rel=1e-4)
+    assert start.dissimilarity == pytest.approx(np.sqrt(p @ (gradients**2).sum(1) / (mean @ mean)), rel=1e-4)
+    assert start.apart == pytest.approx(np.sqrt(p @ ((gradients - mean) ** 2).sum(1)), rel=1e-4)
+    assert start.noise == pytest.approx(np.sqrt(p @ spread), rel=1e-4)
+    assert start.curvature == pytest.approx(p @ bent, rel=1e-4)
+    assert start.update == pytest.approx(np.linalg.norm(p @ walked), rel=1e-3)
+    assert start.drift == pytest.approx(np.sqrt(p @ ((walked - p @ walked) ** 2).sum(1)), rel=1e-3)
+    of_epochs = dataclasses.replace(local, steps=None, epochs=1, batch_size=1, lr=1e-6)
+    assert Clients(task, federation, 0, p * 3).drift({"x": jnp.ones(2)}, of_epochs, 0).steps == pytest.approx(p @ sizes)
+    few = curvature(task, federation, 3000, shares=p * scale)({"x": jnp.ones(2)})
+    assert few == pytest.approx(p @ bent, rel=1e-4)
+    assert curvature(task, federation, 51, shares=p * scale)({"x": jnp.ones(2)}) == pytest.approx(p @ bent, rel=0.5)
+
+
+def test_walks_draw_other_batches_than_the_run_that_led_there():
+    """A key's splits are what folding numbers into it gives: that of rounds is not among those of what is measured."""
+    task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
+    run = prepare(fedrax.FedAvg(), task, federation, Settings(seed=3, cohort_size=2)).key
+
+    def below(key: Any, *counts: int) -> set[tuple[int, ...]]:
+        keys = [key]
+        for count in counts:
+            keys = [own for one in keys for own in jax.random.split(one, count)]
+        return {tuple(jax.random.key_data(own).tolist()) for own in keys}
+
+    assert not below(Clients(task, federation, 3).key, 4, 2, 2) & (below(run, 4) | below(run, 4, 2))
+
+
+def test_clients_of_unlike_curvature():
+    """f_i = s_i x^2 / 2: |grad f_i| = (s_i / mean s) |grad f|."""
+    task, federation = problem(lambda x, s: 0.5 * s[0] * jnp.sum(x**2), [[1.0], [2.0], [6.0]], [5.0])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.02, steps=1, batch_size="full"))
+    assert found.kappa == pytest.approx(0, abs=1e-3) and found.rho == pytest.approx(2, rel=1e-3)
+    assert found.dissimilarity == pytest.approx(np.sqrt((1 + 4 + 36) / 3) / 3, rel=1e-3)
+
+
+def test_curvature_that_grows_with_the_gradient():
+    """f = exp(a x): f'' = a f'."""
+    task, federation = problem(lambda x, a: jnp.exp(a[0] * jnp.sum(x)), [[1.5], [1.5]], [1.5])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.05, steps=1, batch_size="full"))
+    assert found.l1 == pytest.approx(1.5, rel=0.01) and found.l0 == pytest.approx(0, abs=0.05)
+    assert found.growth > 0.9
+
+
+def test_noise_of_single_samples():
+    """On |x - b|^2 / 2 a sample's gradient is x - b: the noise is the spread of a client's b, wherever x is."""
+    rng = np.random.default_rng(0)
+    numbers = [rng.normal(scale=scale, size=(n, 3)) for n, scale in ((5, 1.0), (40, 2.0), (70, 0.5))]
+    task, federation = problem(squares, numbers, np.zeros(3))
+    clients = Clients(task, federation)
+    sigma = np.sqrt(np.mean([own.var(axis=0).sum() for own in numbers]))
+    every = np.full((3, 70), -1)
+    for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
+        every[i, :size] = low + np.arange(size)
+    noise = lambda rows: float(np.sqrt(clients.variances({"x": jnp.ones(3)}, rows).mean()))  # noqa: E731
+    assert noise(every) == pytest.approx(sigma, rel=1e-5)
+    some = lambda: np.stack([rng.choice(own[own >= 0], 4, replace=False) for own in every])  # noqa: E731
+    few = [noise(some()) for _ in range(200)]
+    assert np.mean(np.square(few)) == pytest.approx(sigma**2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        LocalSGD(batch_size="full"),
+        LocalSGD(batch_size=10),
+        LocalSGD(batch_size=8, order="stored", steps=2),
+        LocalSGD(batch_size=4, order="replacement"),
+        LocalSGD(batch_size=50),
+        LocalSGD(blocks=2, steps=3),
+        LocalSGD(blocks=7, steps=3),
+    ],
+    ids=["full", "shuffle", "two steps", "replacement", "more than there are", "two blocks", "seven blocks"],
+)
+def test_noise_of_batches(local: LocalSGD):
+    """That of batches drawn in NumPy: a batch of all samples has none, and one of most of them little."""
+    rng = np.random.default_rng(2)
+    numbers = [rng.normal(1.0, scale, size=(n, 2)) for n, scale in ((10, 1.0), (12, 2.0), (25, 0.5))]
+    task, federation = problem(squares, numbers, np.full(2, 3.0))
+    found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), dataclasses.replace(local, lr=1e-6)).points[0]
+    expected = np.mean([off(local, own - 3.0, rng) for own in numbers])
+    assert found.batch_noise == pytest.approx(np.sqrt(expected), rel=0.03, abs=1e-6)
+
+
+def off(local: LocalSGD, gradients: np.ndarray, rng: np.random.Generator) -> float:
+    """Mean squared distance of a batch's estimate from the mean gradient, over orders of the samples."""
+    n, errors = len(gradients), []
+    for _ in range(2000):
+        rows = rng.permutation(n)
+        if local.blocks is not None:
+            cuts = np.arange(local.blocks + 1) * n // local.blocks
+            of = [rows[a:b] for a, b in itertools.pairwise(cuts)]
+            estimates = [gradients[part].sum(0) * local.blocks / n for part in of]
+        elif local.batch_size == "full":
+            estimates = [gradients.mean(0)]
+        elif local.order == "replacement":
+            estimates = [gradients[rng.integers(0, n, local.batch_size)].mean(0)]
+        else:
+            of = [rows[a : a + local.batch_size] for a in range(0, n, local.batch_size)]
+            estimates = [gradients[part].mean(0) for part in of[: local.steps]]
+        errors.append(np.mean([np.sum((e - gradients.mean(0)) ** 2) for e in estimates]))
+    return float(np.mean(errors))
+
+
+def test_small_differences_of_large_gradients():
+    """In float32: what is alike is measured as alike."""
+    numbers = [[[1000.0, 0.0]] * 70, [[1000.0, 0.02]] * 70]
+    task, federation = problem(squares, numbers, np.zeros(2))
+    found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e-3, steps=1)).points[0]
+    assert found.apart == pytest.approx(0.01, rel=0.02) and found.noise < 1e-3
+    assert found.drift == pytest.approx(1e-5, rel=0.05)
+
+
+def test_many_clients_with_names():
+    x, owner = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32), np.repeat(np.arange(300), 2)
+    federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), [f"site {i}" for i in owner])
+    task = fedrax.classification(Linear().build((3,), 2))
+    found = diagnose(task, federation, Settings(rounds=1, cohort_size=4), LocalSGD(lr=0.1, steps=1))
+    assert (found.clients, found.measured) == (300, 256)
+    few = dataclasses.replace(found, clients=100_000)
+    assert (
+        "of 256 of 100000 clients is about" in "".join(rendering.lines(few))
+        and few.sampling_error > found.sampling_error
+    )
+
+
+def test_large_gradients_and_divergence():
+    """Large numbers are measured; numbers that overflow end in a sentence."""
+    task, federation = problem(lambda x, b: 0.5e15 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
+    steps = LocalSGD(lr=1e-17, steps=1, batch_size="full")
+    found = diagnose(task, federation, Settings(**RUN), steps)
+    assert found.kappa == pytest.approx(3e15, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
+    task, federation = problem(lambda x, b: 0.5 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
+    with pytest.raises(FedraxError, match="after 0 rounds: the local steps diverge, try a smaller"):
+        diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e36, steps=1, batch_size="full"))
+
+
+def test_the_norm_of_the_hessian():
+    """Softmax-free: a quadratic form of known eigenvalues, over clients of unlike sizes."""
+    rng = np.random.default_rng(1)
+    rows = [rng.normal(size=(n, 6)) for n in (3, 8, 20)]
+    task, federation = problem(lambda x, a: 0.5 * jnp.dot(a, x) ** 2, rows, np.zeros(6))
+    hessian = np.mean([own.T @ own / len(own) for own in rows], axis=0)
+    expected = np.linalg.eigvalsh(hessian)[-1]
+    assert curvature(task, federation, 1000)({"x": jnp.ones(6)}) == pytest.approx(expected, rel=1e-3)
+
+
+def test_one_large_eigenvalue_above_many():
+    """1 above a plateau of 0.8, and one of -0.9 below."""
+    scales = np.full(20_000, 0.8, np.float32)
+    scales[7], scales[9] = 1.0, -0.9
+    task, federation = problem(
+        lambda x, a: 0.5 * jnp.dot(jnp.asarray(scales), x**2) + 0 * a[0], [[1.0]], np.ones(20_000)
+    )
+    assert curvature(task, federation, 1000)({"x": jnp.ones(20_000)}) == pytest.approx(1, rel=1e-3)
+
+
+def test_statistics_are_refused():
+    linear = fedrax.classification(Linear().build((2,), 2))
+    moving = dataclasses.replace(linear, loss_and_statistics=lambda v, b, k: (jnp.zeros(1), 0))
+    federation = Federation.from_arrays(np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
+    with pytest.raises(FedraxError, match="running statistics"):
+        gradient_dissimilarity(moving, federation)
+
+
+@pytest.mark.exhaustive
+def test_the_command_prints_what_the_function_finds(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--partition", "shards", "--partition.clients", "5", "--model", "logistic", "--run.rounds", "2"]
+    flags += ["--run.cohort-size", "3"]
+    steps = ["--algorithm.local.steps", "2", "--algorithm.local.lr", "0.1"]
+    assert cli.main(["diagnose", *flags, *steps, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [point["round"] for point in said["points"]] == [0, 1, 2]
+    assert all((tmp_path / f"diagnosis.{ending}").exists() for ending in ("png", "svg"))
+    assert cli.main(["diagnose", *flags, *steps, "--picture", "None"]) == 0
+    shown = capsys.readouterr().out
+    assert f"B = {said['dissimilarity']:.3g} at most" in shown and "picture" not in shown
+    first = said["advice"][0]
+    assert first["method"] in study()["methods"] and 0 <= first["close"] <= first["tasks"]
+    assert f"try first      {first['method']}" in shown and f"on {first['close']} of {first['tasks']} tasks" in shown
+
+
+def test_advice_follows_its_rule_and_the_tasks_alike(monkeypatch: pytest.MonkeyPatch):
+    task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
+    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
+    record = {"close": 9, "pairs": 11, "short": 0.4, "worst": 2.0}
+    new = {"close": 14, "pairs": 22, "short": 0.9, "worst": 8.0}
+    rule: dict[str, Any] = {
+        "among": "any method",
+        "below": "A",
+        "above": "B",
+        "feature": "drift",
+        "threshold": found.drift - 0.01,
+    }
+    rule |= {"record": record, "again": record, "new": new}
+    drifts = [found.drift * factor for factor in (0.1, 0.9, 1.0, 1.1, 0.8, 1.2, 30.0)]
+    tasks = [{"drift": d, "short": {"A": 5.0 if i in (0, 6) else 1.0, "B": 0.25}} for i, d in enumerate(drifts)]
+    content = {"methods": {"A": "", "B": "twice the bytes"}, "rules": [rule], "fedavg": record, "pairs": tasks}
+    monkeypatch.setattr(advice, "study", lambda: content)
+    (one,) = advice.advise(found)
+    assert one.method == "B" and one.reason.startswith(f"since drift is {found.drift:.3g}, above ")
+    assert advice.like_yours(found) == (drifts[4], drifts[5], {"B": 0.25, "A": 1.0})
+    rule["threshold"] = found.drift
+    assert advice.advise(found)[0].method == "A"
+    assert len(advice.lines(found)) == 3
+    assert "B (twice the bytes), since drift" in one.line() and "on new data sets on 14 of 22" in one.line()

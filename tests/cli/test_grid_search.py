@@ -1,0 +1,290 @@
+"""Settings chosen on validation data, and methods compared at their best."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrax.data import hold_out
+from fedrax.experiments import comparison, experiment, jobs, user_code
+from fedrax.experiments.run_comparison import compare
+from fedrax.experiments.search import trials
+from fedrax.report.report_data import gather
+from fedrax.simulation import simulate
+from tests.cli.conftest import TINY, Outcome
+
+GRID = (
+    "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n"
+    + TINY.replace("rounds = 4", "rounds = 2").replace('name = "fedavg"\n', "")
+    + """
+[[compare]]
+name = "fedavg"
+[[compare]]
+name = "losac"
+label = "LoSAC"
+local = { blocks = 2 }
+grid = { algorithm.local.lr = [0.3], algorithm.local.blocks = [2, 3] }
+run = { rounds = 3 }
+"""
+)
+
+
+ONE_PROGRAM = (
+    GRID[: GRID.index("[[compare]]")]
+    + """
+[[compare]]
+name = "fedavg"
+[[compare]]
+name = "fedavg"
+label = "other"
+grid = { algorithm.local.lr = [0.3, 0.1] }
+"""
+)
+"""As many methods and points, which differ by floating numbers alone."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "g.toml"
+    path.write_text(GRID)
+    return path
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Path:
+    path = tmp_path / "q.toml"
+    path.write_text(ONE_PROGRAM)
+    return path
+
+
+@pytest.mark.exhaustive
+def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
+    """The search is what simulations by hand on the held-out rows give, the table what runs on all rows give."""
+    outcome = fedrax("compare", file, "--out", "c")
+    assert outcome.status == 0, outcome.err
+    made = json.loads((tmp_path / "c/comparison.json").read_text())
+    assert made["search"]["validation"] == 0.2 and made["search"]["seeds"] == [0]
+    spec = comparison.read([file])
+    _, task, federation = experiment.build(spec.methods[0])
+    held = hold_out(federation, 0.2)
+    for method in spec.methods:
+        found = made["search"]["methods"][method.name]
+        by_hand = [
+            simulate(at.algorithm, task, held, at.run).metric("test_accuracy")[-1][1]
+            for _, at in spec.candidates[method.name]
+        ]
+        assert [trial["value"] for trial in found["trials"]] == pytest.approx(by_hand, abs=0.004)  # a row in 288
+        best = found["trials"][by_hand.index(max(by_hand))]["point"]
+        assert found["best"] == best
+        row = next(row for row in made["methods"] if row["label"] == method.name)
+        settings = next(at for point, at in spec.candidates[method.name] if point == best)
+        final = simulate(settings.algorithm, task, federation, settings.run, seed=1).metric("test_accuracy")[-1][1]
+        on_disk = comparison.methods_in(
+            spec, tmp_path / "c", {k: v["best"] for k, v in made["search"]["methods"].items()}
+        )
+        mine = next(one for one in on_disk if one.label == method.name)
+        assert mine.runs[1].events[-1]["test_accuracy"] == pytest.approx(final, abs=0.003)
+        assert row["seeds"] == 2
+    assert "local.lr 0.3" in outcome.out and "run.rounds 3" in outcome.out
+    assert "the best local.lr" in outcome.out  # of two values one is always at the end
+    assert "20 % of each client's training rows" in outcome.out
+    assert (tmp_path / "c/grid.png").read_bytes().startswith(b"\x89PNG")
+    shown = json.loads(fedrax("show", "c", "--json").out)  # runs on validation data are none of the comparison
+    assert sorted(row["label"] for row in shown["methods"]) == ["LoSAC", "fedavg"]
+
+
+@pytest.mark.exhaustive
+def test_a_broken_off_grid_keeps_what_is_finished(
+    fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is missing is run, and a larger grid runs its new points alone."""
+    seen: list[tuple[bool, int]] = []
+    run = jobs.simulate
+
+    def counted(*args: object, **options: object) -> object:
+        seen.append((len(args[2].test.y) == 288, args[3].seed))  # type: ignore[attr-defined]
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return run(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(jobs, "simulate", counted)
+    monkeypatch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)
+    assert fedrax("compare", quick, "--out", "c").status == 130
+    assert [validation for validation, _ in seen] == [True] * 4
+    assert fedrax("compare", quick, "--out", "c", "--quiet").status == 0
+    assert [validation for validation, _ in seen[4:]] == [True] + [False] * 4
+    del seen[:]
+    larger = ("--grid", "algorithm.local.lr=0.01,0.3,1e30", "--grid", "algorithm.local.weight-decay=1.0,none")
+    monkeypatch.setattr(jobs, "simulate", run)
+    (tmp_path / "one.toml").write_text("seeds = [0]\n" + TINY.replace("rounds = 4", "rounds = 2"))
+    assert fedrax("compare", "one.toml", *larger, "--out", "d", "--json").status == 0
+    choice = json.loads((tmp_path / "d/comparison.json").read_text())["search"]["methods"]["fedavg"]
+    assert len(choice["trials"]) == 6
+    lost = [
+        trial
+        for trial in choice["trials"]
+        if trial["point"] == {"algorithm.local.lr": 1e30, "algorithm.local.weight_decay": 1.0}
+    ]
+    assert lost[0]["value"] is None and choice["best"]["algorithm.local.lr"] < 1e30
+
+
+@pytest.mark.exhaustive
+def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path) -> None:
+    flags = ("--grid", "algorithm.local.weight-decay=none,0.5", "--algorithm.local.lr", "0.2", "--run.rounds", 1)
+    assert fedrax("compare", quick, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
+    runs = [experiment.read(path) for path in (tmp_path / "c").rglob("experiment.toml")]
+    assert len(runs) == 6
+    assert {(run.algorithm.local.lr, run.run.rounds) for run in runs} == {(0.2, 1)}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--grid", "algorithm.local.lr"], "write PATH=VALUE"),
+        (["--grid", "algorithm.lcal.lr=1,2"], "unknown key 'lcal'; did you mean 'local'"),
+        (["--grid", "algorithm.local.lr=0.1,-1"], "lr must be greater than 0"),
+        (["--grid", "algorithm.local.lr=0.1,fast"], "must be"),
+        (["--grid", "algorithm.local.lr=0.1,0.1"], "twice"),
+        (["--grid", "model.hidden=1,2"], "cannot vary"),
+        (["--grid", "run.seed=1,2"], "seeds says"),
+        (["--grid", "run.cohort_size=2,500"], r"\(run.cohort_size 500\): cannot sample 500 clients"),
+        (["--grid", "algorithm.server_optimizer.momentum.x=1"], "must be a number"),
+        (["--grid", "algorithm.local.batch_size.x=1"], "has no settings"),
+        (["--grid", "algorithm.local.prox.weight=1"], "'name' is missing"),
+        (["--grid", "run.rounds=" + ",".join(map(str, range(1, 1002)))], "too large"),
+        (["--validation", "1.5"], "less than 1|must be"),
+        (["--validation", "0.001"], "too few to hold"),
+        (["--metric", "acuracy"], "did you mean 'accuracy'"),
+        (["--algorithm.local.lrr", "1"], "unknown key 'lrr'"),
+    ],
+)
+def test_grids_that_are_none(
+    fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, flags: list, words: str
+) -> None:
+    outcome = fedrax("compare", file, *flags, "--out", "c", "--quiet")
+    assert outcome.status == 2 and len(outcome.err.splitlines()) == 1
+    assert re.search(words, outcome.err), outcome.err
+    assert not (tmp_path / "c").exists()
+
+
+def test_in_python(quick: Path, tmp_path: Path) -> None:
+    made = compare(quick, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11)
+    assert made.target == 0.11 and not made.diverged
+    for choice in made.choices.values():
+        assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
+        assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
+    assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
+
+
+def test_after_a_wider_grid_each_method_is_shown_once(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the settings that were chosen last; the runs of those before are kept beside them."""
+    monkeypatch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)
+    alike = TINY.replace('"shards"', '"iid"').replace("rounds = 4", "rounds = 1")
+    (tmp_path / "w.toml").write_text(alike + '[[compare]]\nlabel = "mine"\n')
+    for values in ("1e-12", "1e-12,0.1"):
+        flags = ("--grid", f"algorithm.local.lr={values}", "--metric", "loss", "--seeds", 0)
+        outcome = fedrax("compare", "w.toml", *flags, "--out", "c", "--quiet")
+        assert outcome.status == 0, outcome.err
+    made = json.loads((tmp_path / "c/comparison.json").read_text())
+    assert made["search"]["methods"]["mine"]["best"] == {"algorithm.local.lr": 0.1}
+    assert len(list((tmp_path / "c/mine").glob("*/seed-0"))) == 2
+    (row,), (shown,) = made["methods"], json.loads(fedrax("show", "c", "--json").out)["methods"]
+    assert shown["label"] == row["label"] == "mine" and shown["loss"] == row["loss"]
+    (method,) = gather([tmp_path / "c"]).methods
+    assert (method.label, method.settings, len(method.runs)) == ("mine", "local.lr 0.1", 1)
+
+
+@pytest.mark.exhaustive
+def test_a_search_on_data_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Before anything is run, although the trials, several in one program, left no checkpoint."""
+    data = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
+    (tmp_path / "d.csv").write_text("\n".join(data))
+    (tmp_path / "s.toml").write_text(
+        'data = { name = "csv", path = "d.csv" }\nmodel = "logistic"\nseeds = [0]\n'
+        'partition = { name = "iid", clients = 3 }\nrun = { rounds = 2, cohort_size = 2 }\n'
+        'algorithm = { name = "fedavg" }\ngrid = { algorithm.local.lr = [0.01, 0.1, 0.3] }\n'
+    )
+    assert fedrax("compare", tmp_path / "s.toml", "--out", "c").status == 0
+    for kept in ("comparison.json", *(p.name for p in (tmp_path / "c").iterdir() if p.is_dir() and p.name != "search")):
+        found = tmp_path / "c" / kept
+        shutil.rmtree(found) if found.is_dir() else found.unlink()  # as if it had been broken off before the end
+    (tmp_path / "d.csv").write_text("\n".join([*data[:-1], "9,9,1"]))
+    outcome = fedrax("compare", tmp_path / "s.toml", "--out", "c")
+    assert outcome.status != 0 and "holds the runs of a search, and its data differ" in outcome.err
+
+
+OWN = """
+import jax.numpy as jnp
+from fedrax.models import Model
+
+def model(input_shape, num_outputs):
+    def apply(params, x, key=None):
+        return jnp.{function}(x.reshape(len(x), -1) @ params["w"])
+    return Model(lambda key: {{"w": jnp.ones((64, num_outputs))}}, apply)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(
+        "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n"
+        + TINY.replace('"logistic"', '"own.py:model"').replace("rounds = 4", "rounds = 1")
+    )
+
+    def compared(code: str) -> Outcome:
+        (tmp_path / "own.py").write_text(code)
+        user_code._files.clear()  # as another process
+        shutil.rmtree(tmp_path / "c/fedavg", ignore_errors=True)  # as if it had been broken off after the search
+        return fedrax("compare", "s.toml", "--out", "c", "--quiet")
+
+    assert compared(OWN.format(function="tanh")).status == 0
+    assert compared("# other words\n" + OWN.format(function="tanh")).status == 0
+    refused = compared(OWN.format(function="sin"))
+    assert refused.status == 2 and "and the program of fedavg differs" in refused.err
+    (tmp_path / "c/search/.rows.json").unlink()
+    assert (
+        "holds the runs of a search, and it was written by another version" in compared(OWN.format(function="sin")).err
+    )
+
+
+@pytest.mark.exhaustive
+def test_several_in_one_program_that_are_cut_short_go_on(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut while it keeps the last of them; all run once more, as alone the last one would differ by rounding."""
+    (tmp_path / "s.toml").write_text(
+        "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n" + TINY.replace("rounds = 4", "rounds = 1")
+    )
+    last, kept = tmp_path / "c/search/fedavg/local.lr=0.1/seed-0", trials.EventFile
+
+    def cut_short(directory: Path, events: list) -> Any:
+        if directory == Path("c/search/fedavg/local.lr=0.1/seed-0"):
+            raise KeyboardInterrupt
+        return kept(directory, events)
+
+    monkeypatch.setattr(trials, "EventFile", cut_short)
+    assert fedrax("compare", "s.toml", "--out", "c", "--quiet").status == 130
+    assert last.exists()
+    monkeypatch.setattr(trials, "EventFile", kept)
+    assert fedrax("compare", "s.toml", "--out", "c", "--quiet").status == 0
+    assert len(json.loads((tmp_path / "c/comparison.json").read_text())["search"]["methods"]["fedavg"]["trials"]) == 2
+    shutil.rmtree(tmp_path / "c")
+    last.mkdir(parents=True)
+    (tmp_path / "away").mkdir()
+    (last / "failure").symlink_to(tmp_path / "away")
+    outcome = fedrax("compare", "s.toml", "--out", "c", "--quiet")
+    assert outcome.status == 2 and "is a link, which no run makes" in outcome.err
+    for place in ("search", "search/fedavg", "search/fedavg/local.lr=0.1/seed-0", "fedavg", "fedavg/local.lr=0.1"):
+        shutil.rmtree(tmp_path / "c")
+        (tmp_path / "c" / place).parent.mkdir(parents=True)
+        (tmp_path / "c" / place).symlink_to(tmp_path / "away")
+        outcome = fedrax("compare", "s.toml", "--out", "c", "--quiet")
+        assert outcome.status == 2 and f"{Path('c') / place} is a link, which no run makes" in outcome.err
+        assert not list((tmp_path / "away").iterdir())

@@ -1,0 +1,34 @@
+"""The largest numbers of a vector, beside a stable sort."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax.compression.selection import largest
+
+
+def expected(values: np.ndarray, k: int) -> np.ndarray:
+    return np.sort(np.argsort(-np.abs(values.astype(float)), kind="stable")[:k])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_as_a_stable_sort_finds_them(dtype: str) -> None:
+    """Vectors of distinct numbers, with many equal ones, of all zeros, and with the smallest and largest there are."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        edge = [float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max), np.inf, -np.inf, 0.0, -0.0, 5e-8, -2.0]
+        drawn = [rng.normal(size=97), rng.integers(-3, 4, 97), np.zeros(97), np.ones(97), rng.choice(edge, 97)]
+        vectors = jnp.asarray(np.stack(drawn), dtype)
+        for k in (1, 2, 48, 96, 97):
+            wanted = [expected(np.asarray(vector), k) for vector in vectors]
+            np.testing.assert_array_equal(jax.jit(jax.vmap(lambda v, k=k: largest(v, k)))(vectors), wanted)
+            np.testing.assert_array_equal([largest(vector, k) for vector in vectors], wanted)
+
+
+def test_numbers_that_are_none_count_as_the_largest() -> None:
+    """As for ``jax.lax.top_k``: whoever sends them is found out by what arrives."""
+    np.testing.assert_array_equal(largest(jnp.array([1.0, jnp.nan, 3.0, jnp.inf]), 2), [1, 3])

@@ -1,0 +1,168 @@
+"""Optimizers of optax on clients and on the server, against plain loops of optax's own calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Task, simulate, sweep
+from fedrax.contract.task import Batch
+from fedrax.optim import Optax
+from fedrax.privacy import SampleDP
+from fedrax.simulation import Script
+from tests.simulation.problems import FEDERATION, TASK, assert_close, assert_identical, run
+from tests.thinning import thinned
+
+ROUNDS, STEPS, ROWS, COHORTS = 3, 2, 3, [[1, 3], [3, 5], [1, 3]]
+BATCHES = np.random.default_rng(2).integers(0, 5, (ROUNDS, 2, STEPS, ROWS))
+OPTIONS: dict[str, Any] = {"script": Script(cohorts=COHORTS, batches=BATCHES), "rounds": ROUNDS, "devices": 1}
+
+
+def local(carry: bool, lr: float = 0.05) -> FedAvg:
+    """FedAvg with AdamW on the clients."""
+    rule = Optax.of(optax.adamw, weight_decay=0.01)
+    return FedAvg(local=LocalSGD(lr=lr, steps=STEPS, batch_size=ROWS, optimizer=rule, carry=carry))
+
+
+ADAMW = optax.adamw(0.05, weight_decay=0.01)
+
+
+def by_hand(carry: bool, rule: Any = ADAMW) -> Any:
+    """The parameters in the end, in float64."""
+    rule, kept = optax.with_extra_args_support(rule), {}
+    params = jax.tree.map(lambda a: np.zeros(a.shape), TASK.init(jax.random.key(0)))
+    gradient = jax.jit(jax.value_and_grad(lambda p, x, y: TASK.loss(p, Batch(x, y), jax.random.key(0)).mean()))
+    for r, cohort in enumerate(COHORTS):
+        ends = []
+        for k, client in enumerate(cohort):
+            x, state = params, kept.get(client) if carry and client in kept else rule.init(params)
+            for rows in BATCHES[r, k]:
+                at = FEDERATION.offsets[client] + rows
+                loss, direction = gradient(x, *(np.asarray(a)[at] for a in FEDERATION.train))
+                updates, state = rule.update(direction, state, x, value=loss)
+                x = optax.apply_updates(x, updates)
+            kept[client] = state
+            ends.append(x)
+        params = jax.tree.map(lambda *e: sum(e) / len(e), *ends)
+    return params
+
+
+@pytest.mark.parametrize("carry", thinned([True, False]), ids=["carried", "reset"])
+@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
+def test_local_adamw_is_the_plain_loop(plan: str, carry: bool):
+    with jax.enable_x64(True):
+        expected = by_hand(carry)
+    reference = run(local(carry), **OPTIONS, dtype="float64")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), reference.params, expected)
+    assert_close(run(local(carry), **OPTIONS, dtype="float64", plan=plan), reference, 1e-12)
+
+
+BY_THE_LOSS = {
+    "polyak": lambda: optax.polyak_sgd(0.5),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_LOSS)
+@pytest.mark.parametrize("plan", ["vmap", "debug"])
+def test_optimizers_that_go_by_the_loss(plan: str, name: str):
+    """Carried, for a plateau takes more steps than one round has."""
+    with jax.enable_x64(True):
+        expected = by_hand(True, BY_THE_LOSS[name]())
+    work = LocalSGD(steps=STEPS, batch_size=ROWS, optimizer=Optax(BY_THE_LOSS[name]()), carry=True)
+    found = run(FedAvg(local=work), **OPTIONS, dtype="float64", plan=plan).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, expected)
+
+
+def test_optimizers_that_go_by_a_loss_that_is_not_told():
+    rule = Optax(optax.polyak_sgd())
+    private = SampleDP(FedAvg(local=LocalSGD(steps=2, batch_size=2, optimizer=rule)), clip=1.0, noise=1.0)
+    for method in (private, FedAvg(server_optimizer=rule)):
+        with pytest.raises(FedraxError, match=r"needs more than a direction .* where no wrapper takes"):
+            run(method)
+
+
+def test_what_is_carried_outlives_an_interruption(tmp_path):
+    options = {"cohort_size": 3, "eval_every": 2, "devices": 1}
+    run(local(True), **options, rounds=2, directory=tmp_path)
+    assert_identical(run(local(True), **options, directory=tmp_path, resume=True), run(local(True), **options))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("plan", ["scan", "loop", "vmap", "debug"])
+def test_finished_and_traced_optimizers_are_one_server_rule_on_every_plan(plan: str):
+    work, options = LocalSGD(lr=0.05, steps=2, batch_size=2), {"rounds": 2, "cohort_size": 2, "devices": 1}
+    finished = FedAvg(local=work, server_optimizer=Optax(optax.adamw(1e-2)))
+    traced = FedAvg(local=work, server_optimizer=Optax.of(optax.adamw, learning_rate=1e-2))
+    reference = run(finished, **options)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(reference.params)) > 5e-3
+    for method in (finished, traced):
+        assert_close(run(method, **options, plan=plan), reference)
+
+
+def test_a_grid_of_learning_rates_is_one_program():
+    work = LocalSGD(lr=0.05, steps=2, batch_size=2)
+    rules = [Optax.of(optax.adamw, learning_rate=lr) for lr in (0.01, 0.03, 0.1)]
+    methods = [FedAvg(local=work, server_optimizer=rule) for rule in rules]
+    options: Any = {"rounds": 2, "cohort_size": 2, "eval_every": 2}
+    results = sweep(methods, TASK, FEDERATION, **options, mode="together")
+    assert results[0][0].plan.startswith("together: 3 x 1")
+    for method, (result,) in zip(methods, results, strict=True):
+        alone = run(method, **options, devices=1)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result.params, alone.params)
+
+
+def test_options_that_are_no_floats_shape_the_program():
+    """Flags, whole numbers, schedules and functions, by name as optax takes them."""
+    schedule, mask = optax.linear_schedule(0.1, 0.01, 4), lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    for made, options in [
+        (optax.sgd, {"learning_rate": 0.5, "momentum": 0.9, "nesterov": True}),
+        (optax.adamw, {"learning_rate": schedule, "mask": mask, "weight_decay": 0.1}),
+        (optax.sgd, {"learning_rate": 1}),
+    ]:
+        by_name, finished = Optax.of(made, **options), Optax(made(**options))
+        found, wanted = (run(FedAvg(local=LocalSGD(steps=2), server_optimizer=rule)) for rule in (by_name, finished))
+        assert_close(found, wanted)
+
+
+def test_an_option_that_cannot_shape_a_program_is_named():
+    with pytest.raises(FedraxError, match="the option 'mask' must be hashable"):
+        Optax.of(optax.adamw, learning_rate=np.float32(0.1), mask={"weight": True})
+
+
+@pytest.mark.parametrize("carry", [False, True], ids=["reset", "carried"])
+def test_noise_of_an_optimizer_is_another_on_each_client_and_in_each_round(carry: bool):
+    """The mean of eight clients' is shorter by the root of eight, the sum of two rounds' longer by that of two."""
+    federation = Federation.from_arrays(np.zeros((16, 1)), np.zeros(16), np.arange(16) % 8)
+    flat = Task(lambda key: {"w": np.zeros(4000, np.float32)}, lambda p, batch, key: 0 * p["w"].sum() * batch.y)
+    rule = Optax(optax.chain(optax.add_noise(1.0, 0.0, key=0), optax.sgd(1.0)))
+    method = FedAvg(local=LocalSGD(steps=1, optimizer=rule, carry=carry))
+    for cohort, rounds in ((1, 1), (8, 1), (8, 2)):
+        made = simulate(method, flat, federation, rounds=rounds, cohort_size=cohort, progress=False).params["w"]
+        assert np.std(made) == pytest.approx((rounds / cohort) ** 0.5, rel=0.05)
+
+
+def test_an_optimizer_that_draws_is_kept_with_a_server(tmp_path):
+    noisy = Optax(optax.chain(optax.add_noise(0.1, 0.5, key=3), optax.sgd(1.0)))
+    method, options = (
+        FedAvg(local=LocalSGD(lr=0.05, steps=2), server_optimizer=noisy),
+        {"cohort_size": 3, "eval_every": 2},
+    )
+    run(method, **options, rounds=2, directory=tmp_path)
+    assert_identical(
+        run(method, **options, rounds=4, directory=tmp_path, resume=True), run(method, **options, rounds=4)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_wants_parameters_of_its_own_form_is_a_sentence():
+    ahead = Optax(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    for method in (FedAvg(local=LocalSGD(optimizer=ahead)), FedAvg(server_optimizer=ahead)):
+        with pytest.raises(
+            FedraxError, match=r"the optimizer \(lookahead\) cannot move the model's parameters .* 'fast'"
+        ):
+            run(method)

@@ -1,0 +1,223 @@
+"""FedBuff beside clients on a clock: an asynchronous server in plain Python, event by event."""
+
+from __future__ import annotations
+
+import heapq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedrax import FedAvg, FedraxError, LocalSGD, Settings, simulate, sweep
+from fedrax.algorithms import FedBuff
+from fedrax.optim.schedules import InverseDecay
+from fedrax.optim.server import SGD
+from fedrax.participation import Asynchronous, Availability
+from fedrax.participation.asynchronous import arrivals, read_durations
+from fedrax.personalization import Ditto
+from fedrax.robust import Robust
+from fedrax.simulation.cohort_sampler import _ARRIVALS, generator
+from tests import reference
+from tests.algorithms.problems import make_problem
+
+PROBLEM = make_problem("quadratic")
+SECONDS = {0: [1.0], 1: [2.5, 0.5], 2: [0.7], 3: [1.0], 4: [7.0], 5: [3.0, 0.2, 9.0], 6: [0.4]}
+LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=3, order="stored", schedule=InverseDecay(0.1))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    lines = [f"{client},{seconds}" for client, each in SECONDS.items() for seconds in each]
+    path = tmp_path / "seconds.csv"
+    path.write_text("\n".join(["client,seconds", *lines]) + "\n")
+    return path
+
+
+def on_a_clock(rounds: int, at_work: int, buffer: int, power: float) -> tuple[list[np.ndarray], list[float], list[int]]:
+    """(x after each step of the server, its time, the delay of each upload): clients hold the model they began with."""
+    clients = PROBLEM.clients(reference.Local(lr=0.05, steps=3, batch_size=3, schedule=("InverseDecay", {"rate": 0.1})))
+    rng, x, version, begun = generator(0, _ARRIVALS, 0), PROBLEM.x0, 0, 0
+    working, held, times = [], [], dict.fromkeys(SECONDS, 0)
+    found, ticks, delays = [], [], []
+
+    def start(now: float) -> None:
+        nonlocal begun
+        while True:
+            i = int(rng.integers(7))
+            if i not in [w[2] for w in working] + [h[0] for h in held]:
+                break
+        takes = SECONDS[i][times[i] % len(SECONDS[i])]
+        times[i] += 1
+        heapq.heappush(working, (now + takes, begun, i, x, version))
+        begun += 1
+
+    for _ in range(at_work):
+        start(0.0)
+    while version < rounds:
+        now, _, i, model, since = heapq.heappop(working)
+        delta = clients[i].descend(model, reference.Part(i, 1.0, since)).params - model
+        delays.append(version - since)
+        held.append((i, (1 + version - since) ** -power * delta))
+        if len(held) == buffer:
+            x = x + 0.8 * sum(d for _, d in held) / buffer
+            held, version = [], version + 1
+            found.append(x)
+            ticks.append(now)
+        start(now)
+    return found, ticks, delays
+
+
+@pytest.mark.parametrize(("at_work", "buffer", "power"), [(3, 2, 0.5), (1, 1, 0.5), (5, 3, 0.0), (4, 1, 2.0)])
+def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: int, power: float):
+    xs, ticks, delays = on_a_clock(8, at_work, buffer, power)
+    assert at_work == 1 or max(delays) > 0
+    result = simulate(
+        FedBuff(LOCAL, server_optimizer=SGD(lr=0.8), power=power, max_delay=24),
+        PROBLEM.task,
+        PROBLEM.federation,
+        rounds=8,
+        cohort_size=buffer,
+        participation=Asynchronous(trace, concurrency=at_work),
+        params=PROBLEM.params,
+        trajectory=True,
+        dtype="float64",
+        devices=1,
+    )
+    assert result.trajectory is not None
+    for ours, theirs in zip(result.trajectory, xs, strict=True):
+        np.testing.assert_allclose(reference.join(PROBLEM.problem, ours), theirs, atol=1e-12)
+    np.testing.assert_allclose([event["clock"] for event in result.events], ticks)
+    assert [event["clients"] for event in result.events] == [at_work + buffer - 1] + [buffer] * 7
+
+
+def schedule(trace: Path, rounds: int, buffer: int = 2, at_work: int = 3, seed: int = 0) -> Any:
+    participation = Asynchronous(trace, at_work)
+    durations = read_durations(participation, 7)
+    return arrivals(participation, durations, rounds, buffer, generator(seed, _ARRIVALS, 0))
+
+
+def test_more_rounds_change_no_earlier_one(trace: Path):
+    short, long = schedule(trace, 5), schedule(trace, 40)
+    for one, other in ((short.cohorts, long.cohorts), (short.delays, long.delays), (short.clock, long.clock)):
+        for mine, theirs in zip(one, other, strict=False):
+            np.testing.assert_array_equal(mine, theirs)
+    assert all(np.array_equal(cohort, np.unique(cohort)) for cohort in long.cohorts)
+    assert (np.diff(long.clock) >= 0).all()
+    assert not np.array_equal(schedule(trace, 5, seed=1).cohorts[0], short.cohorts[0])
+
+
+def test_a_resumed_run_takes_in_what_was_on_its_way(trace: Path, tmp_path: Path):
+    settings: dict[str, Any] = {"cohort_size": 2, "participation": Asynchronous(trace, 3), "devices": 1}
+    settings |= {"params": PROBLEM.params, "eval_every": 1}
+    method = FedBuff(LOCAL, max_delay=24)
+    run = lambda rounds, **more: simulate(  # noqa: E731
+        method, PROBLEM.task, PROBLEM.federation, rounds=rounds, **settings, **more
+    )
+    run(3, directory=tmp_path)
+    resumed, whole = run(6, directory=tmp_path, resume=True), run(6)
+    np.testing.assert_array_equal(resumed.params["w"], whole.params["w"])
+    assert [e["clock"] for e in resumed.events] == [e["clock"] for e in whole.events]
+
+
+@pytest.mark.parametrize("kind", [Availability, Asynchronous])
+def test_a_trace_is_known_by_what_it_says(kind: type, trace: Path, tmp_path: Path):
+    """A run goes on with its trace from another place, and not with another trace in its place."""
+    if kind is Availability:
+        trace.write_text("round,client\n" + "".join(f"{r},{client}\n" for r in range(3) for client in range(7)))
+        method, make = FedAvg(LOCAL), Availability
+    else:
+        method, make = FedBuff(LOCAL, max_delay=24), lambda path: Asynchronous(path, 3)
+    settings: dict[str, Any] = {"cohort_size": 2, "params": PROBLEM.params, "directory": tmp_path / "run"}
+    run = lambda rounds, path, **more: simulate(  # noqa: E731
+        method, PROBLEM.task, PROBLEM.federation, rounds=rounds, participation=make(path), **settings, **more
+    )
+    run(2, trace)
+    moved = trace.rename(tmp_path / "moved.csv")
+    assert run(3, moved, resume=True).events[-1]["round"] == 3
+    lines = moved.read_text().splitlines()
+    moved.write_text("\n".join([*lines, lines[-1]] if kind is Asynchronous else lines[:-1]) + "\n")
+    with pytest.raises(FedraxError, match="trace of who takes part"):
+        run(4, moved, resume=True)
+
+
+def test_a_sweep_has_the_same_clock(trace: Path):
+    methods = [FedBuff(LOCAL, power=power, max_delay=24) for power in (0.0, 1.0)]
+    settings = Settings(rounds=3, cohort_size=2, participation=Asynchronous(trace, 3), eval_every=3)
+    together, in_turn = (
+        sweep(methods, PROBLEM.task, PROBLEM.federation, settings=settings, mode=mode)
+        for mode in ("together", "in turn")
+    )
+    for (one,), (other,) in zip(together, in_turn, strict=True):
+        np.testing.assert_allclose(one.params["w"], other.params["w"], rtol=1e-5)
+        assert [e["clock"] for e in one.events] == [e["clock"] for e in other.events]
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FedAvg(LOCAL), "FedAvg waits for all uploads of a round.* take FedBuff, or"),
+        (Robust(FedBuff(LOCAL)), "Robust waits for all uploads of a round.* take FedBuff without it, or"),
+        (FedBuff(LOCAL, max_delay=1), r"FedBuff keeps room for 1: set max_delay to \d+"),
+        (Ditto(FedBuff(LOCAL, max_delay=1)), "Ditto keeps room for 1"),
+    ],
+    ids=["FedAvg", "Robust", "no room", "no room inside"],
+)
+def test_methods_that_cannot_wait_are_refused(trace: Path, method: Any, sentence: str):
+    settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "participation": Asynchronous(trace, 3)}
+    with pytest.raises(FedraxError, match=sentence):
+        simulate(method, PROBLEM.task, PROBLEM.federation, **settings)
+
+
+def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It counts for nothing, as on the clock, and is at work for good; no room has to be kept for it."""
+    monkeypatch.setitem(SECONDS, 3, [1e12])
+    path = tmp_path / "t.csv"
+    path.write_text("client,seconds\n" + "".join(f"{i},{s}\n" for i, each in SECONDS.items() for s in each))
+    xs, ticks, delays = on_a_clock(8, 5, 2, 0.5)
+    known, longest = schedule(path, 8, at_work=5), max(delays)
+    assert 3 in np.concatenate(known.cohorts)
+    assert known.longest_awaited == longest
+    settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "params": PROBLEM.params, "dtype": "float64"}
+    settings |= {"participation": Asynchronous(path, 5), "devices": 1}
+    run = lambda room: simulate(  # noqa: E731
+        FedBuff(LOCAL, server_optimizer=SGD(lr=0.8), max_delay=room), PROBLEM.task, PROBLEM.federation, **settings
+    )
+    for room in (longest, longest + 3):
+        result = run(room)
+        np.testing.assert_allclose(reference.join(PROBLEM.problem, result.params), xs[-1], atol=1e-12)
+        np.testing.assert_allclose([event["clock"] for event in result.events], ticks)
+        told = [np.minimum(own, room + 1).mean() for own in known.delays]
+        np.testing.assert_allclose([event["delay"] for event in result.events], told, rtol=1e-6)
+    with pytest.raises(FedraxError, match=f"set max_delay to {longest}$"):
+        run(longest - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("client,hours\n0,1\n", "not a CSV with columns client, seconds"),
+        ("client,seconds\n0,1\n1,-2\n", "seconds above 0"),
+        ("client,seconds\n0,1\n1,1e308\n", "seconds above 0, up to 1e"),
+        (f"client,seconds\n0,1\n1,{10**30}\n", "'seconds' holds whole numbers beyond 64 bits"),
+        ("client,seconds\n0,1\n9,2\n", "must name clients 0 to 6"),
+        ("client,seconds\n0,1\n1,x\n", "numbers of seconds"),
+        ("client,seconds\n0,\n1,2\n", "numbers of seconds"),
+        ("client,seconds\n0,1\n1,2\n", "does not say how long client 2 takes"),
+    ],
+)
+def test_broken_traces_end_in_a_sentence(tmp_path: Path, text: str, sentence: str):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(FedraxError, match=sentence):
+        schedule(path, 30, at_work=6)
+
+
+def test_too_many_at_work_are_refused(trace: Path):
+    with pytest.raises(FedraxError, match="take 8 clients or more: there are 7"):
+        schedule(trace, 2, buffer=3, at_work=6)
+
+
+def test_a_run_of_more_rounds_than_can_be_foreseen_is_refused(trace: Path):
+    with pytest.raises(FedraxError, match="at most 1,000,000 rounds, not 2,147,483,647"):
+        schedule(trace, 2**31 - 1)

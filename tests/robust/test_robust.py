@@ -1,0 +1,305 @@
+"""Robust rules and attacks: what they compute, that defenses hold, and what cannot be combined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax import (
+    FedAvg,
+    Federation,
+    FedraxError,
+    LocalSGD,
+    Result,
+    Scaffold,
+    Upcycled,
+    classification,
+    hyperparameters,
+    simulate,
+    sweep,
+    tree,
+)
+from fedrax.algorithms import MIFA, Scaffnew
+from fedrax.compression import Quantized
+from fedrax.contract import binary_classification
+from fedrax.contract.algorithm import Algorithm, Cohort
+from fedrax.models import Linear, Logistic
+from fedrax.robust import Attacked, Robust
+from fedrax.robust.attacked_clients import ALittle, Gaussian, LabelFlip, Scaling
+from fedrax.robust.rules import GeometricMedian, Krum, Median, NormBound, TrimmedMean
+from fedrax.simulation import Script
+from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, run, travels
+from tests.thinning import thinned
+from tests.wrappers.own_methods import Masked
+
+FEDAVG = FedAvg(local=LOCAL)
+
+
+ROWS = 7
+
+
+def cohort_of(uploads: Any, order: Any = None, rows: int = ROWS) -> Cohort:
+    """Uploads of clients 0, 1, ... as a server finds them: in some order of ``rows``, with zeros in those of nobody."""
+    size = len(jax.tree.leaves(uploads)[0])
+    places = np.arange(rows) if order is None else np.asarray(order)
+
+    def put(values: Any, empty: float = 0) -> Any:
+        values = np.asarray(values)
+        padded = np.concatenate([values, np.full((rows - size, *values.shape[1:]), empty, values.dtype)])
+        return jnp.asarray(padded[places], jnp.float32 if values.dtype == float else None)
+
+    facts = {"size": jnp.float32(size), "num_clients": 99, "round": jnp.int32(0), "key": jax.random.key(0)}
+    clients, weights = put(np.arange(size, dtype=np.int32), 99), put(np.full(size, 1 / size))
+    return Cohort((), (), (), clients, weights, **facts, uploads=jax.tree.map(put, uploads))  # type: ignore[arg-type]
+
+
+aggregate = jax.jit(lambda rule, cohort: rule(cohort))
+
+
+# -- rules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("size", [1, 2, 5, 6])
+@pytest.mark.parametrize(
+    "rule",
+    [Median(), TrimmedMean(0.2), NormBound(0.5), GeometricMedian(), Krum(keep=2)],
+    ids=lambda r: type(r).__name__,
+)
+def test_rules_look_at_the_cohort_alone_in_any_order(rule: Any, size: int):
+    """Rows beyond the cohort lie elsewhere on other devices, and hold zeros, which would draw everything near."""
+    rng = np.random.default_rng(size)
+    uploads = {"a": 5 + rng.normal(size=(size, 3, 2)), "b": rng.normal(size=(size, 4))}
+    one, other = (aggregate(rule, cohort_of(uploads, order)) for order in (None, rng.permutation(ROWS)))
+    alone = rule(cohort_of(uploads, rows=size)) if size == 5 else one
+    for values in (other, alone):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), values, one)
+
+
+def test_the_geometric_median_is_where_the_pulls_cancel():
+    """The gradient of sum |z - u_k|, a sum of unit vectors, is zero there."""
+    points = np.random.default_rng(0).normal(size=(7, 3)) + np.array([40, 0, 0])
+    points[0] = [-900, 5, 5]
+    z = np.asarray(aggregate(GeometricMedian(iterations=200), cohort_of({"z": points}))["z"])
+    ways = (points - z) / np.linalg.norm(points - z, axis=1, keepdims=True)
+    assert np.linalg.norm(ways.sum(0)) < 1e-2
+    assert abs(z[0] - 40) < 2
+
+
+def test_mutual_neighbors_score_alike_and_the_number_decides():
+    """n - f - 2 = 1 neighbor counts: of the nearest two, whose distances are the same, the lower number is taken."""
+    points = np.array([[9.0, 0], [0, 0.1], [0, 0.2], [5, 5], [-7, 3]])
+    for order in (None, [4, 2, 5, 3, 6, 1, 0]):
+        chosen = aggregate(Krum(attackers=2), cohort_of({"z": points}, order))["z"]
+        np.testing.assert_allclose(chosen, points[1], rtol=1e-6)
+
+
+HONEST = np.random.default_rng(3).normal(size=(5, 4)) + np.array([2.0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("lie", [1e9, 1e25, 3e38, np.inf, np.nan], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Median(), TrimmedMean(0.2), NormBound(9.0), GeometricMedian(), Krum(), Krum(keep=3)], ids=repr
+)
+def test_one_lie_of_any_size_moves_no_rule_far(rule: Any, lie: float):
+    """Also where squares of it overflow, or it is no number: the attacker has the smallest number, and ties are its."""
+    uploads = np.concatenate([np.full((1, 4), lie), HONEST])
+    z = np.asarray(aggregate(rule, cohort_of({"z": uploads}))["z"])
+    assert np.linalg.norm(z - HONEST.mean(0)) < 3.0
+    if isinstance(rule, Krum):
+        alone = np.asarray(aggregate(rule, cohort_of({"z": np.concatenate([np.full((1, 4), 1e3), HONEST])}))["z"])
+        np.testing.assert_array_equal(z, alone)
+
+
+def test_the_middle_of_two_stays_between_them():
+    """Half of an even cohort cut off at either end leaves the two in the middle."""
+    uploads = {"z": np.array([[1.0, 2.0], [3.0, 6.0]])}
+    np.testing.assert_allclose(aggregate(TrimmedMean(0.49999), cohort_of(uploads))["z"], [2.0, 4.0])
+    np.testing.assert_allclose(aggregate(GeometricMedian(), cohort_of(uploads))["z"], [2.0, 4.0])
+
+
+# -- defense -------------------------------------------------------------------------------------------------------
+
+CLIENTS = 20
+
+
+def clean_federation() -> Federation:
+    """Clients alike, whose labels a linear model finds."""
+    rng = np.random.default_rng(1)
+    x, weight = rng.normal(size=(1000, 6)).astype(np.float32), rng.normal(size=(6, 3))
+    y, owner = (x @ weight).argmax(1), np.arange(600) % CLIENTS
+    return Federation.from_arrays(x[:600], y[:600], owner, test=(x[600:], y[600:]), num_classes=3)
+
+
+CLEAN = clean_federation()
+
+
+def accuracy(method: Algorithm) -> float:
+    """After ten rounds with every client."""
+    task = classification(Logistic().build((6,), 3))
+    result = simulate(method, task, CLEAN, rounds=10, cohort_size=CLIENTS, eval_every=10, devices=2)
+    assert result.events[-1].get("malicious", 0.2) == pytest.approx(0.2)
+    return float(result.events[-1]["test_accuracy"])
+
+
+@pytest.mark.exhaustive
+def test_a_fifth_of_flipped_signs_ruins_the_mean_and_no_robust_rule():
+    """Flipped and five times as long: 0.8 - 5 * 0.2 < 0, the mean points uphill."""
+    inner, attack = FedAvg(local=LocalSGD(lr=0.3, steps=5, batch_size=10)), Scaling(-5.0)
+    assert accuracy(inner) > 0.9
+    assert accuracy(Attacked(inner, attack)) < 0.34
+    for rule in (Median(), Krum(attackers=4, keep=5)):
+        assert accuracy(Attacked(Robust(inner, rule), attack)) > 0.88
+
+
+def test_noise_is_each_clients_own_and_colluders_send_the_same():
+    uploads = {"a": np.random.default_rng(2).normal(size=(6, 4))}
+    cohort, malicious = cohort_of(uploads), jnp.arange(ROWS) < 3
+    attack = jax.jit(lambda attack, cohort: attack(cohort, malicious)["a"])
+    drawn = np.asarray(attack(Gaussian(2.0), cohort))
+    backwards = np.asarray(attack(Gaussian(2.0), cohort_of(uploads, np.arange(ROWS)[::-1])))
+    np.testing.assert_array_equal(backwards[::-1], drawn)
+    assert len(np.unique(drawn[:6])) == 24
+    honest, sent = uploads["a"][:3], np.asarray(attack(ALittle(z=1.5), cohort))
+    np.testing.assert_allclose(sent, np.broadcast_to(honest.mean(0) - 1.5 * honest.std(0), (ROWS, 4)), rtol=1e-5)
+
+
+def test_the_papers_z_of_24_in_50():
+    """Baruch et al. 2019, section 3.2: two more are needed, Phi(z) = 24 / 26 and z = 1.43."""
+    rng = np.random.default_rng(3)
+    uploads, malicious = {"a": rng.normal(size=(50, 2))}, jnp.arange(50) < 24
+    honest = uploads["a"][:24]
+    z = (honest.mean(0) - np.asarray(ALittle()(cohort_of(uploads, rows=50), malicious)["a"][0])) / honest.std(0)
+    np.testing.assert_allclose(z, 1.426, atol=2e-3)
+
+
+@pytest.mark.parametrize(("share", "clients", "count"), [(0.2, (), 20), (0.5, (), 50), (0.9, (3, 98), 2)])
+def test_who_is_malicious(share: float, clients: tuple[int, ...], count: int):
+    wrapper = Attacked(FEDAVG, share=share, clients=clients)
+    bad = np.asarray(wrapper.malicious(jnp.arange(100), 100))
+    assert bad.sum() == count
+    assert not np.asarray(wrapper.malicious(jnp.arange(100, 120), 100))[1:].any()
+    if clients:
+        assert bad[list(clients)].all()
+    else:
+        other = Attacked(FEDAVG, share=share, draw=1)
+        assert (bad != np.asarray(other.malicious(jnp.arange(100), 100))).any()
+        assert bool(wrapper.malicious(jnp.int32(7), 100)) == bad[7]
+
+
+# -- with everything else ------------------------------------------------------------------------------------------
+
+
+ATTACKED = Attacked(Robust(Quantized(FEDAVG, bits=8), TrimmedMean(0.3)), ALittle(), share=0.5)
+SHORT: dict[str, Any] = {"rounds": 2, "cohort_size": 5}
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Result:
+    """What the plans are compared with."""
+    return run(ATTACKED, **SHORT, devices=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("plan", thinned([{"plan": "vmap", "chunk": 2}, {"plan": "loop"}]), ids=["vmap", "loop"])
+def test_plans_agree(plan: dict[str, Any], one_device: Result):
+    """Decoded uploads, attackers that collude, and two devices with unlike numbers of clients."""
+    assert_close(run(ATTACKED, **SHORT, **plan), one_device)
+
+
+def test_bytes_are_those_of_the_method_inside():
+    assert travels(Attacked(Robust(FEDAVG))) == travels(FEDAVG) == (MODEL_BYTES, MODEL_BYTES)
+
+
+@pytest.mark.exhaustive
+def test_a_grid_of_bounds_runs_together():
+    methods = [Attacked(Robust(FEDAVG, NormBound(bound)), Scaling(-3.0), share=0.4) for bound in (0.05, 0.5)]
+    options: dict[str, Any] = {"rounds": 2, "cohort_size": 4, "eval_every": 100}
+    together = sweep(methods, TASK, FEDERATION, mode="together", **options)
+    for method, (one,) in zip(methods, together, strict=True):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            one.params,
+            run(method, **options).params,
+        )
+    assert tree.norm(tree.sub(together[0][0].params, together[1][0].params)) > 1e-4
+
+
+def test_labels_flip_on_malicious_clients_alone():
+    flip = LabelFlip(classes=3)
+    np.testing.assert_array_equal(flip.flipped(jnp.array([[0, 2], [1, -1]])), [[2, 0], [1, -1]])
+    honest = run(Attacked(FEDAVG, flip, clients=(7,)), rounds=1, cohort_size=8)
+    flipped = run(Attacked(FEDAVG, flip, share=1.0), rounds=1, cohort_size=8)
+    for result, same in ((honest, 7 / 8), (flipped, 0.0)):
+        assert result.events[-1]["malicious"] == pytest.approx(1 - same)
+    assert tree.norm(tree.sub(honest.params, flipped.params)) > 1e-3
+
+
+@hyperparameters
+class First:
+    """A rule of one's own."""
+
+    def __call__(self, cohort: Cohort) -> Any:
+        """The upload of the client of least number."""
+        return jax.tree.map(lambda u: u[jnp.argmin(cohort.clients)], cohort.uploads)
+
+
+def test_labels_of_two_classes_flip_to_one_another():
+    """One output, and the labels that its loss is meant for: no label is made that is neither."""
+    rng = np.random.default_rng(0)
+    data = Federation.from_arrays(rng.normal(size=(24, 4)), rng.integers(0, 2, 24), np.arange(24) % 4)
+    task = binary_classification(Linear().build((4,), 1))
+    with pytest.raises(FedraxError, match="and the task has 2"):
+        simulate(Attacked(FEDAVG, LabelFlip(classes=3)), task, data, rounds=1)
+    assert simulate(Attacked(FEDAVG, LabelFlip(classes=2)), task, data, rounds=1).events
+
+
+def test_what_malicious_uploads_weigh_is_told():
+    sizes = FEDERATION.sizes
+    found = run(Attacked(FEDAVG, clients=(7,)), rounds=1, cohort_size=8, weights="samples")
+    assert found.events[-1]["malicious"] == pytest.approx(sizes[7] / sizes.sum())
+
+
+def test_a_rule_of_ones_own():
+    one = run(Robust(FEDAVG, First()), rounds=1, script=Script(cohorts=[[5, 2, 4]]))  # type: ignore[arg-type]
+    alone = run(FEDAVG, rounds=1, script=Script(cohorts=[[2]]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one.params, alone.params)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Robust(Masked(local=LOCAL)), "Masked hands its server sums, whose parts nobody sees"),
+        (Robust(MIFA(local=LOCAL, memory="server")), "MIFA hands its server updates that it remembers"),
+        (Attacked(Masked(local=LOCAL)), "Attacked goes around methods whose clients upload"),
+        (Robust(Upcycled(Attacked(FEDAVG))), "put Attacked around Robust"),
+        (Robust(FEDAVG, TrimmedMean(0.5)), "rule.trim must be less than 0.5"),
+        (Attacked(FEDAVG, clients=(2, 2)), "must hold different numbers from 0"),
+        (Attacked(FEDAVG, clients=(8,)), "must hold numbers from 0 to 7"),
+        (Attacked(FEDAVG, LabelFlip()), "labels of 10 classes round, and the task has 3: set classes"),
+    ],
+    ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody", "classes"],
+)
+def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
+    with pytest.raises(FedraxError, match=sentence):
+        run(method, rounds=1)
+
+
+def test_rules_that_count_heads_refuse_weights():
+    with pytest.raises(FedraxError, match="Robust is defined for uniform aggregation weights only"):
+        run(Attacked(Robust(FEDAVG)), rounds=1, weights="samples")
+    run(Robust(FEDAVG, GeometricMedian()), rounds=1, weights="samples")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "inner", [Scaffold(local=LOCAL), Scaffnew(local=LocalSGD(lr=0.05, batch_size=2))], ids=["Scaffold", "Scaffnew"]
+)
+def test_uploads_of_several_parts_and_phases_that_upload_nothing(inner: Algorithm):
+    honest, attacked = (run(m, rounds=2) for m in (inner, Attacked(Robust(inner, GeometricMedian()), share=0.0)))
+    assert attacked.events[-1]["bytes_up"] == honest.events[-1]["bytes_up"]
+    assert tree.norm(tree.sub(attacked.params, honest.params)) > 0

@@ -1,0 +1,82 @@
+"""Imports between packages go one way, as the table of docs/architecture.md says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "fedrax"
+FILES = {path: path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def module_of(path: Path) -> str:
+    """The name by which a file is imported."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] in ("__init__", "__main__") else parts)
+
+
+MODULES = {module_of(path) for path in FILES}
+
+
+def levels() -> dict[str, int]:
+    """How many lines of the table lie above each package's, by the name of its module."""
+    rows = re.findall(r"^\| (`.+`) \|", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.MULTILINE)
+    names = ((level, name) for level, row in enumerate(rows) for name in re.findall(r"`([\w.]+)`", row))
+    return {"fedrax" if name == "fedrax" else f"fedrax.{name}": level for level, name in names}
+
+
+LEVELS = levels()
+
+
+def package_of(module: str) -> str:
+    """The package of the table that a module lies in: the narrowest; ``fedrax`` holds nothing but its own file."""
+    while module not in LEVELS:
+        module = module.rpartition(".")[0]
+        assert module not in ("", "fedrax"), "a module has no package in docs/architecture.md"
+    return module
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Line and module of each import of our own, wherever in the file it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [name.name for name in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports name the whole path"
+            inside = (f"{node.module}.{name}" for name in names)
+            names = [name if name in MODULES else str(node.module) for name in inside]
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "fedrax")
+
+
+def against_the_order(module: str, source: str) -> list[str]:
+    """The imports of a file that go up or sideways, in words."""
+    package = package_of(module)
+    return [
+        f"{module}, line {line}: {package} imports {name}"
+        for line, name in imported(source)
+        if package_of(name) != package and LEVELS[package_of(name)] <= LEVELS[package]
+    ]
+
+
+def test_every_package_of_the_table_is_there_and_every_file_has_one():
+    assert LEVELS.keys() <= MODULES and len(LEVELS) > 15
+    assert {package_of(module) for module in MODULES} == LEVELS.keys()
+
+
+def test_imports_go_one_way():
+    assert not [line for path, source in FILES.items() for line in against_the_order(module_of(path), source)]
+
+
+def test_imports_against_the_order_are_found():
+    lazily = "if TYPE_CHECKING:\n    from fedrax import report, tree\n\ndef f():\n    import fedrax\n"
+    assert against_the_order("fedrax.contract.task", lazily) == [
+        "fedrax.contract.task, line 2: fedrax.contract imports fedrax.report",
+        "fedrax.contract.task, line 5: fedrax.contract imports fedrax",
+    ]
+    assert against_the_order("fedrax.analysis.rendering", "from fedrax.profiling.rendering import draw")
+    assert against_the_order("fedrax.privacy.ledger", "from fedrax.privacy.audit.game import watch")
+    assert not against_the_order("fedrax.privacy.audit.game", "from fedrax.privacy.ledger import Ledger")

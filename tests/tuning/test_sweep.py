@@ -1,0 +1,200 @@
+"""Grids and seeds in one program against the same runs one after another."""
+
+import dataclasses
+import importlib
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax.data import Federation, load
+from fedrax.data.partition import Shards
+from fedrax.models import Logistic
+from fedrax.participation import Poisson
+from fedrax.simulation import NonFiniteError
+from tests.thinning import thinned
+
+DATA = load("digits")
+FEDERATION = Federation.from_dataset(DATA, Shards(clients=20), seed=0)
+TASK = fedrax.classification(Logistic().build(DATA.train.x.shape[1:], 10))
+STEP_SIZES = (0.02, 0.1, 0.5)
+
+
+def grid(cls: type, **local: object) -> list:
+    return [cls(local=fedrax.LocalSGD(lr=lr, **local)) for lr in STEP_SIZES]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "algorithms",
+    thinned([grid(fedrax.Scaffold, epochs=1), grid(fedrax.FedAvg, epochs=1), grid(fedrax.LoSAC, steps=3, blocks=3)]),
+    ids=["FedAvg", "Scaffold", "LoSAC"],
+)
+def test_together_equals_in_turn(algorithms: list) -> None:
+    settings = fedrax.Settings(rounds=5, cohort_size=6, eval_every=2)
+    together = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="together")
+    in_turn = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="in turn")
+    assert [len(row) for row in together] == [2, 2, 2]
+    for row, other in zip(together, in_turn, strict=True):
+        for one, reference in zip(row, other, strict=True):
+            assert one.plan.startswith("together: 3 x 2 runs")
+            assert [event.keys() for event in one.events] == [event.keys() for event in reference.events]
+            for mine, theirs in zip(one.events, reference.events, strict=True):
+                for key in mine.keys() - {"seconds"}:
+                    assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
+            np.testing.assert_allclose(
+                one.params["output"]["weight"], reference.params["output"]["weight"], rtol=1e-4, atol=1e-6
+            )
+    weights = [np.asarray(row[0].params["output"]["weight"]) for row in together]
+    assert not np.allclose(weights[0], weights[1])
+    assert not np.allclose(together[0][0].params["output"]["weight"], together[0][1].params["output"]["weight"])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", ["together", "in turn"])
+def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
+    # weight decay times step size beyond 2: the weights grow by 10^8 a step until they overflow
+    wild = [fedrax.FedAvg(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0)) for lr in (0.1, 1e8)]
+    (calm, *_), (lost, *_) = fedrax.sweep(wild, TASK, FEDERATION, rounds=4, eval_every=2, mode=mode)  # type: ignore[arg-type]
+    assert calm.stopped == "rounds"
+    assert len(calm.events) == 4
+    assert np.isfinite(calm.events[-1]["test_loss"])
+    assert lost.stopped == "diverged"
+    assert len(lost.events) < 4
+
+
+@pytest.mark.exhaustive
+def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
+    """Together and in turn alike, also where others go on for more blocks of rounds."""
+    wild = [fedrax.Scaffold(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0, steps=1)) for lr in (0.1, 1e8)]
+    options: dict[str, Any] = {"rounds": 9, "cohort_size": 6, "eval_every": 2, "devices": 1}
+    ends = [fedrax.sweep(wild, TASK, FEDERATION, mode=mode, **options)[1][0] for mode in ("together", "in turn")]
+    together, in_turn = ends
+    sound = len(in_turn.events)
+    assert 1 < sound < 7 and [event["round"] for event in together.events] == list(range(1, sound + 1))
+    for mine, theirs in zip(together.events, in_turn.events, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"seconds"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
+    for end in ends:
+        assert end.stopped == "diverged" and np.isfinite(end.params["output"]["weight"]).all()
+        with pytest.raises(fedrax.FedraxError, match="this run diverged"):
+            end.client_state(0)
+    np.testing.assert_allclose(together.params["output"]["weight"], in_turn.params["output"]["weight"], rtol=1e-4)
+    with pytest.raises(NonFiniteError) as caught:
+        fedrax.simulate(wild[1], TASK, FEDERATION, **options)
+    assert caught.value.result is not None and len(caught.value.result.events) == sound
+    assert pickle.loads(pickle.dumps(caught.value)).result is None
+
+
+def test_all_blocks_of_rounds_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, traced = importlib.import_module("fedrax.tuning.sweeps"), []
+    block = module.run_block
+    monkeypatch.setattr(module, "run_block", lambda *a, **k: [traced.append(1), block(*a, **k)][1])
+    fedrax.sweep(grid(fedrax.FedAvg, steps=1)[:2], TASK, FEDERATION, rounds=3, eval_every=1, mode="together")
+    assert len(traced) == 1
+
+
+def test_what_cannot_run_together_is_refused() -> None:
+    mixed = [fedrax.FedAvg(), fedrax.FedAvg(local=fedrax.LocalSGD(steps=3))]
+    with pytest.raises(fedrax.FedraxError, match="differ in float hyper-parameters only"):
+        fedrax.sweep(mixed, TASK, FEDERATION, rounds=2, mode="together")
+    with pytest.raises(fedrax.FedraxError, match="at least one algorithm"):
+        fedrax.sweep([], TASK, FEDERATION)
+    with pytest.raises(fedrax.FedraxError, match="cannot stop at a target"):
+        fedrax.sweep(mixed[:1], TASK, FEDERATION, target=0.5, mode="together")
+    assert len(fedrax.sweep(mixed, TASK, FEDERATION, rounds=1)) == 2  # auto: in turn
+    with pytest.raises(fedrax.FedraxError, match="unknown mode 'parallel'"):
+        fedrax.sweep(mixed, TASK, FEDERATION, rounds=1, mode="parallel")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", thinned(["loop", "debug"]))
+def test_a_plan_of_many_calls_means_in_turn(plan: str) -> None:
+    methods = grid(fedrax.FedAvg, steps=1)[:2]
+    for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, cohort_size=2, plan=plan, devices=1):
+        assert result.plan.startswith(f"{plan}: ") and "one CPU core" in result.plan
+    with pytest.raises(fedrax.FedraxError, match=f"one compiled program, and plan {plan} is not: leave the plan out"):
+        fedrax.sweep(methods, TASK, FEDERATION, rounds=1, plan=plan, mode="together")
+
+
+def test_devices_are_those_asked_for() -> None:
+    methods = grid(fedrax.FedAvg, steps=1)[:2]
+    for devices, said in ((None, "on 2 devices"), (1, "on 1 device"), (2, "on 2 devices")):
+        for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=devices, mode="together"):
+            assert result.plan.endswith(said)
+            assert len(jax.tree.leaves(result.params)) == 2
+    for mode in ("auto", "together", "in turn"):
+        with pytest.raises(fedrax.FedraxError, match="99 devices are asked for"):
+            fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=99, mode=mode)
+
+
+def test_other_devices_do_not_disturb_what_is_traced_already() -> None:
+    """The trace of a client is shared by the programs of one device and of two, lengths of its updates and all."""
+    private = [fedrax.privacy.ClientDP(inner=method) for method in grid(fedrax.FedAvg, steps=1)]
+    for count in (2, 1):
+        (result,), *_ = fedrax.sweep(private[:count], TASK, FEDERATION, rounds=1, cohort_size=3, mode="together")
+        assert result.stopped == "rounds"
+
+
+def test_a_seed_is_the_seed() -> None:
+    """Of the settings or by its name, unless seeds are given."""
+    method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=1))
+    options: dict[str, Any] = {"rounds": 1, "cohort_size": 3}
+    wanted = fedrax.simulate(method, TASK, FEDERATION, seed=7, **options).events[0]["train_loss"]
+    for mode in ("together", "in turn"):
+        named = fedrax.sweep([method], TASK, FEDERATION, seed=7, mode=mode, **options)
+        set_so = fedrax.sweep([method], TASK, FEDERATION, None, fedrax.Settings(seed=7), mode=mode, **options)
+        for ((result,),) in (named, set_so):
+            assert result.events[0]["train_loss"] == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(fedrax.FedraxError, match="one seed beside them: leave seed out"):
+        fedrax.sweep([method], TASK, FEDERATION, seeds=(1, 2), seed=7)
+    with pytest.raises(fedrax.FedraxError, match="one seed beside them: leave seed out"):
+        fedrax.tune(method, TASK, FEDERATION, {"local.lr": [0.1]}, seeds=(1, 2), seed=7)
+
+
+VARIED = {
+    "rounds": 3,
+    "cohort_size": 4,
+    "seed": 3,
+    "weights": "samples",
+    "participation": Poisson(),
+    "stragglers": 0.5,
+    "eval_every": 1,
+    "eval_train": True,
+    "per_client": True,
+    "finetune": 1,
+    "delta": 1e-3,
+    "amplification": "none",
+    "plan": "vmap",
+    "samples": "resident",
+    "states": "resident",
+    "devices": 1,
+    "chunk": 2,
+    "dtype": "float64",
+    "precision": "bfloat16",
+    "target": 0.01,
+    "epsilon_budget": 1e6,
+    "checkpoint_every": 1,
+}
+"""For every field of the settings another value than its default."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", VARIED)
+def test_every_setting_is_honored(name: str) -> None:
+    """A sweep is so many runs of ``simulate``, or it says that it cannot be."""
+    assert VARIED.keys() == {field.name for field in dataclasses.fields(fedrax.Settings)}
+    methods: list = grid(fedrax.FedAvg, steps=2)[:2]
+    if name in ("participation", "delta", "amplification", "epsilon_budget"):
+        methods = [fedrax.privacy.ClientDP(inner=method) for method in methods]
+    options: dict[str, Any] = {"rounds": 2, "cohort_size": 3} | {name: VARIED[name]}
+    for method, (result,) in zip(methods, fedrax.sweep(methods, TASK, FEDERATION, **options), strict=True):
+        alone = fedrax.simulate(method, TASK, FEDERATION, **options)
+        assert [event.keys() for event in result.events] == [event.keys() for event in alone.events]
+        for mine, theirs in zip(result.events, alone.events, strict=True):
+            for key in mine.keys() - {"seconds"}:
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+        assert result.stopped == alone.stopped and result.spent == alone.spent
+        assert result.params["output"]["weight"].dtype == alone.params["output"]["weight"].dtype

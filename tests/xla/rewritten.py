@@ -1,0 +1,48 @@
+"""What tests of rewritten operations share: they and their gradients are JAX's own to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from fedrax.xla.cpu import fast_on_cpu
+
+TOLERANCE = {np.dtype(t): 1e-5 for t in (np.float32, np.complex64)}
+TOLERANCE |= {np.dtype(t): 1e-13 for t in (np.float64, np.complex128)}
+"""Largest difference, as a share of the largest value: sums of up to a thousand numbers in another order."""
+EACH_TYPE = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """At hand."""
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(rng: np.random.Generator, shape: Any, dtype: Any = np.float32) -> np.ndarray:
+    return rng.normal(size=tuple(shape)).astype(dtype)
+
+
+def assert_same(function: Callable, *args: Any) -> None:
+    """``function`` and its rewritten form have the same outputs to rounding, of the same types."""
+    expected, rewritten = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(rewritten), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[a.dtype] * np.abs(a).max(initial=1))
+
+
+def gradients(function: Callable, seed: int) -> Callable:
+    """(arguments) -> value, and the arguments' gradients of its product with random numbers."""
+
+    def both(*args: Array) -> tuple:
+        y, pull = jax.vjp(function, *args)
+        return y, pull(jnp.asarray(draw(np.random.default_rng(seed), y.shape, y.dtype)))
+
+    return both

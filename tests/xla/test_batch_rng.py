@@ -1,0 +1,150 @@
+"""Random arrays drawn in one loop are those of the function itself, and there are fewer programs in it."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from fedrax.xla.batch_rng import drawn_together
+from fedrax.xla.tracing import equations_in
+
+KEY = jax.random.key(3)
+
+
+def draws_in(function, *args) -> int:
+    """How many equations of a function draw bits."""
+    compiled = jax.make_jaxpr(function)(*args)
+    return sum(equation.primitive.name == "random_bits" for equation in equations_in(compiled))
+
+
+def loops_in(function, *args) -> int:
+    return sum(equation.primitive.name == "scan" for equation in equations_in(jax.make_jaxpr(function)(*args)))
+
+
+def assert_same(found, wanted) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if jnp.issubdtype(one.dtype, jnp.floating):
+            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(one, other)
+
+
+class Deep(nn.Module):
+    """Kernels of many shapes, each drawn as someone may want it."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i, width in enumerate((3, 5, 8)):
+            x = nn.relu(nn.GroupNorm(1)(nn.Conv(width, (3, 3))(x)))
+            x = nn.Conv(width, (1, i + 1), kernel_init=nn.initializers.normal(0.02))(x)
+        x = x.reshape(len(x), -1)
+        for width in (40, 9, 300):
+            x = nn.Dense(width, kernel_init=nn.initializers.glorot_uniform(), bias_init=nn.initializers.uniform())(x)
+        return nn.Dense(2, kernel_init=nn.initializers.orthogonal())(x)
+
+
+def linen(key):
+    return Deep().init(key, jnp.zeros((1, 7, 7, 1)))
+
+
+def of_equinox(key):
+    return eqx.filter(eqx.nn.MLP(5, 3, 11, depth=4, key=key), eqx.is_array)
+
+
+def of_nnx(key):
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(4, 6, rngs=rngs)
+            self.second = nnx.Conv(3, 5, (3, 3), rngs=rngs)
+            self.third = nnx.Linear(120, 90, rngs=rngs)
+            self.last = nnx.LSTMCell(3, 7, rngs=rngs)
+
+    return nnx.state(Stack(nnx.Rngs(key)), nnx.Param)
+
+
+def plain(key):
+    """Numbers of several distributions, bounds of their own, and one used twice."""
+    keys = jax.random.split(key, 9)
+    low = [jax.random.uniform(k, (n, 3), minval=-n, maxval=n) for n, k in zip((1, 4, 9000), keys[:3], strict=True)]
+    normal = [0.1 * n * jax.random.normal(k, (n,)) + n for n, k in zip((1, 8192, 8193), keys[3:6], strict=True)]
+    coins = [jax.random.bernoulli(k, 0.3, (n,)) for n, k in zip((2, 5, 7), keys[6:], strict=True)]
+    return low, normal, coins, normal[1] * normal[1], low[2].sum()
+
+
+@pytest.mark.parametrize("draw", [linen, of_equinox, of_nnx, plain], ids=lambda draw: draw.__name__)
+def test_what_is_drawn_is_the_same(draw) -> None:
+    together = drawn_together(draw)
+    assert loops_in(together, KEY) > loops_in(draw, KEY)
+    assert draws_in(together, KEY) <= draws_in(draw, KEY) - 3
+    for key in (KEY, jax.random.key(2**33 + 5)):
+        assert_same(jax.jit(together)(key), jax.jit(draw)(key))
+
+
+def test_arrays_of_a_kind_share_a_loop() -> None:
+    def normal(key):
+        return [jax.random.normal(jax.random.fold_in(key, n), (n, 2)) for n in range(1, 12)]
+
+    assert (loops_in(drawn_together(normal), KEY), draws_in(drawn_together(normal), KEY)) == (1, 0)
+    assert_same(jax.jit(drawn_together(normal))(KEY), normal(KEY))
+
+
+def test_keys_that_are_drawn_from_and_scalars_that_are_drawn() -> None:
+    def scaled(key):
+        keys = jax.random.split(key, 4)
+        scale = jax.random.uniform(keys[3])  # no scalar that is known before
+        return [scale * jax.random.normal(k, (n,)) for n, k in zip((5, 6, 7), keys[:3], strict=True)]
+
+    assert loops_in(drawn_together(scaled), KEY) == 1
+    assert_same(jax.jit(drawn_together(scaled))(KEY), scaled(KEY))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_kinds_are_left_alone(impl: str) -> None:
+    def draw(key):
+        return [jax.random.normal(k, (n,)) for n, k in zip((3, 4, 5), jax.random.split(key, 3), strict=True)]
+
+    key = jax.random.key(0, impl=impl)
+    assert loops_in(drawn_together(draw), key) == loops_in(draw, key)
+    assert_same(drawn_together(draw)(key), draw(key))
+
+
+def test_what_prints_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    def draw(key):
+        jax.debug.print("drawing")
+        return [jax.random.normal(k, (n,)) for n, k in zip((3, 4, 5), jax.random.split(key, 3), strict=True)]
+
+    assert_same(jax.jit(drawn_together(draw))(KEY), draw(KEY))
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("drawing") == 2
+
+
+def test_other_widths_and_few_arrays_are_left_alone() -> None:
+    short = lambda key: [jax.random.normal(key, (n,), jnp.bfloat16) for n in (3, 4, 5)]  # noqa: E731
+    few = lambda key: [jax.random.normal(key, (n,)) for n in (3, 4)]  # noqa: E731
+    for draw in (short, few):
+        assert loops_in(drawn_together(draw), KEY) == 0
+        assert_same(jax.jit(drawn_together(draw))(KEY), jax.jit(draw)(KEY))
+
+
+@pytest.mark.parametrize("name", ["signs", "sparse", "finite", "clamped", "bounds", "geometric", "callbacks"])
+def test_numbers_that_are_chosen_from(name: str) -> None:
+    of = jax.random
+    half = lambda _: np.float32(0.5)  # noqa: E731
+    ask = lambda k: jax.pure_callback(half, jax.ShapeDtypeStruct((), jnp.float32), of.key_data(k))  # noqa: E731
+    draw = {
+        "signs": lambda k, n: jnp.where(of.bernoulli(k, 0.5, (n,)), 1.0, -1.0),
+        "sparse": lambda k, n: jnp.where((u := of.uniform(k, (n,))) < 0.5, u, 0.0),
+        "finite": lambda k, n: jnp.nan_to_num(of.normal(k, (n,))),
+        "clamped": lambda k, n: lax.clamp(-1.0, of.normal(k, (n,)), 1.0),
+        "bounds": lambda k, n: lax.clamp(of.uniform(k, (n,)), jnp.full((n,), 0.5), jnp.ones(n)),
+        "geometric": lambda k, n: of.geometric(k, 0.3, (n,)),
+        "callbacks": lambda k, n: ask(k) * of.normal(k, (n,)),
+    }[name]
+    every = lambda key: [draw(k, n) for n, k in zip((4, 7, 9000), of.split(key, 3), strict=True)]  # noqa: E731
+    assert_same(jax.jit(drawn_together(every))(KEY), jax.jit(every)(KEY))

@@ -1,0 +1,201 @@
+"""Forward passes that stand in a loss twice: one backward pass, and nothing merged that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.extend import core
+
+from fedrax.xla.cse import computed_once, computes_twice
+from fedrax.xla.layer_scan import in_loops
+from fedrax.xla.rewriting import called_in_place
+from fedrax.xla.tracing import equations_in
+
+
+class Network(nn.Module):
+    """Convolutions and activations with a derivative of their own; its last layer reads the features."""
+
+    rate: float = 0.0
+
+    def setup(self) -> None:
+        self.convolutions = [nn.Conv(4, (3, 3)) for _ in range(2)]
+        self.norm, self.last = nn.GroupNorm(2), nn.Dense(3)
+        self.dropout = nn.Dropout(self.rate, deterministic=self.rate == 0)
+
+    def features(self, x: Array) -> Array:
+        for convolution in self.convolutions:
+            x = nn.relu(self.norm(convolution(x)))
+        return self.dropout(nn.silu(x).mean((1, 2)))
+
+    def __call__(self, x: Array) -> Array:
+        return self.last(self.features(x))
+
+
+X = jax.random.normal(jax.random.key(0), (5, 6, 6, 2))
+
+
+def two_headed(network: Network, *keys: Array) -> tuple[Callable, Any]:
+    """A loss that asks for outputs and for features, each with a key; starting parameters."""
+    params = network.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)
+
+    def loss(params: Any) -> Array:
+        first, second = ({"dropout": key} for key in keys)
+        features = network.apply(params, X, rngs=second, method="features")
+        outputs = network.apply(params, X, rngs=first)
+        return jnp.sum(jnp.sin(outputs)) + jnp.sum(features**2)  # type: ignore[operator]
+
+    return loss, params
+
+
+class Attending(Network):
+    """With attention over enough places to be cut into blocks."""
+
+    def setup(self) -> None:
+        self.attend, self.last = nn.MultiHeadDotProductAttention(2), nn.Dense(3)
+
+    def features(self, x: Array) -> Array:
+        places = jnp.repeat(x.reshape(1, -1, 4), 16, axis=1)
+        return self.attend(places, places).mean(1)
+
+
+def number_of(name: str, function: Callable, *args: Any) -> int:
+    return sum(e.primitive.name == name for e in equations_in(jax.make_jaxpr(function)(*args)))
+
+
+def close(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5), a, b)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_one_forward_and_one_backward_pass(rate: float) -> None:
+    key = jax.random.key(3)
+    loss, params = two_headed(Network(rate), key, key)
+    assert number_of("conv_general_dilated", jax.grad(loss), params) == 2 * 5  # the first has no gradient of images
+    assert number_of("conv_general_dilated", jax.grad(in_loops(loss)), params) == 5
+    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+
+
+def test_blocks_of_attention_are_made_once() -> None:
+    key = jax.random.key(3)
+    (loss, params), single = two_headed(Attending(), key, key), lambda p: jnp.sum(Attending().apply(p, X) ** 2)  # type: ignore[operator]
+    loops = [number_of("scan", in_loops(f), params) for f in (single, loss)]
+    assert loops[0] == loops[1] > 0
+    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+
+
+def test_other_draws_are_other_passes() -> None:
+    loss, params = two_headed(Network(0.4), jax.random.key(3), jax.random.key(4))
+    # what comes before the draws is the same
+    assert number_of("random_bits", jax.grad(in_loops(loss)), params) == 2
+    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+
+
+def test_second_derivatives() -> None:
+    key = jax.random.key(3)
+    loss, params = two_headed(Network(), key, key)
+    along = jax.tree.map(jnp.ones_like, params)
+
+    def twice(loss: Callable) -> Any:
+        return jax.grad(lambda p: sum(jax.tree.leaves(jax.tree.map(jnp.vdot, jax.grad(loss)(p), along))))(params)
+
+    close(twice(in_loops(loss)), twice(loss))
+
+
+def straight_through(slope: float) -> Callable:
+    sign = jax.custom_jvp(jnp.sign)
+    sign.defjvp(lambda primals, tangents: (jnp.sign(primals[0]), slope * tangents[0]))
+    return sign
+
+
+def test_functions_with_other_derivatives_are_not_merged() -> None:
+    one, other = straight_through(1.0), straight_through(3.0)
+    w = jnp.array([[0.3, -0.2], [0.1, 0.7]])
+    loss = lambda w: jnp.sum(one(w @ w) + other(w @ w))  # noqa: E731
+    same = lambda w: jnp.sum(one(w @ w) + straight_through(1.0)(w @ w))  # noqa: E731
+    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
+    made = [computed_once(called_in_place(jax.make_jaxpr(f)(w))) for f in (loss, same)]
+    assert [sum(e.primitive.name == "custom_jvp_call" for e in closed.jaxpr.eqns) for closed in made] == [2, 1]
+    assert all(sum(e.primitive.name == "dot_general" for e in closed.jaxpr.eqns) == 1 for closed in made)
+
+
+def test_functions_that_hold_other_arrays_are_not_merged() -> None:
+    def scanned(rows: np.ndarray) -> Callable:
+        return lambda x: jax.lax.scan(lambda c, _: (c @ rows, None), x, None, length=2)[0]
+
+    first, second = (scanned(np.eye(2, dtype=np.float32) * s) for s in (2, 3))
+    x = jnp.ones((2, 2))
+    loss = lambda x: jnp.sum(first(x) * second(x) * first(x))  # noqa: E731
+    close(jax.grad(in_loops(loss))(x), jax.grad(loss)(x))
+
+
+def test_outputs_that_only_one_of_two_reads() -> None:
+    def loss(w: Array) -> Array:
+        a = w @ w
+        first, _ = jax.lax.sort((a, a * 2), num_keys=1)
+        _, second = jax.lax.sort((a, a * 2), num_keys=1)
+        loop = lambda c, _: (c @ w / 2, c.sum())  # noqa: E731
+        last, _ = jax.lax.scan(loop, w, None, length=3)
+        _, sums = jax.lax.scan(loop, w, None, length=3)
+        return jnp.sum(first * 2) + jnp.sum(second**2) + jnp.sum(w @ w) + jnp.sum(last) + jnp.sum(sums**2)
+
+    w = jax.random.normal(jax.random.key(0), (3, 3))
+    made = jax.make_jaxpr(in_loops(loss))(w)
+    assert [sum(e.primitive.name == name for e in made.jaxpr.eqns) for name in ("sort", "scan")] == [1, 1]
+    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
+
+
+def test_what_prints_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    def loss(w: Array) -> Array:
+        total = jnp.zeros(())
+        for _ in range(2):
+            jax.debug.print("{}", 7, ordered=True)
+            total += jnp.sum(w @ w)
+        return total
+
+    w = jnp.eye(2)
+    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("7") == 4
+
+
+def test_looking_goes_into_calls() -> None:
+    dense = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    w, v = jnp.ones((2, 2)), jnp.ones((2, 2))
+    twice: Callable = lambda w, v: dense(w, v) + jnp.tanh(v @ w)  # noqa: E731
+    once: Callable = lambda w, v: dense(w, v) + dense(v, w)  # noqa: E731
+    assert computes_twice(jax.make_jaxpr(twice)(w, v))
+    assert not computes_twice(jax.make_jaxpr(once)(w, v))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_programs_keep_their_values(seed: int) -> None:
+    """Operations on what was made before, drawn so that many repeat each other."""
+    rng = np.random.default_rng(seed)
+    kinds: list[Callable] = [
+        lambda a, b: a @ b,
+        lambda a, b: jnp.tanh(a) * b,
+        lambda a, b: nn.relu(a + b),
+        lambda a, b: jnp.where(a > 0.5, a, b),
+        lambda a, b: jax.lax.fori_loop(0, 2, lambda i, c: c @ a / 2 + b, b),
+        jax.jit(lambda a, b: jnp.sort(a, axis=0) - b.sum()),
+    ]
+    steps = [(rng.integers(len(kinds)), *rng.integers(2 + n // 2, size=2)) for n in range(12)]
+
+    def program(w: Array, v: Array) -> Array:
+        made = [w, v]
+        for kind, a, b in steps:
+            made.append(kinds[kind](made[a], made[b]) / 2)
+        return jnp.sum(jnp.stack(made))
+
+    args = [jnp.asarray(rng.normal(size=(3, 3)), jnp.float32) for _ in range(2)]
+    flat = called_in_place(jax.make_jaxpr(program)(*args))
+    once = core.jaxpr_as_fun(computed_once(flat))
+    close(once(*args)[0], program(*args))
+    close(jax.grad(lambda *a: once(*a)[0], (0, 1))(*args), jax.grad(program, (0, 1))(*args))

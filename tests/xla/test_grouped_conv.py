@@ -1,0 +1,102 @@
+"""Convolutions of clients side by side as products: JAX's own numbers, and no convolution in groups is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from fedrax.xla import grouped_conv
+from fedrax.xla.grouped_conv import in_products
+from fedrax.xla.tracing import equations_in
+from tests.xla.rewritten import TOLERANCE, double_precision, draw, gradients
+from tests.xla.test_conv_lowering import conv, random_convolution
+
+__all__ = ["double_precision"]
+
+
+def groups_in(function: Callable, *args: Any) -> list[int]:
+    """Of each convolution that it makes."""
+    found = [
+        e.params for e in equations_in(jax.make_jaxpr(function)(*args)) if e.primitive.name == "conv_general_dilated"
+    ]
+    return [params["feature_group_count"] * params["batch_group_count"] for params in found]
+
+
+def assert_products(function: Callable, *args: Any) -> None:
+    """Its convolutions in groups become products that give the same."""
+    rewritten = in_products(function)
+    assert max(groups_in(function, *args)) > 1 and max(groups_in(rewritten, *args), default=1) == 1
+    expected, found = jax.jit(function)(*args), jax.jit(rewritten)(*args)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[a.dtype] * np.abs(a).max(initial=1))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_of_clients_with_random_kernels_and_their_gradients(seed: int):
+    """Twelve of them in one program, three clients each, in turn of either type; some have groups of their own."""
+    choose, rng = random.Random(seed), np.random.default_rng(seed)
+    functions, inputs = [], []
+    while len(functions) < 12:
+        dtype = np.float32 if len(functions) % 2 else np.float64
+        function, images, kernel, orders = random_convolution(choose)
+        x, w = ([sizes[axis] for axis in order] for sizes, order in zip((images, kernel), orders[:2], strict=True))
+        inputs.append((draw(rng, (3, *x), dtype), draw(rng, (3, *w), dtype)))
+        functions.append(jax.vmap(gradients(function, len(functions))))
+    assert_products(lambda inputs: [f(*xw) for f, xw in zip(functions, inputs, strict=True)], inputs)
+
+
+def test_patches_of_any_size_are_products():
+    """Of a vision transformer, whose kernels have more entries than are worth laying out."""
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (2, 2, 192, 208, 3)), draw(rng, (2, 16, 16, 3, 5))
+    assert_products(jax.vmap(gradients(partial(conv, window_strides=(16, 16)), 0)), x, w)
+
+
+def test_groups_in_turns_where_they_are_too_large(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grouped_conv, "_MOST_COLUMNS", 3000)
+    rng = np.random.default_rng(0)
+    x, w = draw(rng, (5, 2, 6, 6, 3)), draw(rng, (5, 3, 3, 3, 8))
+    assert_products(jax.vmap(gradients(conv, 0)), x, w)
+    jaxpr = jax.make_jaxpr(in_products(jax.vmap(conv)))(x, w)
+    assert any(e.primitive.name == "scan" for e in equations_in(jaxpr))
+
+
+def test_inside_loops_and_with_short_operands():
+    """As local steps are, in bfloat16 with sums in float32 as a run's precision asks for."""
+    rng = np.random.default_rng(1)
+    x, w = draw(rng, (3, 4, 2, 6, 6, 3)), draw(rng, (3, 3, 3, 3, 5))
+
+    def steps(x: Any, w: Any) -> Any:
+        short = lambda w, x: conv(x.astype("bfloat16"), w.astype("bfloat16"), preferred_element_type="float32")  # noqa: E731
+        return lax.scan(lambda w, x: (w - 0.01 * jax.grad(lambda w: (short(w, x) ** 2).sum())(w), None), w, x)[0]
+
+    function = jax.vmap(steps)
+    assert max(groups_in(in_products(function), x, w), default=1) == 1
+    np.testing.assert_allclose(jax.jit(in_products(function))(x, w), jax.jit(function)(x, w), rtol=0.02, atol=0.02)
+
+
+def test_short_numbers_of_few_channels_are_summed_in_32_bits():
+    """A depthwise convolution of a network in bfloat16, in which a sum of 49 numbers would be off by a percent."""
+    rng = np.random.default_rng(3)
+    x, w = draw(rng, (3, 2, 9, 9, 4)).astype("bfloat16"), draw(rng, (3, 7, 7, 1, 4)).astype("bfloat16")
+    function = jax.vmap(lambda x, w: conv(x, w, feature_group_count=4))
+    exact = function(x.astype("float64"), w.astype("float64"))
+    found = jax.jit(in_products(function))(x, w)
+    assert found.dtype == "bfloat16"
+    np.testing.assert_allclose(found.astype("float64"), exact, rtol=2**-8, atol=1e-3)
+
+
+def test_what_no_client_has_alone_stays_a_convolution():
+    rng = np.random.default_rng(2)
+    x, w = draw(rng, (3, 2, 6, 6, 3)), draw(rng, (3, 3, 3, 4))
+    shared = jax.vmap(conv, in_axes=(0, None))
+    assert groups_in(in_products(shared), x, w) == [1]

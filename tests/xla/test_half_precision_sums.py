@@ -1,0 +1,45 @@
+"""Sums of 16-bit numbers are rounded once: beside the same in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax.xla.cpu import fast_on_cpu
+
+X = np.random.default_rng(0).normal(1, 1, (32, 12, 12, 8))
+WORDS = np.random.default_rng(1).integers(0, 4, X.shape[:-1])
+
+
+def bias(x: Any) -> Any:
+    return jax.vjp(lambda b: x + b, jnp.zeros(8, x.dtype))[1](x)[0]
+
+
+def table(x: Any) -> Any:
+    return jax.vjp(lambda t: t[WORDS], jnp.zeros((4, 8), x.dtype))[1](x)[0]
+
+
+def counted(x: Any) -> Any:
+    return jnp.zeros((2, 4, 8), x.dtype).at[:, WORDS].add(x, mode="drop")
+
+
+def pooled(x: Any) -> Any:
+    return nn.avg_pool(x, (12, 12), (1, 1), "SAME")
+
+
+def in_turn(x: Any) -> Any:
+    return jax.lax.scan(lambda total, part: (total, bias(part)), 0, x.reshape(2, 16, 12, 12, 8))[1]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("function", [bias, table, counted, pooled, in_turn, jax.vmap(bias)])
+def test_sums_are_rounded_once(function: Any, dtype: Any):
+    short = jnp.asarray(X, dtype)
+    wanted, found = function(short.astype(jnp.float32)), jax.jit(fast_on_cpu(function))(short)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-3)

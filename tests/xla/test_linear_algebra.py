@@ -1,0 +1,130 @@
+"""Factorizations of many matrices are JAX's, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.lax import linalg
+
+import fedrax
+from fedrax.models import Linear, Model
+from fedrax.simulation.setup import prepare
+from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.grouped_conv import side_by_side
+from fedrax.xla.linear_algebra import RULES, small_product
+from fedrax.xla.rewriting import rewritten
+from fedrax.xla.tracing import equations_in
+
+FUNCTIONS: dict[str, Callable] = {
+    "cholesky": lambda a: jnp.linalg.cholesky(a @ a.mT + jnp.eye(4)),
+    "determinants": jnp.linalg.slogdet,
+    "eigenvalues": jnp.linalg.eigvals,
+    "eigenvectors": jnp.linalg.eigh,
+    "hessenberg": linalg.hessenberg,
+    "qr": jnp.linalg.qr,
+    "schur": linalg.schur,
+    "singular values": lambda a: jnp.linalg.svd(a, compute_uv=False),
+    "solutions": lambda a: jnp.linalg.solve(a, a.mT),
+    "tridiagonal": linalg.tridiagonal,
+    "tridiagonal solutions": lambda a: linalg.tridiagonal_solve(a[..., 0], 9 + a[..., 1], a[..., 2], a),
+    "triangular solutions": lambda a: jax.scipy.linalg.solve_triangular(a + 4 * jnp.eye(4), a.mT),
+}
+
+
+def of_several(function: Callable, *args: Any) -> list[str]:
+    """The factorizations of several matrices at once that it makes."""
+    found = []
+    for equation in equations_in(jax.make_jaxpr(function)(*args)):
+        axes = 1 if equation.primitive.name == "tridiagonal_solve" else 2
+        if equation.primitive.name in RULES and np.prod(equation.invars[0].aval.shape[:-axes]) > 1:
+            found.append(equation.primitive.name)
+    return found
+
+
+@pytest.mark.skipif(not RULES, reason="this jaxlib computes them in turn itself")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_they_are_jaxs_in_turn(name: str):
+    """Of a batch in two axes, and of clients at once."""
+    function, a = FUNCTIONS[name], jax.random.normal(jax.random.key(0), (3, 2, 4, 4))
+    expected = function(a)
+    assert of_several(function, a)
+    for fast in (fast_on_cpu(function), side_by_side(fast_on_cpu(function))):
+        assert not of_several(fast, a)
+        for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.jit(fast)(a)), strict=True):
+            np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not RULES, reason="this jaxlib computes them in turn itself")
+def test_gradients_and_clients_at_once_whose_samples_are_single_matrices():
+    loss = lambda w, a: jnp.linalg.cholesky(a * w + jnp.eye(4)).sum() + jnp.linalg.slogdet(a + w * jnp.eye(4))[1]  # noqa: E731
+    a = jnp.ones((5, 4, 4)) + jnp.arange(1.0, 6)[:, None, None] * jnp.eye(4)
+    gradient = fast_on_cpu(jax.grad(lambda w, a: loss(w, a).sum()))
+    side = side_by_side(gradient, (None, 0))
+    assert of_several(jax.vmap(gradient, (None, 0)), 1.0, a) and not of_several(side, 1.0, a)
+    np.testing.assert_allclose(side(1.0, a), jax.vmap(jax.grad(loss), (None, 0))(1.0, a), rtol=1e-4)
+
+
+@pytest.mark.parametrize("of", ["bkr,bkc->brc", "bkr,bkc->bcr", "brk,ckb->brc", "kbjr,bkcj->brc", "rbks,bkc->bcrs"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_small_products_of_a_batch_are_sums(of: str, dtype: str):
+    """Of two or three rows and columns; others are left alone."""
+    for size, summed in ((1, False), (3, True), (4, False)):
+        sizes = {"b": 5, "k": 6, "j": 2, "r": size, "c": 2, "s": 1}
+        rng = np.random.default_rng(0)
+        left, right = (rng.normal(size=[sizes[k] for k in part]) for part in of.partition("->")[0].split(","))
+        with jax.enable_x64(dtype == "float64"):
+            a, b = jnp.asarray(left, dtype), jnp.asarray(right, dtype)
+            made = rewritten(lambda a, b: jnp.einsum(of, a, b, precision="highest"), {"dot_general": small_product})
+            products = [e for e in equations_in(jax.make_jaxpr(made)(a, b)) if e.primitive.name == "dot_general"]
+            assert bool(products) != summed
+            tolerance = 1e-13 if dtype == "float64" else 1e-5
+            np.testing.assert_allclose(made(a, b), np.einsum(of, left, right), rtol=tolerance, atol=tolerance)
+
+
+def test_clients_side_by_side_with_three_features_and_three_classes():
+    """Of which jaxlib 0.10 ended the process."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 3)), np.arange(24) % 3
+    federation = fedrax.Federation.from_arrays(x, y, offsets=[0, 6, 12, 18, 24], shuffle=False)
+    method = fedrax.algorithms.GradMAW(local=fedrax.LocalSGD(lr=0.05, steps=2, batch_size=4))
+    init = lambda key: {"w": jnp.full((3, 3), 0.1), "b": jnp.zeros(3)}  # noqa: E731
+    task = fedrax.classification(Model(init, lambda params, x, key=None: x @ params["w"] + params["b"]))
+    plans: tuple[Any, ...] = ("vmap", "scan")
+    side, turns = (
+        fedrax.simulate(method, task, federation, rounds=2, cohort_size=3, plan=plan, devices=1, progress=False)
+        for plan in plans
+    )
+    assert side.metric("train_loss")[-1] == pytest.approx(turns.metric("train_loss")[-1], rel=1e-6)
+
+
+@pytest.mark.skipif(not RULES, reason="this jaxlib computes them in turn itself")
+@pytest.mark.parametrize("where", ["client", "server"])
+def test_methods_own_factorizations_are_in_turn(where: str):
+    """In the program of a round, of which each device runs a copy: they waited for each other for ever."""
+
+    def of_many(params: Any) -> Any:
+        matrices = jax.tree.leaves(params)[-1][:1, :1] + jnp.arange(64.0)[:, None, None] * jnp.eye(4)
+        return jnp.linalg.eigh(matrices)[0].sum()
+
+    @fedrax.hyperparameters
+    class Mine(fedrax.FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> fedrax.ClientOutput:
+            output = super().client(message, state, data)
+            return output._replace(total=of_many(message)) if where == "client" else output
+
+        def server(self, server: Any, cohort: Any) -> Any:
+            after, _ = super().server(server, cohort)
+            return after, {"sum": of_many(after.params) if where == "server" else cohort.total}
+
+    x, y = np.random.default_rng(0).normal(size=(24, 4)), np.arange(24) % 3
+    federation = fedrax.Federation.from_arrays(x, y, offsets=[0, 6, 12, 18, 24])
+    method, task = Mine(local=fedrax.LocalSGD(lr=0.1, steps=1)), fedrax.classification(Linear().build((4,), 3))
+    program = prepare(method, task, federation, fedrax.Settings(rounds=2, cohort_size=4)).traced.program
+    shapes = [e.invars[0].aval.shape for e in equations_in(program) if e.primitive.name == "eigh"]
+    assert shapes and all(np.prod(shape[:-2]) == 1 for shape in shapes)
+    fedrax.simulate(method, task, federation, rounds=2, cohort_size=4, progress=False)

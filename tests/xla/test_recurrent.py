@@ -1,0 +1,287 @@
+"""Products of a scan's turns that are made before or after it: gradients of recurrent networks against JAX's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+
+from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.tracing import parts_of_scan
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape)
+
+
+def carried_shapes(function: Callable, *args: Any) -> set[tuple[int, ...]]:
+    """Of what scans hand from turn to turn."""
+    found: set[tuple[int, ...]] = set()
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                fixed, carried = parts_of_scan(equation)
+                found.update(v.aval.shape for v in equation.invars[fixed : fixed + carried])
+            for value in equation.params.values():
+                walk(value.jaxpr) if hasattr(value, "jaxpr") else None
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def products_within(function: Callable, *args: Any) -> list[tuple[int, ...]]:
+    """Shapes of the products that scans make in their turns."""
+    found = []
+
+    def walk(jaxpr: Any, inside: bool) -> None:
+        for equation in jaxpr.eqns:
+            if inside and equation.primitive.name == "dot_general":
+                found.append(equation.outvars[0].aval.shape)
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    walk(value.jaxpr, inside or equation.primitive.name == "scan")
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr, False)
+    return sorted(found)
+
+
+def assert_same(function: Callable, *args: Any) -> None:
+    expected, given = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(given), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.LSTMCell, nn.GRUCell, nn.SimpleCell])
+@pytest.mark.parametrize("how", [{}, {"reverse": True, "keep_order": True}, {"unroll": 3}])
+def test_recurrent_networks_of_flax(cell: Any, how: dict) -> None:
+    """No gradient of a weight is handed from step to step, and every gradient is JAX's."""
+    network, x = nn.RNN(cell(24, param_dtype=float), **how), jnp.asarray(drawn(3, 7, 5))
+    weights = network.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
+    assert_same(gradient, weights, x)
+    assert (24, 24) in carried_shapes(gradient, weights, x)
+    assert not {(24, 24), (24, 96)} & carried_shapes(fast_on_cpu(gradient), weights, x)
+
+
+def summed_products(body: Callable) -> Callable:
+    """(a [T, B, A], b [T, B, C]) -> what a scan of ``body(total, a, b)`` ends with, from a start that is not zero."""
+    return lambda a, b: lax.scan(lambda total, ab: body(total, *ab), jnp.ones((a.shape[-1], b.shape[-1])), (a, b))
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize(
+    ("body", "is_taken_out"),
+    [
+        (lambda total, a, b: (total + a.T @ b, a.sum()), True),
+        (lambda total, a, b: ((b.T @ a).T + total, a), True),
+        (lambda total, a, b: (total + jnp.tanh(a).T @ b, ()), True),
+        (lambda total, a, b: (total + a.T @ b, total.sum()), False),
+        (lambda total, a, b: ((new := total + a.T @ b), new[0]), False),
+        (lambda total, a, b: (total + (product := a.T @ b), product[0]), False),
+        (lambda total, a, b: (total - a.T @ b, ()), False),
+        (lambda total, a, b: (total + 2 * (a.T @ b), ()), False),
+        (lambda total, a, b: (0.5 * total + a.T @ b, ()), False),
+        (lambda total, a, b: (total + jnp.tanh(a.T @ b), ()), False),
+        (lambda total, a, b: (total + total, ()), False),
+        (lambda total, a, b: (a.T @ b, total), False),
+    ],
+)
+def test_only_what_is_added_and_nothing_else(body: Callable, is_taken_out: bool) -> None:
+    function, a, b = summed_products(body), drawn(6, 2, 30), drawn(6, 2, 20)
+    assert_same(function, a, b)
+    assert ((30, 20) in carried_shapes(fast_on_cpu(function), a, b)) is not is_taken_out
+
+
+def test_factors_larger_than_their_product_stay() -> None:
+    function, a, b = (
+        summed_products(lambda total, a, b: (total + jnp.tanh(a).T @ b, ())),
+        drawn(6, 90, 3),
+        drawn(6, 90, 2),
+    )
+    assert_same(function, a, b)
+    assert (3, 2) in carried_shapes(fast_on_cpu(function), a, b)
+
+
+def test_a_scan_in_a_scan() -> None:
+    def gradient(w: Array, x: Array) -> Array:
+        inner = lambda h, x: lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, h, x)  # noqa: E731
+        return lax.scan(inner, jnp.zeros(x.shape[2:]), x)[1].sum()
+
+    assert_same(jax.grad(gradient), drawn(30, 30), drawn(3, 4, 2, 30))
+    assert_same(jax.vmap(jax.grad(gradient), (None, 0)), drawn(30, 30), drawn(2, 3, 4, 2, 30))
+
+
+def test_inputs_are_multiplied_before_and_their_gradients_after() -> None:
+    """Of the four products of every step and the two of its gradient's sums two are left, by the state's weights."""
+    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(drawn(3, 7, 64))
+    weights = network.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
+    for function in (gradient, jax.jit(gradient)):
+        assert len(products_within(function, weights, x)) == 6
+        assert products_within(fast_on_cpu(function), weights, x) == [(3, 64), (3, 256)]
+        assert_same(function, weights, x)
+    many = jax.vmap(gradient, (None, 0))
+    assert_same(many, weights, jnp.stack([x, 2 * x]))
+    assert_same(lambda w, x: jax.jvp(gradient, (w, x), (w, x))[1], weights, x)
+
+
+def test_what_is_kept_of_every_step_is_kept_once_and_not_computed_otherwise() -> None:
+    """An LSTM keeps its four gates, its two states and a tanh, but for 1 - s and s (1 - s) of these."""
+    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(drawn(3, 7, 5))
+    weights = network.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda w: (network.apply(w, x) ** 2).sum())
+
+    def read(function: Callable) -> int:
+        jaxpr = jax.make_jaxpr(function)(weights).jaxpr
+        *_, last = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+        return len({v for v in last.invars if v.aval.shape == (7, 3, 64)})  # type: ignore[attr-defined]
+
+    assert read(gradient) == 13
+    assert read(fast_on_cpu(gradient)) == read(fast_on_cpu(jax.jit(gradient))) == 8  # and the gradient of the outputs
+    assert_same(gradient, weights)
+
+
+def of_rows(body: Callable, **how: Any) -> Callable:
+    """(w [64, 48], rows [T, B, 64]) -> a scan of ``body(w, carried, row)`` that starts from zeros [B, 64]."""
+    return lambda w, rows: lax.scan(lambda h, row: body(w, h, row), jnp.zeros_like(rows[0]), rows, **how)
+
+
+def wide(h: Array) -> Array:
+    return jnp.tanh(jnp.pad(h, ((0, 0), (0, 16))))
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("how", [{}, {"reverse": True}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        (lambda w, h, row: (wide(row @ w) + h, h), 0),  # before
+        (lambda w, h, row: (wide(jnp.sin(row) @ w) * h.sum(), ()), 0),
+        (lambda w, h, row: (wide(h @ w) + row, h), 1),  # of what is carried
+        (lambda w, h, row: (h + row, (2 * h) @ w), 1),  # what it is made of is larger than what it gives
+        (lambda w, h, row: (h + row, ((2 * h)[:, :48] @ w.T, 2 * h)), 0),  # a slice of what is kept
+        (lambda w, h, row: (h + row, ((2 * h) @ w, 2 * h)), 0),  # after: 2 h is kept all the same
+        (lambda w, h, row: (h + row, (h[:, :48] @ w.T)), 0),  # smaller than what it gives
+        (lambda w, h, row: (h + row, (h[:, :48] @ w.T + h[:, 16:] @ w.T)), 2),  # two of them are not
+        (lambda w, h, row: (wide(p := (2 * h) @ w) + row, (p, 2 * h)), 1),  # used otherwise, too
+        (lambda w, h, row: (h + row, ((2 * h) @ w + (row @ w), 2 * h)), 0),
+        (lambda w, h, row: (h + row, ((2 * h) @ w, (2 * h) @ w, 2 * h, row, 3.0, row)), 0),
+        (lambda w, h, row: (row @ (w @ w.T), h), 0),  # weights that every turn would make anew
+    ],
+)
+def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> None:
+    function, w, rows = of_rows(body, **how), drawn(64, 48) / 8, drawn(7, 2, 64)
+    assert len(products_within(fast_on_cpu(function), w, rows)) == left
+    assert_same(function, w, rows)
+    assert_same(jax.grad(lambda w, rows: sum(a.sum() for a in jax.tree.leaves(function(w, rows))), (0, 1)), w, rows)
+
+
+@pytest.mark.parametrize(
+    ("body", "axes"),
+    [
+        (lambda c, w: c @ w, [0]),
+        (lambda c, w: c @ w.T, [0]),
+        (lambda c, w: (w @ c.T).T, [0]),
+        (lambda c, w: (w.T @ c.T).T, [0]),
+        (lambda c, w: jax.vmap(lambda one: w @ one)(c), [0]),
+        (lambda c, w: c @ (w + w.T), [0]),
+        (lambda c, w: c @ w + c @ w.T, [0, 0]),
+    ],
+)
+def test_weights_of_products_that_stay_are_laid_out(body: Callable, axes: list[int]) -> None:
+    """In every turn, forwards and backwards, they are summed over along their first axis, and are not made anew."""
+    function = lambda w, c: lax.scan(lambda c, _: (jnp.tanh(body(c, w)), None), c, None, 20)[0].sum()  # noqa: E731
+    w, c = jnp.asarray(drawn(12, 12)) / 4, jnp.asarray(drawn(3, 12))
+    for each, times in ((function, 1), (jax.grad(function, 1), 2)):
+        assert_same(each, w, c)
+        assert summed_axes_of((12, 12), fast_on_cpu(each), w, c) == axes * times
+    assert_same(jax.grad(function), w, c)
+
+
+def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> list[int]:
+    """Of factors of this shape, which scans are given, in the products of their turns; others of the shape fail."""
+    found = []
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                body = equation.params["jaxpr"].jaxpr
+                fixed = body.invars[: parts_of_scan(equation)[0]]
+                for product in (e for e in body.eqns if e.primitive.name == "dot_general"):
+                    place = next(i for i, v in enumerate(product.invars) if v.aval.shape == shape)
+                    assert product.invars[place] in fixed
+                    found.append(product.params["dimension_numbers"][0][place][0])
+            for value in equation.params.values():
+                walk(value.jaxpr) if hasattr(value, "jaxpr") else None
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def test_small_weights_are_read_where_they_are() -> None:
+    function, w, rows = of_rows(lambda w, h, row: (jnp.tanh(row @ w) + h, ())), drawn(9, 9), drawn(7, 20, 9)
+    assert len(products_within(fast_on_cpu(function), w, rows)) == 1
+    assert_same(function, w, rows)
+
+
+def test_what_is_printed_in_every_turn_stays() -> None:
+    def body(w: Array, h: Array, row: Array) -> tuple[Array, tuple]:
+        jax.debug.callback(lambda x: seen.append(float(x)), row[0, 0], ordered=True)
+        return wide(row @ w) + h, ()
+
+    seen: list[float] = []
+    rows = drawn(7, 2, 64)
+    jax.block_until_ready(jax.jit(fast_on_cpu(of_rows(body)))(drawn(64, 48), rows))
+    jax.effects_barrier()
+    assert seen == rows[:, 0, 0].tolist()
+
+
+def test_arrays_that_take_many_operations_are_kept() -> None:
+    """Of thirty iterates, of which the gradient reads all, the few are computed that a few multiplications give."""
+
+    def gradient(x: Array) -> Array:
+        def turn(h: Array, row: Array) -> tuple[Array, Array]:
+            y = jnp.tanh(h + row)
+            for _ in range(30):
+                y = y * (1.5 - 0.5 * y * y)
+            return y, y
+
+        return lax.scan(turn, x[0], x)[1].sum()
+
+    def read(function: Callable) -> int:
+        scans = [e for e in jax.make_jaxpr(function)(drawn(5, 2, 3)).jaxpr.eqns if e.primitive.name == "scan"]
+        return len({v for v in scans[-1].invars if v.aval.shape == (5, 2, 3)})  # type: ignore[attr-defined]
+
+    assert 10 < read(fast_on_cpu(jax.grad(gradient))) < read(jax.grad(gradient)) / 2
+    assert_same(jax.grad(gradient), drawn(5, 2, 3))
+
+
+def test_what_is_kept_may_have_several_shapes() -> None:
+    """A decoder that attends to what an encoder gave: of each step the weights of all places, and a state's gates."""
+
+    def loss(w: Array, x: Array, seen: Array) -> Array:
+        def turn(h: Array, row: Array) -> tuple[Array, Array]:
+            places = jax.nn.sigmoid(jnp.einsum("btd,bd->bt", seen, h))
+            gate = jax.nn.sigmoid(row + jnp.einsum("bt,btd->bd", places, seen) @ w)
+            h = gate * h + (1 - gate) * jnp.tanh(row + h @ w)
+            return h, h
+
+        return (lax.scan(turn, jnp.zeros(x.shape[1:]), x)[1] ** 2).sum()
+
+    with jax.enable_checks(True):  # a body that names another shape than it is given is not always noticed
+        assert_same(jax.grad(loss, argnums=(0, 1, 2)), drawn(4, 4), drawn(5, 2, 4), drawn(2, 7, 4))

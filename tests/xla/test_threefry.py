@@ -1,0 +1,69 @@
+"""JAX's own random bits, bit for bit, whoever asks for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedrax.xla.cpu import fast_on_cpu
+
+KEY = jax.random.key(5)
+
+
+def same(function, *args, ulps: int = 0):
+    """Also in a loop, and compiled; ulps: by how many of the last place numbers may differ."""
+    rewritten = fast_on_cpu(function)
+    assert str(jax.make_jaxpr(rewritten)(*args)) != str(jax.make_jaxpr(function)(*args))
+    for found, wanted in ((rewritten(*args), function(*args)), (jax.jit(rewritten)(*args), jax.jit(function)(*args))):
+        assert found.dtype == wanted.dtype
+        if ulps:
+            np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(wanted), ulps)
+        else:
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("shape", [(4096,), (4097,), (3, 5, 999), (1, 70_001), (2, 2, 2048, 1)])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
+def test_bits_are_those_of_jax(shape: tuple[int, ...], dtype):
+    same(lambda key: jax.random.bits(key, shape, dtype), KEY)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("keys", [(2,), (7,), (3, 5), (4096,)])
+@pytest.mark.parametrize("size", [1, 33, 2500])
+def test_bits_of_many_keys(keys: tuple[int, ...], size: int):
+    many = jax.random.split(KEY, keys)
+    draw = lambda key: jax.random.bits(key, (size,))  # noqa: E731
+    for _ in keys:
+        draw = jax.vmap(draw)
+    if many.size * size < 4096:
+        np.testing.assert_array_equal(fast_on_cpu(draw)(many), draw(many))
+    else:
+        same(draw, many)
+
+
+@pytest.mark.parametrize("draw", [jax.random.uniform, jax.random.normal, jax.random.laplace, jax.random.gumbel])
+def test_numbers_are_those_of_jax(draw):
+    """The bits are; at the level at which tests are compiled XLA rounds a logarithm by what it is compiled with."""
+    same(lambda key: draw(key, (50, 100)), KEY, ulps=1 if draw is jax.random.laplace else 0)
+
+
+def test_a_gradient_draws_the_same():
+    def loss(w, key):
+        kept = jax.random.bernoulli(key, 0.8, (90, 60))
+        return jnp.where(kept, jnp.ones((90, 60)) * w, 0).sum() ** 2
+
+    same(jax.grad(loss), jnp.float32(0.3), KEY)
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_kinds_are_left_alone(kind: str):
+    key, draw = jax.random.key(0, impl=kind), lambda key: jax.random.bits(key, (5000,))
+    assert str(jax.make_jaxpr(fast_on_cpu(draw))(key)) == str(jax.make_jaxpr(draw)(key))
+
+
+def test_a_few_bits_and_long_ones_are_left_alone():
+    with jax.enable_x64(True):
+        for draw in (lambda key: jax.random.bits(key, (4095,)), lambda key: jax.random.bits(key, (5000,), jnp.uint64)):
+            assert str(jax.make_jaxpr(fast_on_cpu(draw))(KEY)) == str(jax.make_jaxpr(draw)(KEY))

@@ -1,0 +1,155 @@
+"""A client's part of a round is traced once for everything that holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import fedrax
+from fedrax.xla.tracing import IN_PLACE, computed, sources, traced_once
+from tests.simulation.problems import LOCAL, TASK, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """How often Python ran the function that a task computes with."""
+
+    shapes: list
+
+    def __call__(self, loss: Any) -> Any:
+        def counted(params: Any, batch: Any, key: Any) -> Any:
+            self.shapes.append(jax.tree.map(jnp.shape, batch))
+            return loss(params, batch, key)
+
+        return counted
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("plan", ["scan", "vmap"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_trace_a_run(plan: str, dtype: str):
+    seen = Seen([])
+    task = dataclasses.replace(TASK, loss=seen(TASK.loss), name=f"traced {plan} {dtype}")
+    for seed in (0, 1):
+        run(fedrax.FedAvg(local=LOCAL), task=task, plan=plan, dtype=dtype, rounds=2, seed=seed)
+    checked, *traced = seen.shapes
+    assert len(traced) == 1 and checked.x[0] != traced[0].x[0]  # and once before, whether it fits the samples
+
+
+def test_a_function_laid_out_where_it_is_traced_hands_its_inputs_on_as_themselves():
+    inner = jax.jit(lambda x, y: (x, 2 * y), inline=IN_PLACE)
+    handed_on = []
+
+    def outer(x: jax.Array, y: jax.Array) -> tuple:
+        made = inner(x, y)
+        handed_on.append(made[0] is x)
+        return made
+
+    made = jax.make_jaxpr(outer)(1.0, 2.0)
+    assert handed_on == [True] and [equation.primitive.name for equation in made.eqns] == ["mul"]
+
+
+def test_what_calls_hand_on_is_known_by_its_source():
+    swapped = jax.jit(lambda a, b: (b, a, a + b))
+    made = jax.make_jaxpr(lambda x, y: (*swapped(y, jax.jit(lambda y: y)(x)), x, *swapped(x, x)[2:]))(1.0, 2.0)
+    x, y = made.jaxpr.invars
+    first, second, third, fourth, last = sources(made)
+    assert (first, second, fourth) == (x, y, x)
+    assert third not in (x, y, last) and last not in (x, y)
+
+
+def test_found_again_in_a_mesh_and_under_vmap():
+    calls = []
+
+    @traced_once(fixed=1)
+    def scaled(by: float, x: dict) -> dict:
+        calls.append(by)
+        return {"y": by * x["x"], "n": x["n"]}
+
+    def both(x: jax.Array) -> jax.Array:
+        inside = lambda a: jax.lax.psum(scaled(2.0, {"x": a[0], "n": 3})["y"], "d")  # noqa: E731
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+        return jax.shard_map(inside, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)(x)
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    assert np.array_equal(scaled(2.0, {"x": x[0], "n": 3})["y"], 2 * x[0])
+    assert np.array_equal(jax.jit(both)(x), 2 * x.sum(0))
+    assert np.array_equal(jax.vmap(lambda a: scaled(2.0, {"x": a, "n": 3})["y"])(x), 2 * x)
+    assert np.allclose(jax.grad(lambda a: scaled(2.0, {"x": a, "n": 3})["y"].sum())(x[0]), 2.0)
+    assert calls == [2.0]
+    scaled(3.0, {"x": x[0], "n": 3})  # another constant
+    scaled(2.0, {"x": x, "n": 3})  # another shape
+    with jax.enable_x64(True):
+        assert scaled(2.0, {"x": np.ones(3), "n": 3})["y"].dtype == np.float64
+    assert len(calls) == 4
+    made = [jnp.asarray(scaled(2.0, {"x": x, "n": n})["n"]) for n in (3, 1, True, 1.0)]
+    assert [a.dtype.name for a in made] == ["int32", "int32", "bool", "float32"]
+    assert len(calls) == 7  # Python's numbers are constants
+
+
+def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):
+    """The same values and types as from ``jax.jit``, which compiles every function of a new name."""
+    x, table = {"w": np.arange(3.0), "n": jnp.arange(2)}, np.arange(6.0, dtype=np.float32)
+    makers: dict[str, Any] = {
+        "arguments": lambda by: lambda x: {"state": (), "params": x["w"], "again": x["w"]},
+        "new": lambda by: lambda x: {"params": x, "zeros": jax.tree.map(jnp.zeros_like, x), "some": by * x["w"]},
+        "a number": lambda by: lambda x: (x["w"], 0.5, jnp.float32(2.0)),
+        "a constant": lambda by: lambda x: x["w"] + jnp.asarray(table)[1],
+    }
+    for name, make in makers.items():
+        wanted = jax.jit(make(2.0))(x)
+        with jax.log_compiles():
+            caplog.clear()
+            ours = [computed(make(2.0), x) for _ in range(2)]
+            if name in ("arguments", "new"):
+                said = [record.getMessage() for record in caplog.records]
+                assert sum("Compiling jit(jaxpr_as_fun)" in line for line in said) == (name == "new")
+                assert not any("Compiling jit(<lambda>)" in line for line in said)
+        for found in ours:
+            assert jax.tree.structure(found) == jax.tree.structure(wanted)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                assert isinstance(a, jax.Array) and jax.typeof(a) == jax.typeof(b)
+                np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(computed(makers["new"](3.0), x)["some"], 3 * x["w"])
+
+
+def test_what_a_program_s_text_does_not_show_is_not_shared():
+    """Arrays that a function inside holds, and what Python is called for."""
+    x = jnp.ones(3)
+
+    def makers(number: float) -> list[Any]:
+        array = np.full(3, number, np.float32)
+        there = jax.ShapeDtypeStruct((3,), jnp.float32)
+        return [
+            lambda x: jax.jit(lambda y: y + array)(x),
+            lambda x: jax.jit(lambda y: y + jnp.asarray(array))(x),
+            lambda x: jax.lax.cond(x[0] > 1, lambda y: y * array, lambda y: y - array, x),
+            lambda x: jax.lax.scan(lambda y, _: (y * array, None), x, None, 2)[0],
+            lambda x: jax.pure_callback(lambda y: np.asarray(y + number, np.float32), there, x),
+            lambda x: x * np.float32(1 + number * 1e-7),
+        ]
+
+    for one, other in zip(makers(1.0), makers(2.0), strict=True):
+        a, b = computed(one, x), computed(other, x)
+        np.testing.assert_array_equal(a, jax.jit(one)(x))
+        np.testing.assert_array_equal(b, jax.jit(other)(x))
+        assert (a != b).any()
+
+
+def test_the_debugger_runs_it_every_time():
+    calls = []
+
+    @traced_once(fixed=0)
+    def plain(x: Any) -> Any:
+        calls.append(float(x))
+        return x
+
+    with jax.disable_jit():
+        plain(1.0), plain(2.0)
+    assert calls == [1.0, 2.0]
