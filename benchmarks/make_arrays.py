@@ -102,7 +102,8 @@ def shards_by_label(workload: Workload, rng: np.random.Generator) -> Samples:
 
 def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
     """W2: synthetic(1,1) of the FedProx paper. Sizes are lognormal with mean about 100 and multiples of the
-    batch, so that no simulator meets a ragged last batch; 20 test samples a client."""
+    batch, so that no simulator meets a ragged last batch; 20 test samples a client.
+    """
     raw = rng.lognormal(0.0, 0.8, workload.clients)
     sizes = np.maximum(10, np.round(raw / raw.mean() * 10) * 10).astype(int)
     feature_scale = np.sqrt(np.arange(1, 61, dtype=np.float64) ** -1.2)

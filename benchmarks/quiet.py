@@ -95,7 +95,8 @@ def busy_cpu_seconds() -> float:
 
 class ProcessTree(threading.Thread):
     """Samples all processes that carry a tag in their environment, however they were started or re-parented,
-    and their children (Ray's workers write their title over their environment)."""
+    and their children (Ray's workers write their title over their environment).
+    """
 
     def __init__(self, tag: bytes) -> None:
         super().__init__(daemon=True)

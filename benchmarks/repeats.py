@@ -90,7 +90,8 @@ def outcome(output: str) -> dict[str, Any]:
 
 def compared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """How far runs are from the first process's first one, as a share of how far that has come; 0 of equal bits alone.
-    Of the other process the digest says whether it is equal."""
+    Of the other process the digest says whether it is equal.
+    """
     return {**first["apart"], "digests": [first["digest"], second["digest"]], "moved": first["moved"]}
 
 

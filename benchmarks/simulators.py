@@ -1,5 +1,6 @@
 """Every simulator of the comparison, and the settings worth running: which gives a simulator its best time
-depends on the workload, so the tables show each simulator's fastest."""
+depends on the workload, so the tables show each simulator's fastest.
+"""
 
 from __future__ import annotations
 

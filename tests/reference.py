@@ -272,7 +272,8 @@ class ServerRule:
 @dataclass
 class Part:
     """One client's part in a round: its number and weight, its share of the work, its blocks, its steps if given,
-    and how many rounds late its upload arrives."""
+    and how many rounds late its upload arrives.
+    """
 
     client: int
     weight: float

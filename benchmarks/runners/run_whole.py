@@ -1,5 +1,6 @@
 """fedrax: many rounds of a workload, with cohorts drawn at random and an evaluation every ten, as pfl-research's
-benchmarks have."""
+benchmarks have.
+"""
 
 from __future__ import annotations
 

@@ -216,7 +216,8 @@ class Runs:
 
 def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:
     """What a stage of the search runs: first the file's point; then, by mode, one axis after another around the best
-    point so far (axes), or the whole grid (grid). All stages before have been run."""
+    point so far (axes), or the whole grid (grid). All stages before have been run.
+    """
     axes = [AXES[axis][1] for axis in METHODS[method]]
     if stage == 0:
         return [runs.start(method)]
@@ -238,7 +239,8 @@ def best_point(runs: Runs, cell: Cell, method: str, seed: int) -> Point:
 
 def work(runs: Runs, cells: list[Cell], methods: list[str], seeds: list[int], mode: str) -> Iterator[tuple]:
     """(cell, method, points, seed) in the order in which they are run: a stage of the search in all cells before the
-    next stage, and the search, with the first seed, before the other seeds."""
+    next stage, and the search, with the first seed, before the other seeds.
+    """
     for stage in range(1 + max(len(METHODS[method]) for method in methods)):
         for cell, method in itertools.product(cells, methods):
             points = candidates(runs, cell, method, seeds[0], stage, mode)

@@ -214,7 +214,8 @@ def run(
 
 def final(events: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Accuracies in percent over devices and over samples, of personal models where there are any; 0 of a run that
-    diverged."""
+    diverged.
+    """
     names = {"devices": "accuracy_client_mean", "samples": "accuracy"}
     kinds = {"": "test_", "personal ": "test_personal_"}
     return {

@@ -59,7 +59,8 @@ def _fedprox(point: Point) -> Algorithm:
 
 def _scaffold(point: Point) -> Algorithm:
     """Of so many plain steps, for only then follows all that a client sends from its noised model: c_i is divided by
-    their number, and epochs would tell how many samples there are."""
+    their number, and epochs would tell how many samples there are.
+    """
     return Scaffold(local=LocalSGD(lr=point["lr"], steps=STEPS, batch_size=32))
 
 

@@ -95,7 +95,8 @@ def go_on(folder: Path, experiment: Path) -> list[str]:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """What must be the same bit for bit: the names of all files, and of each run the events but for times and the
-    digests of all arrays of the state."""
+    digests of all arrays of the state.
+    """
     found: dict[str, Any] = {"files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))}
     for path in sorted(folder.rglob("events.jsonl")):
         events = [json.loads(line) for line in path.read_text().splitlines()]

@@ -234,7 +234,8 @@ def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
 @pytest.mark.parametrize(("options", "stopped"), [({}, "rounds"), ({"target": 0.01, "eval_every": 2}, "target")])
 def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_path: Path):
     """It keeps none of them, is given back as it was, also where it was cut short at its very end, and goes no
-    further; and it never says that clients are as they were at first."""
+    further; and it never says that clients are as they were at first.
+    """
     options = {"rounds": 4, "checkpoint_every": 2, "directory": tmp_path, "keep_clients": False, **options}
     first, where = run(SCAFFOLD, **options), tmp_path / "checkpoint"
     assert [path.name for path in where.iterdir()] == [checkpoint.FILE]

@@ -34,7 +34,8 @@ class FedAvg(Averaging):
 @hyperparameters
 class FedProx(Averaging):
     """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss: g_i + mu (x_i - x) is its gradient, which
-    local momentum sees."""
+    local momentum sees.
+    """
 
     mu: NonNegative = 0.1
     """Strength of the pull towards the global parameters."""

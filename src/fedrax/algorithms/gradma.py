@@ -223,7 +223,8 @@ def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array,
 @hyperparameters
 class GradMAS(ServerMemory):
     """GradMA on the server alone: m = beta1 m~ + d, corrected by the memory of the workers' updates; see
-    :class:`ServerMemory`."""
+    :class:`ServerMemory`.
+    """
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD; d_i goes up."""

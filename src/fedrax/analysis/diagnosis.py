@@ -99,7 +99,8 @@ class Diagnosis:
 
     def typical(self, value: Callable[[Point], float], unit: Callable[[Point], float]) -> float:
         """Its median over the points, in units of something else, of which nothing is infinitely much; points where
-        both are zero do not count."""
+        both are zero do not count.
+        """
         pairs = [(value(point), unit(point)) for point in self.points]
         ratios = [a / b if b > 0 else np.inf for a, b in pairs if a > 0 or b > 0]
         return float(np.median(ratios)) if ratios else 0.0
@@ -118,7 +119,8 @@ class Diagnosis:
     def cohort_noise(self) -> float:
         """How far a cohort's mean gradient is from that of all clients, in units of |grad f|; typical of the run.
 
-        Of cohorts that are drawn uniformly, and roughly so where clients are weighed by samples."""
+        Of cohorts that are drawn uniformly, and roughly so where clients are weighed by samples.
+        """
         left = (self.clients - self.cohort) / max(self.clients - 1, 1)
         return self.apart * np.sqrt(left / self.cohort)
 
@@ -267,7 +269,8 @@ def of_batch(local: LocalSGD, size: int) -> tuple[float, float]:
 
 def bound(points: list[Point]) -> tuple[float, float]:
     """(kappa, rho) with max_i |grad f_i| <= kappa + rho |grad f| at every point, kappa >= 0, rho >= 1; the pair with
-    the least mean of the right side."""
+    the least mean of the right side.
+    """
     unit = max(point.largest for point in points)  # the program's tolerances are of numbers about one
     means, largest = np.array([p.gradient for p in points]) / unit, np.array([p.largest for p in points]) / unit
     sides = np.stack([np.ones_like(means), means], 1)

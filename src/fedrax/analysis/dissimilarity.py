@@ -35,7 +35,8 @@ MIXING = (
 
 class Gradients(NamedTuple):
     """Of N clients with losses f_i and weights p_i at one point x; f = sum_i p_i f_i, and means over clients are by
-    these weights."""
+    these weights.
+    """
 
     loss: Array
     """f(x)."""

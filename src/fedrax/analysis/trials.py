@@ -159,7 +159,8 @@ def operations(
     methods: Sequence[str],
 ) -> float:
     """Additions and multiplications that `try_methods` takes, about: those of local steps' gradients, and those of
-    evaluations."""
+    evaluations.
+    """
     held = [batches(local, int(n)) for n in federation.sizes]
     steps = [local.steps or (local.epochs or 1) * len(found) for found in held]
     batch = max(round(mean(mean(found) for found in held)), 1)

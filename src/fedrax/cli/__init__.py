@@ -53,7 +53,8 @@ commands:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0; 1 where a method of a comparison diverged, an audit refuted a claim or
-    a directory is damaged; 2 for input that cannot be used; 128 + the signal that stopped it, 130 after Ctrl-C."""
+    a directory is damaged; 2 for input that cannot be used; 128 + the signal that stopped it, 130 after Ctrl-C.
+    """
     _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -76,7 +76,8 @@ def _refuse_unknown_fields(cls: type) -> None:
 
 def refuse_unfinished(cls: type) -> None:
     """FedraxError where ``cls`` lacks a method of its base or the annotation of a field, or extends a hyper-parameter
-    class and is none itself, which JAX would not know, or has a method that nobody calls under its misspelt name."""
+    class and is none itself, which JAX would not know, or has a method that nobody calls under its misspelt name.
+    """
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")
     if hasattr(cls, _MARK) and _MARK not in vars(cls):

@@ -64,7 +64,8 @@ def in_words(error: BaseException) -> str | None:
 @contextmanager
 def explained(algorithm: Any) -> Iterator[None]:
     """What JAX refuses to trace, as a sentence that names the place in the method's own code; and of a method that is
-    not the package's whatever else fails there."""
+    not the package's whatever else fails there.
+    """
     try:
         yield
     except (FedraxError, jax.errors.JaxRuntimeError, MemoryError):
@@ -128,7 +129,8 @@ def _is_own(config: Any) -> bool:
 
 def _place(algorithm: Any, error: Exception) -> str:
     """'Mine (file.py, line 12, in client)', of the last frame in the file of the method; 'your code' where it lies in
-    no package, as a model of one's own."""
+    no package, as a model of one's own.
+    """
     name, frames = type(algorithm).__name__, traceback.extract_tb(error.__traceback__)
     try:
         file = inspect.getfile(type(algorithm))

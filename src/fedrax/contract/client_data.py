@@ -368,7 +368,7 @@ class ClientData(Ruled):
         return estimate if reduction == "sum" else self._mean(estimate)
 
     def _mean(self, total: Tree) -> Tree:
-        """total / n_i. (Times 1 / n_i would round to float32 even where the losses are float64.)"""
+        """total / n_i. (Times 1 / n_i would round to float32 even where the losses are float64.)."""
         return jax.tree.map(lambda t: (t / self.size).astype(t.dtype), total)
 
     @scope(GATHER)

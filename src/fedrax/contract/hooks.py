@@ -119,7 +119,8 @@ class Ruled:
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
         """With ``batch`` for the samples of local steps, and their end unchanged: what then depends on samples does so
-        in other ways."""
+        in other ways.
+        """
         return self._with(_withheld=True, _batch_rule=lambda step: (batch, None), result_rules=())
 
     def check_counted(self, local: Any) -> None:

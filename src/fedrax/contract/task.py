@@ -133,7 +133,8 @@ class Task:
     @property
     def evaluation_loss(self) -> Callable[[Params, Batch], Array]:
         """(parameters, batch) -> losses [B] in evaluation mode; of a task that does not know its outputs, those of
-        `loss` with a fixed key."""
+        `loss` with a fixed key.
+        """
         if self.outputs is None or self.loss_of_outputs is None:
             return lambda params, batch: self.loss(params, batch, jax.random.key(0))
         return OfOutputs(self.outputs, self.loss_of_outputs)

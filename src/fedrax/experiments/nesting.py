@@ -35,7 +35,8 @@ def with_tables(method: Mapping[str, Any]) -> Table:
 
 def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
     """In how many wrappers the method lies that has this setting, or the first that is none, which the reader is to
-    refuse; 0 where none has it."""
+    refuse; 0 where none has it.
+    """
     depth, cls = 0, _class_of(method, reader)
     while cls is not None and key != "name":
         fields = fields_of(cls)

@@ -51,7 +51,8 @@ class ComparisonResult:
     @property
     def target(self) -> float | None:
         """The accuracy whose cost is in the table: the comparison's, that at which its runs end, or 95 % of the best
-        method's final one."""
+        method's final one.
+        """
         return self._target[0]
 
     @property
@@ -204,7 +205,8 @@ def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
 def default_directory(spec: Comparison) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison.
 
-    FedraxError where one of them cannot be read."""
+    FedraxError where one of them cannot be read.
+    """
     stem = Path("runs") / comparison.safe_name(spec.name)
     number = 1
     while True:

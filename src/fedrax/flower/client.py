@@ -234,7 +234,8 @@ def own_federation(data: Data, context: Context) -> Federation:
 
 def _given(data: Callable[[Context], Any], context: Context) -> Any:
     """What the function gives. An error of it may tell of what is in a file, and errors go to the server: words of
-    others than this package stay here."""
+    others than this package stay here.
+    """
     try:
         return data(context)
     except FedraxError:

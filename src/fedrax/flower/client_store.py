@@ -46,7 +46,8 @@ class Memory:
     @property
     def _rounds(self) -> dict[str, int]:
         """``before``: the last round that what is kept before comes from. ``after``, ``phase``: those of what came
-        after it."""
+        after it.
+        """
         found = self.state.get(_ROUNDS)
         return dict(found) if isinstance(found, ConfigRecord) else {}  # type: ignore[arg-type]
 
@@ -95,7 +96,8 @@ class Memory:
 
     def key(self, order: Order, make: Callable[[], list[int]]) -> list[int]:
         """The words of the client's own random key in a round. A round that is asked for again gets another: of two
-        answers with the same noise the difference has none. No later phase can be asked for again, see ``kept``."""
+        answers with the same noise the difference has none. No later phase can be asked for again, see ``kept``.
+        """
         if not order.phase:
             self.state[_SECRET] = ConfigRecord({"round": order.round, "words": make()})
         found = self.state.get(_SECRET)

@@ -176,7 +176,8 @@ class Leading:
         self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
     ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
         """(the server's state, the statistics, the round's record, the clients that it is made of); as before where the
-        round comes to nothing."""
+        round comes to nothing.
+        """
         if not len(cohort):
             return server, statistics, {}, []
         network = Network(self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic)

@@ -42,7 +42,8 @@ def on_the_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Evaluate
 
 def on_the_clients(task: Task, nodes: Nodes, traffic: Traffic, per_client: bool) -> Evaluate:
     """On the test samples of all clients that are there and have some: means over samples, and what is said of the
-    clients where ``per_client``. No more than sums over a client's samples leave it."""
+    clients where ``per_client``. No more than sums over a client's samples leave it.
+    """
     if not nodes.test_sizes.any():
         log.warning("no client has test samples, and the server has none: nothing is evaluated")
 

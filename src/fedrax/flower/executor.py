@@ -145,7 +145,8 @@ class Network(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
         """Phase ``p`` on all clients of the cohort at once; those whose answer does not come, or makes no sense, are
-        left out, as if they had not been asked."""
+        left out, as if they had not been asked.
+        """
         answers = self._answers(p, message, () if self.algorithm.statistics_at_home else statistics)
         if not answers or (len(answers) < len(self.asked) and self.algorithm.requirements.fixed_cohort):
             raise NobodyAnswered

@@ -81,7 +81,8 @@ class Nodes:
 
     def _number(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
         """Clients by the numbers that their nodes have, else in the nodes' order. Of two with one number the later is
-        meant, since a node that was started again is there twice for a while."""
+        meant, since a node that was started again is there twice for a while.
+        """
         self.by_number = all("client" in facts for facts in known.values())
         numbers = {node: facts["client"] for node, facts in known.items()} if self.by_number else {}
         pairs = [(numbers.get(node, k), node) for k, node in enumerate(known if self.by_number else sorted(known))]
@@ -134,7 +135,8 @@ class Nodes:
 
     def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """What nodes that were not understood before say of themselves. One that gives no answer is asked again after
-        ten times as long as that has taken, so that it does not hold up everybody else."""
+        ten times as long as that has taken, so that it does not hold up everybody else.
+        """
         began = time.monotonic()
         new = sorted(node for node in set(nodes) - self.asked if self.not_before.get(node, began) <= began)
         answers = self._exchange([Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new])

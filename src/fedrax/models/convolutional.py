@@ -64,7 +64,8 @@ class LeNet5:
 @dataclass(frozen=True)
 class VGG11:
     """VGG-11 (Simonyan and Zisserman 2015) with a norm after each of its eight convolutions and one dense layer of 128
-    units with dropout, as GradMA trains it on CIFAR-100."""
+    units with dropout, as GradMA trains it on CIFAR-100.
+    """
 
     norm: Norm = "group"
     groups: PositiveInt = 8
@@ -103,7 +104,8 @@ class _ResNet:
 
     def _network(self, name: str, shape: Shape, outputs: int, width: int, counts: tuple[int, ...], wide: bool) -> Model:
         """Stages of ``counts`` blocks; each but the first halves the image and doubles the channels. ``wide``: blocks
-        are bottlenecks that end in four times their channels."""
+        are bottlenecks that end in four times their channels.
+        """
         _, _, channels = image_shape(name, shape, smallest=8)
         blocks = {"stem": self._stem(channels, width)}
         channels = width

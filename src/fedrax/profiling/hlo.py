@@ -237,7 +237,8 @@ class ProgramText:
 
     def _convolution(self, op: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], str] | None:
         """(shape of the outputs, of the kernel, the kernel's axes) of a convolution, or of the one that it is a
-        gradient of: cuDNN reads outputs where it gives inputs or a kernel."""
+        gradient of: cuDNN reads outputs where it gives inputs or a kernel.
+        """
         role = "Forward" if op.opcode == "convolution" else (_CUDNN.search(op.text) or ["", ""])[1]
         if len(op.operands) < 2 or not ("Forward" in role or role in ("BackwardInput", "BackwardFilter")):
             return None

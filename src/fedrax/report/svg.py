@@ -125,7 +125,8 @@ def chart(
     css: str = "",
 ) -> str:
     """Lines with bands of one standard deviation. ``share``: values lie in [0, 1]. ``ticks``: where x has some; with
-    ``names`` for them, those of a nominal x."""
+    ``names`` for them, those of a nominal x.
+    """
     xs = [x for c in curves for x in (*(p[0] for p in c.points), *(p[0] for run in c.runs for p in run), *c.lost)]
     means = [p[1] for c in curves for p in c.points] + [p[1] for c in curves for run in c.runs for p in run]
     log_y = not share and bool(means) and min(means) > 0 and max(means) > 20 * min(means)

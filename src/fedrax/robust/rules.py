@@ -73,7 +73,8 @@ def from_the_middle(cohort: Cohort) -> tuple[Tree, Tree]:
 
 def squared_distances(cohort: Cohort) -> Array:
     """|u_j - u_k|^2, [K, K], from inner products of what is left when the middle is taken off, so that little of them
-    cancels."""
+    cancels.
+    """
 
     def gram(u: Array) -> Array:
         flat = u.reshape(len(u), -1)

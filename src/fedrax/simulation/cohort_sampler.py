@@ -177,7 +177,8 @@ class Sampler:
 
     def cohort_among(self, round: int, clients: np.ndarray) -> np.ndarray:
         """The clients of a round where only ``clients`` (sorted) can be asked; with all of them, those of a draw
-        without replacement."""
+        without replacement.
+        """
         rng, size = generator(self.settings.seed, _COHORT, round), min(self.settings.cohort_size, len(clients))
         return np.sort(rng.choice(clients, size, replace=False))
 

@@ -97,7 +97,8 @@ class Setup:
         self, algorithm: Algorithm, carry: Carry, initial: Kept, evaluators: Mapping[str, Evaluator]
     ) -> Metrics:
         """The metrics of a state, whose ``store`` may lie on disk: of parameters alone, on each data set, and of
-        clients' own models. initial: what a client keeps before it takes part."""
+        clients' own models. initial: what a client keeps before it takes part.
+        """
         params, own = algorithm.params(carry.server), Metrics({}, None)
         metrics = measured(self.task, params)
         for name, evaluator in evaluators.items():

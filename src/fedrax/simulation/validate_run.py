@@ -36,7 +36,8 @@ def check_run(algorithm: Algorithm, settings: Settings, sizes: np.ndarray) -> No
 
 def check_needs(algorithm: Algorithm, settings: Settings, sampler: Sampler, task: Task, statistics: Tree) -> None:
     """Refuse a run and a task that the method cannot take, by the name of the one that cannot: wrappers pass on what
-    the method inside needs."""
+    the method inside needs.
+    """
 
     def unmet(method: Algorithm, name: str) -> FedraxError | None:
         try:

@@ -57,7 +57,8 @@ def _check_name(path: Path) -> None:
 @dataclass(frozen=True)
 class CsvForm:
     """How a CSV file is written: what stands between two cells, what before a number's fraction, and the texts of cells
-    that hold nothing, besides empty ones."""
+    that hold nothing, besides empty ones.
+    """
 
     separator: str = ","
     decimal: str = "."

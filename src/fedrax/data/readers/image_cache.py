@@ -28,7 +28,8 @@ def kept_images(
     name: str, shape: tuple[int, ...], decode: Callable[[], np.ndarray], settled: Callable[[], bool] = lambda: True
 ) -> np.ndarray:
     """The images uint8 [*shape] kept under ``name``, as a memory map, or else those that ``decode`` makes, kept from
-    now on where ``settled`` says afterwards that they are those that ``name`` stands for."""
+    now on where ``settled`` says afterwards that they are those that ``name`` stands for.
+    """
     path = cache_directory() / "images" / f"{name}.npy"
     images = _read(path, shape)
     if images is None:

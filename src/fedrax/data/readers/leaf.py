@@ -260,7 +260,7 @@ def _texts(texts: list[str]) -> list[str]:
 
 
 def _is_unicode(texts: Sequence[str]) -> bool:
-    """Whether the texts can be written: half a pair of \\ud800 ... \\udfff cannot."""
+    r"""Whether the texts can be written: half a pair of \\ud800 ... \\udfff cannot."""
     try:
         for text in texts:
             text.encode()

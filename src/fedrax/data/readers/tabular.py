@@ -56,7 +56,8 @@ _FILE = "\nfile"
 @dataclass(frozen=True)
 class Features:
     """The features of all rows: those of categories in x float32 [n, features], the numbers float64 [n, numeric], NaN
-    where one is missing, which features these are, and what was done to them."""
+    where one is missing, which features these are, and what was done to them.
+    """
 
     x: np.ndarray
     numbers: np.ndarray
@@ -152,7 +153,8 @@ class _Part:
 
 def _read(parts: Sequence[_Part], form: CsvForm, chosen: Columns) -> tuple[pl.DataFrame, Columns, int]:
     """The rows of all files, what their columns are for, and how many rows are of the first part; every column that is
-    named is there, and where files are clients one that names them."""
+    named is there, and where files are clients one that names them.
+    """
     import polars as pl
 
     paths = [file for part in parts for file in part.files]

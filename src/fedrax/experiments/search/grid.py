@@ -94,7 +94,8 @@ class Grid:
 def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "typed") -> Grid:
     """The grid of a table with a list at each path, the path written with dots or as tables in tables.
 
-    ``folder``: of the file that it is from, which may name the code that ``trust`` covers."""
+    ``folder``: of the file that it is from, which may name the code that ``trust`` covers.
+    """
     if not isinstance(table, Mapping):
         raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
     return Grid(_checked(_flat(table), source), folder, trust)

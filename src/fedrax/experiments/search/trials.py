@@ -96,7 +96,8 @@ def _keep(job: Job, out: Path, result: Result) -> None:
 
 def _check_known(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
     """Refuse trials of other samples or programs than there are now: runs of several together keep no checkpoint to
-    tell."""
+    tell.
+    """
     path, now = inside(out, Path("search")) / ".rows.json", of_data(federation)
     programs = _programs(comparison, task, federation)
     kept: Any = read_json(path) if path.exists() else None

@@ -100,7 +100,8 @@ def model_of(
 def _check_switches(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
     """Refuse a switch that has a name of its own and stands the wrong way: the other way round a training call draws
     random numbers or moves statistics that it else does not, or an evaluation leaves what it else does. Beside a switch
-    whose name is known others are options."""
+    whose name is known others are options.
+    """
     if modes(method, train=True):
         return
 

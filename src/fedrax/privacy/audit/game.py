@@ -124,7 +124,8 @@ class _Watched(Alone):
 @lru_cache(maxsize=8)
 def _program(known: _Known, code: Code) -> Callable[..., Array]:
     """The compiled function (algorithm, params, samples, size, rate, keys) -> what is seen with each key: of all
-    worlds."""
+    worlds.
+    """
 
     def run(
         algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], size: Array, rate: Array, key: Array

@@ -29,7 +29,8 @@ from fedrax.tree import Tree
 @hyperparameters
 class _LocalModels(Wrapper):
     """Around methods whose clients send what follows from where their local steps end, and from nothing else of their
-    data: FedAvg, FedProx, SCAFFOLD with plain steps (option II)."""
+    data: FedAvg, FedProx, SCAFFOLD with plain steps (option II).
+    """
 
     @property
     def requirements(self) -> Requirements:

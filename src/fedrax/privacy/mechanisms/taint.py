@@ -14,7 +14,8 @@ def uncovered(
     client: Callable, message: Any, state: Any, data: ClientData, cover: Callable[[ClientData], ClientData]
 ) -> str | None:
     """The first leaf sent, in this round or a later one, that depends on samples or on how many there are otherwise
-    than through what ``cover`` takes out of the client's data; None where there is none. Traces ``client``."""
+    than through what ``cover`` takes out of the client's data; None where there is none. Traces ``client``.
+    """
 
     def sent(secret: Any, state: Any) -> dict[str, Tree]:
         kept = Carried(data.carried.statistics, data.carried.optimizer)

@@ -30,7 +30,8 @@ def choose_plan(settings: Settings, mesh: Mesh) -> str:
 
 def clients_at_once(settings: Settings, devices: int, cohort: int, account: Account, size: int) -> int:
     """Clients side by side in plan vmap, of ``size`` bytes at work each: a device's share in as few turns as there is
-    room for, spread evenly over them."""
+    room for, spread evenly over them.
+    """
     share = -(-cohort // devices)
     if settings.chunk is not None:
         return min(settings.chunk, share)

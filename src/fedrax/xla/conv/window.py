@@ -162,7 +162,8 @@ def meetings(space: Space, entries: Space, window: Window, out: Space) -> list[M
 
 def is_mostly_padding(space: Space, entries: Space, window: Window, out: Space, fewest: int) -> bool:
     """Whether so much of what a kernel meets is padding, as of small images, that a product for each of its entries is
-    better. ``fewest``: channels in or out."""
+    better. ``fewest``: channels in or out.
+    """
     if set(window.gaps) != {1} or not 1 < math.prod(entries) <= _FEW_ENTRIES or len(entries) > 2 or fewest < _MANY:
         return False
     pixels = sum(math.prod(met.size) for met in meetings(space, entries, window, out))
