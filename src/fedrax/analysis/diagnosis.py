@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from fedrax.prng.seeds import START, seeded
 from fedrax.report.runs import finite
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.process import arithmetic
+from fedrax.simulation.settings import SettingsOptions
 from fedrax.simulation.validate import changed_settings, check_arguments
 
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
@@ -154,7 +155,7 @@ def diagnose(
     local: LocalSGD | None = None,
     *,
     progress: Callable[[int, int], None] = lambda done, of: None,
-    **changes: Any,
+    **options: Unpack[SettingsOptions],
 ) -> Diagnosis:
     """Measure a task and its partition along ``settings.rounds`` rounds of FedAvg with the local steps ``local``.
 
@@ -163,7 +164,7 @@ def diagnose(
     rounding, are left out. progress: told points done and to do. FedraxError for models with running statistics, whose
     clients have no gradients without their batches.
     """
-    settings = plain(changed_settings(settings or Settings(rounds=32), changes), 10**6)
+    settings = plain(changed_settings(settings or Settings(rounds=32), options), 10**6)
     check_arguments(FedAvg(), task, federation)
     with arithmetic(settings.dtype):
         return _diagnosed(task, federation, settings, local or LocalSGD(), progress)

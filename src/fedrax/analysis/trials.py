@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, pstdev
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from fedrax.data import Federation, hold_out
 from fedrax.data.dataset import share_of
 from fedrax.errors import FedraxError, unknown
 from fedrax.simulation import Result, Settings
+from fedrax.simulation.settings import SettingsOptions
 from fedrax.simulation.validate import changed_settings
 from fedrax.tuning import sweep
 from fedrax.tuning.selection import is_lower_better, metric_of
@@ -87,7 +88,7 @@ def try_methods(
     *,
     methods: Sequence[str],
     progress: Callable[[str, int, int], None] = lambda method, done, of: None,
-    **changes: Any,
+    **options: Unpack[SettingsOptions],
 ) -> Trials:
     """Train each method at every point of its grid, and take the best by rows that clients hold out.
 
@@ -96,7 +97,7 @@ def try_methods(
     size, is said among the refused; FedraxError for other names, where nothing is left, where clients hold out fewer
     than 20 rows, and for a finished local optimizer, whose step size cannot be chosen.
     """
-    settings = changed_settings(settings or Settings(), changes)
+    settings = changed_settings(settings or Settings(), options)
     settings = plain(settings, evaluated_every(settings))
     local = local or LocalSGD()
     for name in methods:

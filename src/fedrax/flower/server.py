@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from fedrax.simulation.results.events import RunInfo, Sink
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import Program
 from fedrax.simulation.run import Callback
-from fedrax.simulation.settings import Settings
+from fedrax.simulation.settings import FederationOptions, Settings
 from fedrax.simulation.traffic import trace_round
 from fedrax.simulation.validate import changed_settings, check_lists
 from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
@@ -46,8 +46,23 @@ from fedrax.tree import Tree
 from fedrax.xla.fingerprint import Code
 from fedrax.xla.tracing import computed
 
-_OURS = ("rounds", "cohort_size", "weights", "eval_every", "per_client", "target", "epsilon_budget", "delta", "dtype")
+_OURS = tuple(FederationOptions.__annotations__)
 """Settings that mean something here; the others are a simulator's."""
+
+
+class FederateArguments(FederationOptions, total=False):
+    """The keyword arguments of :func:`federate`."""
+
+    clients: Required[int]
+    test: tuple[Any, Any] | None
+    params: Tree | None
+    seed: int | None
+    directory: Path | str | None
+    resume: bool
+    wait: float
+    timeout: float
+    sinks: Sequence[Sink]
+    callbacks: Sequence[Callback]
 
 
 def server_app(
@@ -56,7 +71,7 @@ def server_app(
     settings: Settings | None = None,
     *,
     then: Callable[[Result], Any] | None = None,
-    **arguments: Any,
+    **arguments: Unpack[FederateArguments],
 ) -> ServerApp:
     """A ServerApp that leads a federation of ``algorithm`` and ``task`` over the clients of
     :func:`fedrax.flower.client_app`; arguments as of :func:`federate`.
@@ -90,11 +105,11 @@ def federate(
     timeout: float = 600.0,
     sinks: Sequence[Sink] = (),
     callbacks: Sequence[Callback] = (),
-    **changes: Any,
+    **options: Unpack[FederationOptions],
 ) -> Result:
     """Run ``algorithm`` on ``task`` over the clients of a Flower federation, as ``fedrax.simulate`` does on a machine.
 
-    settings, changes: of :class:`fedrax.Settings` the rounds, the cohort's size, weights, evaluation, target, privacy
+    settings, options: of :class:`fedrax.Settings` the rounds, the cohort's size, weights, evaluation, target, privacy
     budget and delta, and dtype. clients: N, how many there are; rounds begin when so many are there. test: the server's
     own test samples (x, y); without them the clients evaluate on theirs. params: starting parameters, instead of
     ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
@@ -114,7 +129,7 @@ def federate(
     check_lists(sinks=sinks, callbacks=callbacks)
     if resume and directory is None:
         raise FedraxError("there is no directory to resume a run from")
-    settings = _settings(settings, changes, seed)
+    settings = _settings(settings, options, seed)
     use_all_cores()
     nodes = Nodes(grid, timeout)
     nodes.gather(clients, wait)
@@ -124,9 +139,9 @@ def federate(
         return replace(run, sinks=sinks, callbacks=callbacks, resume=resume).finish()
 
 
-def _settings(settings: Settings | None, changes: dict[str, Any], seed: int | None) -> Settings:
+def _settings(settings: Settings | None, options: FederationOptions, seed: int | None) -> Settings:
     """The settings, their seed the given one or a secret; FedraxError for one that only simulations have."""
-    settings = changed_settings(settings, changes)
+    settings = changed_settings(settings, options)
     for one in fields(Settings):
         if one.name not in _OURS and getattr(settings, one.name) != one.default:
             hint = ": give it to federate itself" if one.name == "seed" else ""

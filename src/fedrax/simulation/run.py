@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ from fedrax.simulation.results.events import Event, EventFile, Sink, events_of, 
 from fedrax.simulation.results.message_recorder import Exchange, Record, exchanges
 from fedrax.simulation.results.progress import with_progress
 from fedrax.simulation.results.result import NO_CLIENTS, OfEach, Result, Snapshot
-from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.settings import Script, Settings, SettingsOptions
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.timer import clock
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, rounds_kept
@@ -73,11 +73,11 @@ def simulate(
     record: Record | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
-    **changes: Any,
+    **options: Unpack[SettingsOptions],
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
 
-    settings: see :class:`Settings`; ``changes`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
+    settings: see :class:`Settings`; ``options`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
     params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
     directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default. One that
     holds a run, or that another run is writing to, is refused.
@@ -92,7 +92,7 @@ def simulate(
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
     after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written, also where the run was just over.
     """
-    settings = changed_settings(settings, changes)
+    settings = changed_settings(settings, options)
     check_arguments(algorithm, task, federation)
     check_lists(sinks=sinks, callbacks=callbacks)
     use_all_cores()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 
@@ -84,6 +84,38 @@ class Settings:
             warn(f"chunk is plan vmap's, and counts for nothing under plan {self.plan}")
         if self.dtype == "float64" and self.precision != "highest":
             raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
+
+
+class FederationOptions(TypedDict, total=False):
+    """The fields of :class:`Settings` that also apply to a deployed federation, as keyword arguments."""
+
+    rounds: PositiveInt
+    cohort_size: PositiveInt
+    weights: Literal["uniform", "samples"]
+    eval_every: PositiveInt
+    per_client: bool
+    target: Annotated[float, Bound(gt=0, le=1)] | None
+    epsilon_budget: Positive | None
+    delta: Annotated[float, Bound(gt=0, lt=1)]
+    dtype: Literal["float32", "float64"]
+
+
+class SettingsOptions(FederationOptions, total=False):
+    """The fields of :class:`Settings` as keyword arguments, for ``**options: Unpack[SettingsOptions]``."""
+
+    seed: Seed
+    participation: Participation
+    stragglers: Fraction
+    eval_train: bool
+    finetune: PositiveInt | None
+    amplification: Amplification
+    plan: Literal["auto", "scan", "vmap", "loop", "debug"]
+    samples: Literal["auto", "resident", "streamed"]
+    states: Literal["auto", "resident", "spilled"]
+    devices: PositiveInt | None
+    chunk: PositiveInt | None
+    precision: Format
+    checkpoint_every: PositiveInt | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from fedrax.contract.algorithm import Algorithm
@@ -14,15 +14,15 @@ from fedrax.models import Model
 from fedrax.simulation.settings import Settings
 
 
-def changed_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:
+def changed_settings(settings: Settings | None, options: Mapping[str, object]) -> Settings:
     """``settings`` with single fields replaced; FedraxError with the nearest name for one that there is not."""
     if not isinstance(settings, Settings | None):
         raise FedraxError(f"settings are a fedrax.Settings, not {type(settings).__name__}; single ones go by name")
     known = [field.name for field in dataclasses.fields(Settings)]
-    for name in changes:
+    for name in options:
         if name not in known:
             raise unknown("setting", name, known)
-    return dataclasses.replace(settings or Settings(), **changes)
+    return dataclasses.replace(settings or Settings(), **options)
 
 
 def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -18,7 +18,7 @@ from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, unknown
 from fedrax.simulation.evaluation import is_lower_better
 from fedrax.simulation.results.events import Event
-from fedrax.simulation.settings import Settings
+from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
 from fedrax.tuning.sweeps import seeds_of, sweep
 
@@ -130,19 +130,19 @@ def tune(
     seeds: Sequence[int] | None = None,
     metric: str | None = None,
     progress: bool = True,
-    **changes: Any,
+    **options: Unpack[SettingsOptions],
 ) -> Tuned:
     """The best point of a grid over an algorithm's fields, by a share of the clients' training rows held out.
 
     grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``; every combination is run,
     those that differ in floats together (:func:`fedrax.sweep`). validation: the share of each client's rows. metric:
     accuracy by default, the loss where there is none, after the last round, mean over ``seeds``, by default the one of
-    the settings. settings, changes, progress: as of :func:`fedrax.simulate`. The test data is not looked at.
+    the settings. settings, options, progress: as of :func:`fedrax.simulate`. The test data is not looked at.
 
     Raises FedraxError for a path that the algorithm has not, an empty grid, and a metric that the task has not.
     """
-    seeds = seeds_of(seeds, settings, changes)
-    settings = changed_settings(settings, changes)
+    seeds = seeds_of(seeds, settings, options)
+    settings = changed_settings(settings, options)
     check_arguments(algorithm, task, federation)
     check_lists(seeds=seeds, **{f"the grid's {path}": values for path, values in grid.items()})
     if not grid or not all(len(values) for values in grid.values()):

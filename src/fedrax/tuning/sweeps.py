@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from fedrax.simulation.results.progress import Line, ProgressSink, compose, some
 from fedrax.simulation.results.result import NO_CLIENTS, OfEach, Result
 from fedrax.simulation.round import Kept, Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
-from fedrax.simulation.settings import Settings
+from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
 from fedrax.simulation.timer import clock
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
@@ -63,7 +63,7 @@ def sweep(
     *,
     mode: Mode = "auto",
     progress: bool = True,
-    **changes: Any,
+    **options: Unpack[SettingsOptions],
 ) -> list[list[Result]]:
     """Run every algorithm with every seed: results[i][j] is ``algorithms[i]`` with ``seeds[j]``.
 
@@ -79,8 +79,8 @@ def sweep(
 
     Raises FedraxError if runs that are to go together cannot.
     """
-    seeds = seeds_of(seeds, settings, changes)
-    settings = changed_settings(settings, changes)
+    seeds = seeds_of(seeds, settings, options)
+    settings = changed_settings(settings, options)
     check_lists(algorithms=algorithms, seeds=seeds)
     if mode not in get_args(Mode):
         raise unknown("mode", mode, get_args(Mode))
@@ -120,11 +120,11 @@ def _line(progress: bool) -> Iterator[Line | None]:
             line.clear()
 
 
-def seeds_of(seeds: Sequence[int] | None, settings: Settings | None, changes: dict[str, Any]) -> Sequence[int]:
+def seeds_of(seeds: Sequence[int] | None, settings: Settings | None, options: SettingsOptions) -> Sequence[int]:
     """The seeds of several runs; FedraxError where a single one is named beside them."""
-    if seeds is not None and "seed" in changes:
+    if seeds is not None and "seed" in options:
         raise FedraxError("the seeds are given, and one seed beside them: leave seed out")
-    return (changed_settings(settings, changes).seed,) if seeds is None else seeds
+    return (changed_settings(settings, options).seed,) if seeds is None else seeds
 
 
 def _apart(setup: Setup) -> str | None:
