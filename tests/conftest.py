@@ -49,7 +49,10 @@ def tasks_once() -> Iterator[None]:
     from fedrax.contract import task as tasks
     from fedrax.experiments import experiment
 
-    made, makers = experiment.make_task, (tasks.classification, tasks.regression, tasks.binary, tasks.margin)
+    made, makers = (
+        experiment.make_task,
+        (tasks.classification, tasks.regression, tasks.binary_classification, tasks.margin),
+    )
 
     def once(spec: Any, federation: Any) -> Any:
         (x, y), kind = federation.train, type(spec.model)

@@ -80,7 +80,9 @@ def _loaded(name: str, data_dir: str | None) -> Any:
 @cache
 def _task(name: str, data_dir: str | None) -> tuple[fedrax.Task, Any]:
     whole = _loaded(name, data_dir)
-    task = fedrax.contract.binary(Logistic().build(whole.train.x.shape[1:], 1), whole.preprocess(normalize=False))
+    task = fedrax.contract.binary_classification(
+        Logistic().build(whole.train.x.shape[1:], 1), whole.preprocess(normalize=False)
+    )
     return task, task.init(jax.random.key(0))
 
 

@@ -25,7 +25,7 @@ from fedrax import (
     sweep,
 )
 from fedrax.algorithms import upcycle
-from fedrax.contract import binary
+from fedrax.contract import binary_classification
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Dataset, Samples
 from fedrax.models import Logistic
@@ -114,7 +114,11 @@ class Figure:
     def task(self, federation: Federation) -> Task:
         """Softmax of both classes as published, or the one logit that Theorem 6.3 is about."""
         shape = federation.train.x.shape[1:]
-        return classification(Logistic().build(shape, 2)) if self.number == 3 else binary(Logistic().build(shape, 1))
+        return (
+            classification(Logistic().build(shape, 2))
+            if self.number == 3
+            else binary_classification(Logistic().build(shape, 1))
+        )
 
 
 def _output(inner: Algorithm, point: Point) -> Algorithm:

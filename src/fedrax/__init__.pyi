@@ -1,4 +1,26 @@
-from fedrax import tree as tree
+from fedrax import (
+    algorithms as algorithms,
+    analysis as analysis,
+    attacks as attacks,
+    compression as compression,
+    contract as contract,
+    data as data,
+    experiments as experiments,
+    flower as flower,
+    metrics as metrics,
+    models as models,
+    optim as optim,
+    participation as participation,
+    personalization as personalization,
+    privacy as privacy,
+    profiling as profiling,
+    report as report,
+    robust as robust,
+    simulation as simulation,
+    testing as testing,
+    tree as tree,
+    tuning as tuning,
+)
 from fedrax.algorithms.episode import Episode as Episode
 from fedrax.algorithms.fedavg import FedAvg as FedAvg
 from fedrax.algorithms.fedavg import FedProx as FedProx

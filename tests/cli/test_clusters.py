@@ -22,7 +22,7 @@ import pytest
 from fedrax.errors import FedraxError
 from fedrax.experiments import backends, jobs
 from fedrax.experiments.jobs import Watcher
-from fedrax.experiments.run_comparison import Outcome, compare
+from fedrax.experiments.run_comparison import ComparisonResult, compare
 from tests.cli.conftest import SEARCHED, numbers
 from tests.cli.conftest import Outcome as Printed
 
@@ -82,7 +82,7 @@ def kill_busy(address: str, workers: dict[str, subprocess.Popen], lost: list[str
 @pytest.mark.exhaustive
 def test_a_killed_workers_run_is_taken_up_by_another(
     dask: tuple[str, dict[str, subprocess.Popen]],
-    here: Outcome,
+    here: ComparisonResult,
     tmp_path: Path,
 ) -> None:
     """Of two workers one is left; the numbers are those of the same runs here, bit for bit."""
@@ -177,7 +177,7 @@ class Killing(Watcher):
         self.said.append(text)
 
 
-def test_a_killed_worker_of_ray(ray: str, here: Outcome, tmp_path: Path) -> None:
+def test_a_killed_worker_of_ray(ray: str, here: ComparisonResult, tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(SEARCHED)
     watcher = Killing(tmp_path / "there")
     compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=f"ray://{ray}", watcher=watcher)

@@ -151,10 +151,13 @@ def test_tasks_that_do_not_fit(fedrax: Callable[..., Outcome], tiny: Path, flags
 
 def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\n')
-    with pytest.raises(Exception, match=r"in Python fedrax\.read reads it"):
+    with pytest.raises(Exception, match=r"fedrax\.experiments\.read_file reads it"):
         experiment.read(tmp_path / "c.toml")
     (tmp_path / "e.toml").write_text(TINY)
-    compared, single = fedrax_package.read(tmp_path / "c.toml"), fedrax_package.read(tmp_path / "e.toml")
+    compared, single = (
+        fedrax_package.experiments.read_file(tmp_path / "c.toml"),
+        fedrax_package.experiments.read_file(tmp_path / "e.toml"),
+    )
     assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg"]
     assert isinstance(single, Experiment) and single == experiment.read(tmp_path / "e.toml")
     assert all(len(repr(found).splitlines()) < 6 for found in (compared, single))
@@ -164,7 +167,7 @@ def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
 
 def test_methods_may_be_names_alone(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('compare = ["fedavg", "scaffold"]\n' + TINY.replace('name = "fedavg"\n', ""))
-    compared = fedrax_package.read(tmp_path / "c.toml")
+    compared = fedrax_package.experiments.read_file(tmp_path / "c.toml")
     assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg", "scaffold"]
     assert isinstance(compared.methods[1].algorithm, fedrax_package.Scaffold)
     assert compared.methods[1].algorithm.local.steps == 2

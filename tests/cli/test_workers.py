@@ -14,7 +14,7 @@ import pytest
 
 from fedrax.errors import FedraxError
 from fedrax.experiments.jobs import Watcher
-from fedrax.experiments.run_comparison import Outcome, compare
+from fedrax.experiments.run_comparison import ComparisonResult, compare
 from tests.cli.conftest import SEARCHED, numbers
 from tests.compiler import compile_quickly
 
@@ -40,7 +40,7 @@ def pool() -> ProcessPoolExecutor:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_workers_run_is_taken_up(here: Outcome, tmp_path: Path) -> None:
+def test_a_killed_workers_run_is_taken_up(here: ComparisonResult, tmp_path: Path) -> None:
     """One of two processes is killed in its first run; the numbers are those of the same runs here."""
     (tmp_path / "t.toml").write_text(SEARCHED)
     made: list[ProcessPoolExecutor] = []

@@ -11,7 +11,7 @@ import pytest
 
 import fedrax
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, simulate
-from fedrax.contract import Variables, binary
+from fedrax.contract import Variables, binary_classification
 from fedrax.data import Shards
 from fedrax.models import Linear
 
