@@ -44,7 +44,7 @@ NEEDS = {
     "no_statistics": "no running statistics",
     "plain_sum": "a plain sum of uploads",
 }
-"""The fields of ``Requirements`` in words."""
+"""The requirements among the fields of ``Traits`` in words."""
 
 
 def example(name: str, kind: type[Algorithm]) -> Algorithm:
@@ -96,7 +96,7 @@ def row(name: str, kind: type[Algorithm]) -> str:
         copies(client, size),
         copies(result.server, size),
         f"{event['gradients'] / CLIENTS:g}",
-        ", ".join(words for field, words in NEEDS.items() if getattr(algorithm.requirements, field)),
+        ", ".join(words for field, words in NEEDS.items() if getattr(algorithm.traits, field)),
     ]
     return "| " + " | ".join(cells) + " |\n"
 

@@ -173,7 +173,7 @@ def _order_does_not_matter(algorithm: Algorithm, problem: Problem, base: Result)
 
 def _outlasts_empty_rounds(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
     seed = _seed_of_nobody(problem.federation.sizes)
-    if algorithm.requirements.fixed_cohort or seed is None:
+    if algorithm.traits.fixed_cohort or seed is None:
         return None
     try:
         end = _run(algorithm, problem, cohort_size=1, participation=Poisson(), seed=seed)

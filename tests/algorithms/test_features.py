@@ -198,7 +198,7 @@ def test_features_that_are_the_samples_are_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for method in (MOON(LOCAL), FedMLB(LOCAL)):
-            method.requirements.check_parts(TASK, as_fedrax(start()), samples()[0])
+            method.traits.check_parts(TASK, as_fedrax(start()), samples()[0])
 
 
 @pytest.mark.few(2)

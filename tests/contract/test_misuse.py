@@ -114,7 +114,7 @@ CASES = {
     "before the round it was of shape": method(server=lambda self, server, cohort: (None, {})),
     "Mine.phases must be a tuple of one Phase": method(phases=property(lambda self: ())),
     "Mine.phases must be a tuple": method(phases=property(lambda s: Phase(s.broadcast, s.client, s.server))),
-    "Mine.requirements is nothing": method(requirements=property(lambda self: None)),
+    "Mine.traits is nothing": method(traits=property(lambda self: None)),
     "Mine.local_steps is a float": method(local_steps=property(lambda self: 3.0)),
     "what Mine.personal returns: output/bias is not": method(personal=lambda self, params, state: {"a": jnp.ones(1)}),
     "Mine.personal returns in its model something": method(personal=lambda self, params, state: "x"),
@@ -152,22 +152,18 @@ CASES = {
     "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
     "local.run is given a dict as data: write local.run": client(lambda m, s, d: LocalSGD().run(m, d)),  # type: ignore[arg-type]
     r"fails with TypeError: tuple indices .* is an empty tuple": method(server=lambda self, s, c: c.total["n"]),
-    "unknown field of Requirements: 'feature'; did you mean 'features'": method(
-        requirements=property(lambda self: fedrax.contract.Requirements(feature=True))  # type: ignore[call-arg]
+    "unknown field of Traits: 'feature'; did you mean 'features'": method(
+        traits=property(lambda self: fedrax.contract.Traits(feature=True))  # type: ignore[call-arg]
     ),
     r"Mine \(.* fails with AttributeError: 'Mine' object has no attribute 'lam'": method(
-        longest_delay=property(lambda self: self.lam)
+        traits=property(lambda self: self.lam)
     ),
-    "Mine.longest_delay is a float: a whole number": method(longest_delay=property(lambda self: 0.5)),
     "Mine.releases gives nothing: a tuple of Release is needed": method(releases=lambda self: None),
-    "Mine.corrections is a str: a tuple of names is needed": method(corrections=property(lambda self: "control")),
     r"Mine \(test_misuse.py, line \d+, in check\) fails with ValueError: too small": method(check=check),
     "what Mine.with_params returns: params/output/bias is not": method(with_params=lambda self, server, params: None),
     "in Mine's server state: output/bias is not": method(init=lambda self, p, n: Counting((p.pop("output"), p)[1], 0)),
     "nothing calls Mine.recieve: did you mean 'receive'": method(recieve=lambda self, upload: upload),
-    "nothing calls Mine.requirments: did you mean": method(
-        requirments=property(lambda self: fedrax.contract.Requirements())
-    ),
+    "Mine.trait has no annotation, and so is no field": method(trait=fedrax.contract.Traits()),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
     "local.schedule must be something that JAX knows: decorate Halved with @hyperparameters": FedAvg(
         local=LocalSGD(schedule=Halved())  # type: ignore[arg-type]
@@ -244,7 +240,7 @@ def test_what_follows_from_another_fault_is_not_told():
 
 
 def test_a_constant_in_the_place_of_a_property_is_no_field():
-    run(method(longest_delay=2, requirements=fedrax.contract.Requirements()), FEDERATION, rounds=1)
+    run(method(traits=fedrax.contract.Traits(max_staleness=2)), FEDERATION, rounds=1)
 
 
 def test_helpers_with_names_like_the_contracts_are_called():

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import fedrax
 from fedrax import FedAvg, LocalSGD, Scaffold, Upcycled, classification, sweep
-from fedrax.contract import Requirements, Variables
+from fedrax.contract import Traits, Variables
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.task import Batch
 from fedrax.models import from_linen
@@ -56,14 +56,14 @@ def test_samples_that_stored_order_never_comes_to_are_told():
 
 
 def test_requirements_are_what_either_needs():
-    none, every = Requirements(), Requirements(True, True, 3, True, True, True, True)
+    none, every = Traits(), Traits(True, True, 3, True, True, True, True)
     assert none | every == every | none == every
     for name in ("uniform_weights", "fixed_cohort", "features", "blocks", "per_sample_losses", "no_statistics"):
-        one = Requirements(**{name: True})
+        one = Traits(**{name: True})
         assert one | none == none | one == one | one == one
-        assert getattr(Requirements(largest_cohort=2) | one, name)
-    assert (Requirements(largest_cohort=5) | Requirements(largest_cohort=2)).largest_cohort == 2
-    assert (Requirements(largest_cohort=5) | none).largest_cohort == 5
+        assert getattr(Traits(largest_cohort=2) | one, name)
+    assert (Traits(largest_cohort=5) | Traits(largest_cohort=2)).largest_cohort == 2
+    assert (Traits(largest_cohort=5) | none).largest_cohort == 5
 
 
 def test_a_wrapper_needs_what_the_method_inside_needs():

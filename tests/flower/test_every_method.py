@@ -72,7 +72,7 @@ def test_who_does_not_answer_was_never_asked(kind: type[Algorithm]):
         return client == lost[int(message.metadata.group_id.removeprefix("round ")) - 1]
 
     grid.lose = lose
-    if algorithm.requirements.fixed_cohort:
+    if algorithm.traits.fixed_cohort:
         with pytest.raises(FedraxError, match="no round had the answers that it needs"):
             deployed(algorithm, grid, params=START)
         return

@@ -15,7 +15,7 @@ from fedrax.contract import Positive
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.tree import Tree
 
 
@@ -35,10 +35,8 @@ class Private(Wrapper):
     clip: Positive = 1.0
     sigma: NonNegative = 0.0
 
-    @property
-    def requirements(self) -> Requirements:
-        """Statistics would go up without noise."""
-        return self.inner.requirements | Requirements(no_statistics=True)
+    own_traits = Traits(no_statistics=True)
+    """Statistics would go up without noise."""
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
@@ -163,10 +161,7 @@ class Shaken(FedAvg):
 class NormAtHome(Averaging):
     """FedBN (Li et al. 2021): normalization stays on each client, with its running statistics; all else is FedAvg."""
 
-    @property
-    def statistics_at_home(self) -> bool:
-        """They stay."""
-        return True
+    traits = Traits(personal_statistics=True)
 
     def init_client(self, params: Tree) -> dict[str, Array]:
         """The starting ones."""

@@ -17,7 +17,7 @@ from fedrax.config.hyperparameters import Positive, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD, Step
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.optim.proximal import Prox
 from fedrax.tree import Tree
@@ -58,10 +58,8 @@ class FedADMM(Algorithm):
     server_lr: Positive | None = None
     """eta_g, their size; left out it is 1 / (N rho), with which one step gives the minimum (Eq. 82)."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """The server's problem weighs all clients alike, whose steps go on from their own models."""
-        return Requirements(uniform_weights=True, own_models=True)
+    traits = Traits(uniform_weights=True, own_models=True)
+    """The server's problem weighs all clients alike, whose steps start from their own models."""
 
     def check(self) -> None:
         """The local steps have a form of their own."""

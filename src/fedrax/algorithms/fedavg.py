@@ -14,7 +14,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.averaging import Averaging, Server
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD, pull
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import warn
 from fedrax.optim.schedules import Constant
 from fedrax.optim.server import SGD, ServerOptimizer
@@ -56,6 +56,9 @@ class FedSGD(Algorithm):
     local: LocalSGD = LocalSGD(batch_size="full", steps=1)
     server_optimizer: ServerOptimizer = SGD(lr=0.1)
 
+    traits = Traits(no_statistics=True)
+    """Running statistics are computed on batches, of which it has none."""
+
     def check(self) -> None:
         """Refuse what belongs to local steps, and warn of what has no effect on a step along whole gradients."""
         hints = {"momentum": "set server_optimizer.momentum"}
@@ -71,11 +74,6 @@ class FedSGD(Algorithm):
             )
         if self.local.blocks is not None:
             warn("FedSGD takes the gradient of all of a client's data, and local.blocks counts for nothing")
-
-    @property
-    def requirements(self) -> Requirements:
-        """Statistics are made of batches, of which it has none."""
-        return Requirements(no_statistics=True)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

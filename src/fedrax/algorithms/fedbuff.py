@@ -13,7 +13,7 @@ from fedrax.config.hyperparameters import NonNegative, NonNegativeInt, hyperpara
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
@@ -57,14 +57,9 @@ class FedBuff(Algorithm):
     uploads that no round of the run takes, such as those of clients that are never heard of again."""
 
     @property
-    def longest_delay(self) -> int:
-        """Uploads may arrive so many rounds later."""
-        return self.max_delay
-
-    @property
-    def requirements(self) -> Requirements:
-        """The buffer's mean is plain."""
-        return Requirements(uniform_weights=True)
+    def traits(self) -> Traits:
+        """The buffer's mean is plain; uploads may arrive ``max_delay`` rounds late."""
+        return Traits(uniform_weights=True, max_staleness=self.max_delay)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; nobody is at work."""

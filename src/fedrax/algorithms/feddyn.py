@@ -12,7 +12,7 @@ from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.tree import Tree
 
 
@@ -42,15 +42,8 @@ class FedDyn(Algorithm):
     alpha: Positive = 0.1
     """Strength of the pull towards the global parameters; the server moves by h / alpha."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """h is the plain mean of the lambda_i."""
-        return Requirements(uniform_weights=True)
-
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """h and the lambda_i."""
-        return ("dual",)
+    traits = Traits(uniform_weights=True, control_variates=("dual",))
+    """h is the plain mean of the lambda_i."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; h = 0."""

@@ -15,7 +15,7 @@ from fedrax.contract.algorithm import ClientOutput
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.task import Batch
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -38,10 +38,8 @@ class FedMLB(Averaging):
     temperature: Positive = 1.0
     """Divides the logits in the divergence, which is not rescaled by its square."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """Networks are put together of blocks."""
-        return Requirements(blocks=True)
+    traits = Traits(blocks=True)
+    """Hybrid networks are composed of blocks."""
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD on the loss with the terms of the hybrids."""

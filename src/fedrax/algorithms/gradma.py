@@ -20,7 +20,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalResult, LocalSGD, Step
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.contract.vectors import Vectors
 from fedrax.optim.cone import multipliers, project
 from fedrax.tree import Tree
@@ -128,9 +128,9 @@ class ServerMemory(Algorithm):
     """One quadratic program over the whole vector (as printed), or one for each leaf (what the authors ran)."""
 
     @property
-    def requirements(self) -> Requirements:
-        """All of the cohort is remembered, or nobody."""
-        return Requirements(largest_cohort=self.memory or None)
+    def traits(self) -> Traits:
+        """The memory holds all of the cohort, or no client."""
+        return Traits(largest_cohort=self.memory or None)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round: nothing remembered."""

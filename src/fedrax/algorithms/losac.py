@@ -18,7 +18,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD, Step
 from fedrax.contract.table import Table
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
@@ -87,14 +87,9 @@ class LoSAC(Algorithm):
         return self.reading == "consistent" or (self.reading == "auto" and self.local.prox is not None)
 
     @property
-    def requirements(self) -> Requirements:
+    def traits(self) -> Traits:
         """phi is a plain sum over clients; with the printed scales its factor depends on S."""
-        return Requirements(uniform_weights=True, fixed_cohort=not self.consistent)
-
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """The global gradient estimate."""
-        return ("gradient_sum",)
+        return Traits(uniform_weights=True, fixed_cohort=not self.consistent, control_variates=("gradient_sum",))
 
     def check(self) -> None:
         """Blocks are needed; momentum has no place in the printed steps."""

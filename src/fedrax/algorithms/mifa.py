@@ -11,7 +11,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.contract.vectors import Vectors
 from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
@@ -43,10 +43,8 @@ class MIFA(Algorithm):
     memory: Literal["clients", "server"] = "clients"
     """Who keeps G_i: each client its own, sending the change, or the server all N, clients sending G_i."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """The memory's mean is plain."""
-        return Requirements(uniform_weights=True)
+    traits = Traits(uniform_weights=True)
+    """The memory's mean is plain."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; the memory is zero."""

@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 @hyperparameters
-class Centerd(Algorithm):
+class CenteredGradients(Algorithm):
     """Two phases: the cohort's mean full gradient c at x, then local steps that know it."""
 
     local: LocalSGD = LocalSGD()
@@ -90,7 +90,7 @@ class Centerd(Algorithm):
 
 
 @hyperparameters
-class MimeSVRG(Centerd):
+class MimeSVRG(CenteredGradients):
     """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
 
     def direction(self, message: Message, corrected: Tree) -> Tree:
@@ -126,7 +126,7 @@ def _renewed(beta: Any, gradient: Tree, momentum: Tree, cohort: Cohort) -> Tree:
 
 
 @hyperparameters
-class Mime(Centerd):
+class Mime(CenteredGradients):
     """d = (1 - beta)(g_i(x_i; xi) - g_i(x; xi) + c) + beta s; after the round s <- (1 - beta) c + beta s.
 
     s is zero at first. beta = 0 is MimeSVRG.

@@ -15,7 +15,7 @@ from fedrax.contract.algorithm import ClientOutput
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.task import Batch
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.tree import Tree
 
 
@@ -39,10 +39,8 @@ class MOON(Averaging):
     temperature: Positive = 0.5
     """tau."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """Features are compared."""
-        return Requirements(features=True)
+    traits = Traits(features=True)
+    """It compares features."""
 
     def init_client(self, params: Tree) -> Client:
         """A client that has not taken part has the initial model."""

@@ -14,7 +14,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
@@ -56,10 +56,8 @@ class Scaffnew(Algorithm):
     p: Annotated[float, Bound(gt=0, le=1)] = 0.2
     """The chance of meeting after a local step."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """The h_i sum to zero in the plain mean; running statistics would have to follow x in the second exchange."""
-        return Requirements(uniform_weights=True, no_statistics=True)
+    traits = Traits(uniform_weights=True, no_statistics=True)
+    """The h_i sum to zero in the plain mean; running statistics would have to follow x in the second exchange."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:

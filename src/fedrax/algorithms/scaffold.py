@@ -12,7 +12,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD, Step
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
@@ -58,15 +58,8 @@ class Scaffold(Algorithm):
     """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps, neither with weight
     decay or momentum in it."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """c is the plain mean of the c_i."""
-        return Requirements(uniform_weights=True)
-
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """The control variates."""
-        return ("control",)
+    traits = Traits(uniform_weights=True, control_variates=("control",))
+    """c is the plain mean of the c_i."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; c = 0."""

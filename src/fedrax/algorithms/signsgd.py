@@ -14,7 +14,7 @@ from fedrax.config.hyperparameters import Decay, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.tree import Tree
 
 
@@ -43,10 +43,8 @@ class SignSGD(Algorithm):
     beta: Decay | None = None
     """Momentum on the clients."""
 
-    @property
-    def requirements(self) -> Requirements:
-        """Each client has one vote."""
-        return Requirements(uniform_weights=True)
+    traits = Traits(uniform_weights=True)
+    """Each client has one vote."""
 
     def check(self) -> None:
         """Refuse what belongs to local steps."""

@@ -32,30 +32,30 @@ class Upcycled(Wrapper):
     schedule: Schedule = Constant()
     """Factor on ``a`` by round."""
     extrapolate: Literal["none", "server", "both"] = "none"
-    """Also extrapolate the inner method's correction states: the server's, or the server's and the clients'."""
+    """Also extrapolate the inner method's control variates: the server's, or the server's and the clients'."""
 
     def check(self) -> None:
         """Warn of states to extrapolate where there are none."""
-        if self.extrapolate != "none" and not self.inner.corrections:
+        if self.extrapolate != "none" and not self.inner.traits.control_variates:
             warn(
-                f"{type(self.inner).__name__} keeps no states that correct for drift, and extrapolate ="
-                f" {self.extrapolate!r} counts for nothing"
+                f"{type(self.inner).__name__} has no control variates, and extrapolate ="
+                f" {self.extrapolate!r} is ignored"
             )
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """The client's corrections move on, where asked for."""
+        """Extrapolate the client's control variates, where asked for."""
         output = client(message, state, data)
         if last and self.extrapolate == "both":
-            moved = self.inner.map_corrections(self._extrapolation(data.round), output.state, state)
+            moved = self.inner.map_control_variates(self._extrapolation(data.round), output.state, state)
             output = output._replace(state=moved)
         return output, own
 
     def around_server(
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
-        """After the last phase the parameters move on, and the server's corrections where asked for."""
+        """After the last phase extrapolate the parameters, and the server's control variates where asked for."""
         new, info = server(state, cohort)
         before, after = self.inner.params(state), self.inner.params(new)
         if not last and any(x is not y for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True)):
@@ -67,7 +67,7 @@ class Upcycled(Wrapper):
             move = self._extrapolation(cohort.round)
             new = self.inner.with_params(new, move(after, before))
             if self.extrapolate != "none":
-                new = self.inner.map_corrections(move, new, state)
+                new = self.inner.map_control_variates(move, new, state)
         return new, own, info
 
     def _extrapolation(self, round: Any) -> Callable[[Tree, Tree], Tree]:

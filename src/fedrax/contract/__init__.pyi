@@ -71,7 +71,7 @@ from fedrax.contract.task import (
 from fedrax.contract.task import (
     supervised as supervised,
 )
-from fedrax.contract.traits import Requirements as Requirements
+from fedrax.contract.traits import Traits as Traits
 from fedrax.contract.vectors import Vectors as Vectors
 from fedrax.contract.wrapper import Wrapped as Wrapped
 from fedrax.contract.wrapper import Wrapper as Wrapper

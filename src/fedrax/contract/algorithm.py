@@ -21,14 +21,14 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 from jax import Array
 
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.prng.streams import stream_key
 from fedrax.tree import Tree
@@ -124,17 +124,15 @@ class Algorithm(ABC):
     several share is a base (:class:`fedrax.Averaging`) or a function.
     """
 
+    traits: ClassVar[Traits] = Traits()
+    """What the method requires and declares. Where it depends on fields, define it as a property."""
+
     # -- what a round is ---------------------------------------------------------------------------------------
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of one round."""
-        return (Phase(self.broadcast, self.client, self.server, self.receive, self.stacked),)
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the server sees the uploads one by one, as ``cohort.uploads``, beside their mean."""
-        return False
+        return (Phase(self.broadcast, self.client, self.server, self.receive, self.traits.stacked_uploads),)
 
     @abstractmethod
     def init(self, params: Tree, num_clients: int) -> Any:
@@ -163,22 +161,9 @@ class Algorithm(ABC):
     # -- what others may ask -----------------------------------------------------------------------------------
 
     @property
-    def requirements(self) -> Requirements:
-        """What the method needs of the run, the task and the model."""
-        return Requirements()
-
-    @property
     def local_steps(self) -> LocalSGD | None:
         """The rule of the clients' local steps, where there is one: by it devices are balanced and scripts checked."""
         return getattr(self, "local", None)
-
-    @property
-    def longest_delay(self) -> int:
-        """How many rounds after its own an upload may arrive (``data.delay``); 0: the method waits for all of them.
-
-        An upload that would arrive after the run's last round may have a longer delay, and is to count for nothing.
-        """
-        return 0
 
     def params(self, server: Any) -> Tree:
         """The global parameters in a server state."""
@@ -192,28 +177,13 @@ class Algorithm(ABC):
         """The parameters of a client's own model, from the global ones and its state; None: there is no such model."""
         return None
 
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """Fields of the server's and clients' states that correct for drift (what a wrapper may extrapolate)."""
-        return ()
-
-    def map_corrections(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
-        """``state``, the server's or a client's, with ``function`` of its corrections and those of ``others``."""
-        names = [name for name in self.corrections if name in getattr(state, "_fields", ())]
+    def map_control_variates(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
+        """``state``, the server's or a client's, with ``function`` of its control variates and those of ``others``."""
+        names = [name for name in self.traits.control_variates if name in getattr(state, "_fields", ())]
         if not names:
             return state
         made = {name: function(getattr(state, name), *(getattr(other, name) for other in others)) for name in names}
         return state._replace(**made)
-
-    @property
-    def statistics_at_home(self) -> bool:
-        """Whether each client keeps running statistics of its own, where else their mean goes round (FedBN)."""
-        return False
-
-    @property
-    def remembers(self) -> bool:
-        """Whether what clients send may depend on what they keep from round to round: true where they keep anything."""
-        return self.statistics_at_home or keeps(self.init_client) or keeps(self.init_local)
 
     def releases(self) -> tuple[Release, ...]:
         """What one round lets out of a client's data, as :mod:`fedrax.privacy` counts it; floats must be numbers here.

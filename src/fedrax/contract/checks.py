@@ -32,17 +32,12 @@ def check_method(algorithm: Any) -> None:
     """Refuse properties that hold something else than the contract's, and functions of other arguments."""
     from fedrax.contract.algorithm import Phase
     from fedrax.contract.local_training import LocalSGD
-    from fedrax.contract.traits import Requirements
+    from fedrax.contract.traits import Traits
     from fedrax.privacy.releases import Release
 
     wanted: dict[str, tuple[Any, str]] = {
-        "requirements": (Requirements, "write Requirements(...)"),
+        "traits": (Traits, "write traits = Traits(...)"),
         "local_steps": (LocalSGD | None, "a LocalSGD or None is needed"),
-        "longest_delay": (int | np.integer, "a whole number is needed"),
-        "corrections": (tuple | list, "a tuple of names is needed"),
-        "stacked": (bool, "True or False is needed"),
-        "statistics_at_home": (bool, "True or False is needed"),
-        "remembers": (bool, "True or False is needed"),
     }
     with explained(algorithm):
         name, phases = type(algorithm).__name__, algorithm.phases

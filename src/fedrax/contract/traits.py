@@ -1,4 +1,4 @@
-"""What a method needs of a run, a task and a model: one value, which wrappers combine."""
+"""Traits of a method: what it needs of a run, a task and a model, and what it declares about its states."""
 
 from __future__ import annotations
 
@@ -15,39 +15,59 @@ from fedrax.xla.tracing import dependent
 
 @known_fields_only
 @dataclass(frozen=True)
-class Requirements:
-    """The defaults need nothing. ``a | b`` needs what either does."""
+class Traits:
+    """What a method requires and declares, as one frozen record: the class attribute ``Algorithm.traits``.
+
+    The defaults require nothing. ``a | b`` are the traits of a wrapper ``b`` around a method ``a``: what either
+    requires is required.
+
+    Example:
+      >>> traits = fedrax.contract.Traits(uniform_weights=True) | fedrax.contract.Traits(features=True)
+      >>> traits.uniform_weights, traits.features, traits.blocks
+      (True, True, False)
+    """
 
     uniform_weights: bool = False
-    """Defined for uniform aggregation weights only."""
+    """The method is defined for uniform aggregation weights only."""
     fixed_cohort: bool = False
-    """The fixed point is wrong when the cohort's size varies between rounds."""
+    """The method converges to a wrong point when the cohort size varies between rounds."""
     largest_cohort: int | None = None
-    """The most clients a round may have; None where any number is right."""
+    """The largest supported cohort size; None: no limit."""
     features: bool = False
-    """The task must offer penultimate features."""
+    """The task must provide penultimate features (``Task.features``)."""
     blocks: bool = False
-    """The task must offer its network as a list of blocks."""
+    """The task must provide its network as a sequence of blocks (``Task.blocks``)."""
     per_sample_losses: bool = False
-    """The loss must be one number a sample, not one a batch."""
+    """The task's loss must be one number for each sample, not one for each batch."""
     no_statistics: bool = False
-    """Running statistics would not go the way that the method prescribes for what leaves a client."""
-
+    """Models with running statistics (batch norm) are not supported."""
     plain_sum: bool = False
-    """What is summed on the server must be what clients sent, for noise is measured by it: no wrapper outside may
-    decode uploads, or look at them one by one."""
-
+    """The server must aggregate exactly what clients sent, because noise is calibrated to that sum: a wrapper outside
+    must not decode uploads or inspect them one by one."""
     own_models: bool = False
-    """Clients go on from models of their own, not from what they are sent: no part of one can stay at home."""
+    """Clients start from their own models and not from the broadcast message: no layer of one can stay at a client."""
+    control_variates: tuple[str, ...] = ()
+    """Fields of the server state and the client states that are control variates, which a wrapper may extrapolate."""
+    personal_statistics: bool = False
+    """Each client keeps its own running statistics (FedBN); otherwise their mean is part of the global model."""
+    stacked_uploads: bool = False
+    """The server sees the uploads one by one, in ``cohort.uploads``, beside their mean."""
+    max_staleness: int = 0
+    """How many rounds late an upload may arrive (``data.delay``); 0: the server waits for all uploads of a round. An
+    upload that arrives after the last round may be later than that and must be ignored."""
+    unsent_state: bool = False
+    """What clients keep between rounds does not influence what they upload."""
 
-    def __or__(self, other: Requirements) -> Requirements:
+    def __or__(self, other: Traits) -> Traits:
         limits = [size for size in (self.largest_cohort, other.largest_cohort) if size is not None]
-        either = {
-            name: getattr(self, name) or getattr(other, name)
-            for name in self.__dataclass_fields__
-            if name != "largest_cohort"
+        stacked = other.stacked_uploads  # by a wrapper, which expects all uploads of a round to be there
+        combined = {name: getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__} | {
+            "largest_cohort": min(limits, default=None),
+            "control_variates": tuple(dict.fromkeys((*self.control_variates, *other.control_variates))),
+            "max_staleness": 0 if stacked else max(self.max_staleness, other.max_staleness),
+            "unsent_state": self.unsent_state and other.unsent_state,
         }
-        return Requirements(**either, largest_cohort=min(limits, default=None))
+        return Traits(**combined)
 
     def check_run(self, name: str, weights: str, cohort_size: int, varying_cohort: bool) -> None:
         """Refuse aggregation weights or participation (``cohort_size`` clients at most) that ``name`` cannot take."""

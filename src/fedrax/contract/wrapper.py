@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Pha
 from fedrax.contract.checks import kind
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError, unknown
 from fedrax.tree import Tree
 
@@ -52,10 +52,16 @@ class Wrapper(Algorithm):
 
     inner: Algorithm
 
+    own_traits: ClassVar[Traits] = Traits()
+    """What the wrapper requires and declares in addition to ``inner``. Where it depends on fields, define it as a
+    property."""
+
     def __init_subclass__(cls, **more: Any) -> None:
         """Refuse what would never be called, or could not be."""
         super().__init_subclass__(**more)
         for name, function in vars(cls).items():
+            if name == "traits":
+                raise FedraxError(f"{cls.__name__}.traits would replace those of the inner method: define own_traits")
             if f"around_{name}" in _HOOKS:
                 raise FedraxError(f"{cls.__name__}.{name} would never be called: define around_{name}")
             if name.startswith("around_") and name not in _HOOKS:
@@ -105,9 +111,9 @@ class Wrapper(Algorithm):
     def phases(self) -> tuple[Phase, ...]:
         """``inner``'s, with the wrapper around each."""
         inner = self.inner.phases
-        if self.inner.requirements.plain_sum and (self.stacked or self._decodes):
+        if self.inner.traits.plain_sum and (self.own_traits.stacked_uploads or self._decodes):
             noisy = self.inner
-            while isinstance(noisy, Wrapper) and noisy.inner.requirements.plain_sum:
+            while isinstance(noisy, Wrapper) and noisy.inner.traits.plain_sum:
                 noisy = noisy.inner
             raise FedraxError(
                 f"the noise of {type(noisy).__name__} is measured by what clients add to a plain sum, which"
@@ -180,7 +186,7 @@ class Wrapper(Algorithm):
             return self._whole(state, own), info
 
         receive = lambda upload: self.around_receive(phase.receive, upload)  # noqa: E731
-        return Phase(broadcast, client, server, receive, phase.stacked or self.stacked)
+        return Phase(broadcast, client, server, receive, phase.stacked or self.own_traits.stacked_uploads)
 
     def init(self, params: Tree, num_clients: int) -> Any:
         """``inner``'s, and the wrapper's own."""
@@ -195,29 +201,14 @@ class Wrapper(Algorithm):
         return self.inner.init_local(params)
 
     @property
-    def statistics_at_home(self) -> bool:
-        """As ``inner``."""
-        return self.inner.statistics_at_home
-
-    @property
-    def requirements(self) -> Requirements:
-        """As ``inner``; a wrapper with its own combines the two by ``|``."""
-        return self.inner.requirements
+    def traits(self) -> Traits:
+        """Those of ``inner`` and the wrapper's own."""
+        return self.inner.traits | self.own_traits
 
     @property
     def local_steps(self) -> LocalSGD | None:
         """As ``inner``."""
         return self.inner.local_steps
-
-    @property
-    def longest_delay(self) -> int:
-        """As ``inner``; none where uploads are looked at one by one, which takes them to be there."""
-        return 0 if self.stacked else self.inner.longest_delay
-
-    @property
-    def remembers(self) -> bool:
-        """As ``inner``, and where the wrapper keeps something on each client."""
-        return self.inner.remembers or self.statistics_at_home or keeps(self.init_client_own)
 
     def releases(self) -> tuple[Release, ...]:
         """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""
@@ -236,16 +227,11 @@ class Wrapper(Algorithm):
         """As ``inner``."""
         return self.inner.personal(params, self._parts(state)[0])
 
-    @property
-    def corrections(self) -> tuple[str, ...]:
-        """As ``inner``."""
-        return self.inner.corrections
-
-    def map_corrections(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
+    def map_control_variates(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
         """As ``inner``."""
         mine, own = self._parts(state)
         return self._whole(
-            self.inner.map_corrections(function, mine, *(self._parts(other)[0] for other in others)), own
+            self.inner.map_control_variates(function, mine, *(self._parts(other)[0] for other in others)), own
         )
 
 
@@ -266,3 +252,14 @@ def wrapped_in(algorithm: Algorithm, kind: type[Wrapper]) -> Wrapper | None:
             return algorithm
         algorithm = algorithm.inner
     return None
+
+
+def uploads_depend_on_state(algorithm: Algorithm) -> bool:
+    """Whether what clients upload may depend on what they keep between rounds: true where they keep anything sent."""
+    if isinstance(algorithm, Wrapper):
+        own, keeps_state = algorithm.own_traits, keeps(algorithm.init_client_own)
+        if uploads_depend_on_state(algorithm.inner):
+            return True
+    else:
+        own, keeps_state = algorithm.traits, keeps(algorithm.init_client) or keeps(algorithm.init_local)
+    return own.personal_statistics or (keeps_state and not own.unsent_state)

@@ -230,7 +230,7 @@ def _unit(releases: tuple, unit: Unit | None) -> Unit:
 
 def _check_admitted(algorithm: Algorithm, task: Task, settings: Settings, start: Any) -> None:
     """Refuse what a run of the method would."""
-    name, needs = type(algorithm).__name__, algorithm.requirements
+    name, needs = type(algorithm).__name__, algorithm.traits
     statistics = start.statistics if isinstance(start, Variables) else ()
     needs.check_run(name, settings.weights, 1, varying_cohort=False)
     needs.check_task(name, task, statistics)

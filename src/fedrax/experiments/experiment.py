@@ -155,7 +155,7 @@ class Experiment:
         for part in ("model", "algorithm", "run", "partition"):
             check(getattr(self, part), part)
         name, run = type(self.algorithm).__name__, self.run
-        self.algorithm.requirements.check_run(name, run.weights, run.cohort_size, varying_cohort=False)
+        self.algorithm.traits.check_run(name, run.weights, run.cohort_size, varying_cohort=False)
 
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Experiment:

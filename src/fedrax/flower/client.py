@@ -169,7 +169,7 @@ class _Client:
         models = {"": with_statistics(params, statistics)}
         personal = checked_personal(self.algorithm, self.algorithm.personal(params, kept.state), params)
         if personal is not None:
-            at_home = self.algorithm.statistics_at_home
+            at_home = self.algorithm.traits.personal_statistics
             models["personal_"] = with_statistics(personal, kept.statistics if at_home else statistics)
         sums: dict[str, float] = {}
         for kind, model in models.items():
@@ -205,7 +205,7 @@ class _Begun:
         layout = Layout.of(np.array([len(samples.y)]))
         program = Program(task, layout, order.num_clients, chunk=0, code=Code(algorithm, task))
         phases = traveling(program, algorithm, params, statistics, shapes_of_samples(samples))
-        down = () if algorithm.statistics_at_home else statistics
+        down = () if algorithm.traits.personal_statistics else statistics
         return cls(program, phases, params, statistics, initial, down)
 
 

@@ -162,7 +162,7 @@ class Leading:
 
     def _there(self, r: int) -> np.ndarray:
         """The clients that can be asked; nobody where fewer are there than a round needs, and no more come in time."""
-        needed = self.sampler.largest if self.algorithm.requirements.fixed_cohort else 1
+        needed = self.sampler.largest if self.algorithm.traits.fixed_cohort else 1
         due = time.monotonic() + self.nodes.timeout
         while len(there := self.nodes.available()) < needed:
             if time.monotonic() > due:

@@ -147,8 +147,8 @@ class Network(Executor):
         """Phase ``p`` on all clients of the cohort at once; those whose answer does not come, or makes no sense, are
         left out, as if they had not been asked.
         """
-        answers = self._answers(p, message, () if self.algorithm.statistics_at_home else statistics)
-        if not answers or (len(answers) < len(self.asked) and self.algorithm.requirements.fixed_cohort):
+        answers = self._answers(p, message, () if self.algorithm.traits.personal_statistics else statistics)
+        if not answers or (len(answers) < len(self.asked) and self.algorithm.traits.fixed_cohort):
             raise NobodyAnswered
         self.answered = [client for client in self.answered if client in answers]
         clients, weights = self._shares()

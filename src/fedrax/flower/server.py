@@ -168,7 +168,7 @@ def _prepare(
     check_needs(algorithm, settings, sampler, task, statistics)
     samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
     check_task(task, variables, samples, _one_sample(samples))
-    algorithm.requirements.check_parts(task, variables, samples.x)
+    algorithm.traits.check_parts(task, variables, samples.x)
     program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=Code(algorithm, task))
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)

@@ -11,6 +11,7 @@ from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.local_training import LocalSGD, pull
+from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapped, Wrapper, model_in
 from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
@@ -32,6 +33,9 @@ class Ditto(Wrapper):
     """The steps of v_i; by default as those of ``inner``, on the same batches. Their optimizer, if they have one,
     begins anew in every round."""
 
+    own_traits = Traits(unsent_state=True)
+    """v_i is not sent."""
+
     def check(self) -> None:
         """Refuse a method without local steps where it is to say what the own ones are; warn of a state to carry."""
         if self._steps is None:
@@ -42,11 +46,6 @@ class Ditto(Wrapper):
     @property
     def _steps(self) -> LocalSGD | None:
         return self.inner.local_steps if self.own_steps is None else self.own_steps
-
-    @property
-    def remembers(self) -> bool:
-        """As ``inner``: v_i is not sent."""
-        return self.inner.remembers
 
     def init_client_own(self, params: Tree) -> Tree:
         """v_i, the initial parameters."""

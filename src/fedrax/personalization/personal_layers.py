@@ -20,6 +20,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.contract.hooks import like
 from fedrax.contract.local_training import LocalResult, LocalSGD
+from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapped, Wrapper
 from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
@@ -62,9 +63,9 @@ class Personalized(Wrapper):
 
     def check(self) -> None:
         """Refuse methods whose states or phases know the parameters that stay, and warn of what has no effect."""
-        if len(self.inner.phases) > 1 or self.inner.corrections:
+        if len(self.inner.phases) > 1 or self.inner.traits.control_variates:
             raise FedraxError("Personalized goes around methods of one phase that do not correct for drift")
-        if self.inner.requirements.own_models:
+        if self.inner.traits.own_models:
             raise FedraxError(
                 f"clients of {type(self.inner).__name__} go on from models of their own: Personalized needs those that"
                 " start from what they are sent"
@@ -82,9 +83,9 @@ class Personalized(Wrapper):
             warn("the optimizer of alternate begins anew in every round, and alternate.carry counts for nothing")
 
     @property
-    def statistics_at_home(self) -> bool:
-        """As the field says."""
-        return self.statistics or self.inner.statistics_at_home
+    def own_traits(self) -> Traits:
+        """Running statistics stay at the clients as the field says."""
+        return Traits(personal_statistics=self.statistics)
 
     def _names(self, params: Tree) -> set[str]:
         names = tree.leaf_names(params)

@@ -15,6 +15,7 @@ from fedrax.config.hyperparameters import Fraction, NonNegativeInt, Positive, Po
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.task import Batch, Task
+from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
 from fedrax.prng.permutation import shuffled_index
@@ -125,9 +126,9 @@ class Attacked(Wrapper):
             raise FedraxError("the list of malicious clients must hold different numbers from 0")
 
     @property
-    def stacked(self) -> bool:
-        """Attacks on uploads see them together."""
-        return not isinstance(self.attack, LabelFlip)
+    def own_traits(self) -> Traits:
+        """Attacks on uploads see all of them."""
+        return Traits(stacked_uploads=not isinstance(self.attack, LabelFlip))
 
     def malicious(self, clients: Array, num_clients: int) -> Array:
         """Which of ``clients``, by number, are malicious; numbers from ``num_clients`` on are nobody's."""
@@ -156,7 +157,7 @@ class Attacked(Wrapper):
 
             data = data.with_loss(with_flipped)
         output = client(message, state, data)
-        if self.stacked:
+        if self.own_traits.stacked_uploads:
             refuse_other_ways(self.inner, output, "Attacked")
         return output._replace(info={**output.info, "malicious": malicious.astype(jnp.float32)}), own
 

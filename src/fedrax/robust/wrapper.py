@@ -12,7 +12,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper, wrapped_in
 from fedrax.errors import FedraxError
 from fedrax.robust.attacked_clients import Attacked, refuse_other_ways
@@ -38,14 +38,9 @@ class Robust(Wrapper):
             raise FedraxError("clients attack before the server defends itself: put Attacked around Robust")
 
     @property
-    def stacked(self) -> bool:
-        """The rule sees all uploads."""
-        return True
-
-    @property
-    def requirements(self) -> Requirements:
-        """As ``inner``; rules that count heads take uniform weights only."""
-        return self.inner.requirements | Requirements(uniform_weights=getattr(self.rule, "uniform_weights", False))
+    def own_traits(self) -> Traits:
+        """The rule sees all uploads; rules that count clients take uniform weights only."""
+        return Traits(stacked_uploads=True, uniform_weights=getattr(self.rule, "uniform_weights", False))
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.wrapper import uploads_depend_on_state
 from fedrax.errors import FedraxError, warn
 from fedrax.participation.policies import FixedList, Turns, Uniform, WeightedBySamples
 from fedrax.privacy.accounting import Accountant, Cohorts
@@ -20,7 +21,7 @@ from fedrax.simulation.settings import Settings
 
 def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
     """What a round of a private method releases; nothing where no release of the method is protected."""
-    remembers = algorithm.remembers
+    remembers = uploads_depend_on_state(algorithm)
     releases = tuple(dataclasses.replace(r, remembers=r.remembers or remembers) for r in algorithm.releases())
     protected = any(r.noise > 0 or r.paper_noise is not None or r.paper_epsilon is not None for r in releases)
     return releases if protected else ()

@@ -82,7 +82,7 @@ class Kept(NamedTuple):
     @classmethod
     def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> Kept:
         """Of a client that has not taken part."""
-        at_home = statistics if algorithm.statistics_at_home else ()
+        at_home = statistics if algorithm.traits.personal_statistics else ()
         state = checked_client(algorithm, algorithm.init_client(tree.rebuilt(params)))
         return cls(state, algorithm.init_local(params), at_home)
 
@@ -267,7 +267,7 @@ def run_client(
 
 def take_part(p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistics: Tree, data: ClientData) -> Finished:
     """As :func:`run_client`, of a client whose data are at hand."""
-    at_home = algorithm.statistics_at_home
+    at_home = algorithm.traits.personal_statistics
     carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
     phase, message = algorithm.phases[p], tree.rebuilt(message)  # which others are sent after this one
     output = checked_output(algorithm, phase.client(message, kept.state, data.with_carried(carried)))

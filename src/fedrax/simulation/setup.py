@@ -128,7 +128,7 @@ def prepare(
     initial, broken = at_first(algorithm, start, statistics)
     sampler = Sampler(settings, federation.sizes, script)
     check_needs(algorithm, settings, sampler, task, statistics)
-    algorithm.requirements.check_parts(task, variables, samples.x)
+    algorithm.traits.check_parts(task, variables, samples.x)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
     streamed, spilled = _room(algorithm, federation, settings, sampler, initial, mesh, account)
@@ -176,7 +176,7 @@ def _given(algorithm: Algorithm, script: Script | None, sampler: Sampler) -> dic
     """What each round has for its clients that is known beforehand."""
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     longest = int(given["delay"].max()) if "delay" in given else 0
-    if sampler.arrivals is not None and algorithm.longest_delay:
+    if sampler.arrivals is not None and algorithm.traits.max_staleness:
         longest = sampler.arrivals.longest_awaited
     _check_delays(algorithm, longest)
     return given
@@ -215,11 +215,11 @@ def _anywhere(leaf: Any) -> Any:
 
 def _check_delays(algorithm: Algorithm, longest: int) -> None:
     """Refuse uploads that arrive later than the method allows."""
-    if longest <= algorithm.longest_delay:
+    if longest <= algorithm.traits.max_staleness:
         return
-    if not algorithm.longest_delay:
+    if not algorithm.traits.max_staleness:
         inner = getattr(algorithm, "inner", None)
-        while inner is not None and not inner.longest_delay:
+        while inner is not None and not inner.traits.max_staleness:
             inner = getattr(inner, "inner", None)
         instead = "FedBuff" if inner is None else f"{_name(inner)} without it"
         raise FedraxError(
@@ -227,8 +227,8 @@ def _check_delays(algorithm: Algorithm, longest: int) -> None:
             f" {instead}, or another participation"
         )
     raise FedraxError(
-        f"an upload arrives {longest} rounds late, and {_name(algorithm)} keeps room for {algorithm.longest_delay}:"
-        f" set max_delay to {longest}"
+        f"an upload arrives {longest} rounds late, and {_name(algorithm)} keeps room for"
+        f" {algorithm.traits.max_staleness}: set max_delay to {longest}"
     )
 
 

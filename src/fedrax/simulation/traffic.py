@@ -61,7 +61,7 @@ class Counting(Alone):
         self.received.append(message)
         self.sent.append((output.upload, output.each, output.total))
         # running statistics go down with the first message and up with the last upload
-        if p == 0 and not self.algorithm.statistics_at_home:
+        if p == 0 and not self.algorithm.traits.personal_statistics:
             self.received.append(statistics)
             self.sent.append(statistics)
         return gathered

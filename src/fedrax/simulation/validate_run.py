@@ -41,8 +41,8 @@ def check_needs(algorithm: Algorithm, settings: Settings, sampler: Sampler, task
 
     def unmet(method: Algorithm, name: str) -> FedraxError | None:
         try:
-            method.requirements.check_run(name, settings.weights, sampler.largest, sampler.varying)
-            method.requirements.check_task(name, task, statistics)
+            method.traits.check_run(name, settings.weights, sampler.largest, sampler.varying)
+            method.traits.check_task(name, task, statistics)
         except FedraxError as error:
             return error
         return None

@@ -16,8 +16,8 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config.hyperparameters import NonNegative, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, summed_dtype, unchanged
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.traits import Requirements
-from fedrax.contract.wrapper import Wrapper
+from fedrax.contract.traits import Traits
+from fedrax.contract.wrapper import Wrapper, uploads_depend_on_state
 from fedrax.errors import FedraxError
 from fedrax.privacy.mechanisms.clipping import Adaptive, Clipping, Flat
 from fedrax.privacy.mechanisms.noise import floats_sent, only_bookkeeping, with_noise
@@ -85,14 +85,10 @@ class ClientDP(Wrapper):
                 )
 
     @property
-    def requirements(self) -> Requirements:
-        """Weights by samples would tell how many there are; statistics would leave without noise."""
-        own = Requirements(
-            uniform_weights=True,
-            no_statistics=not self.inner.statistics_at_home,
-            plain_sum=self.at == "server",
-        )
-        return self.inner.requirements | own
+    def own_traits(self) -> Traits:
+        """Weights by samples would reveal how many there are; statistics would be sent without noise."""
+        statistics = not self.inner.traits.personal_statistics
+        return Traits(uniform_weights=True, no_statistics=statistics, plain_sum=self.at == "server")
 
     def releases(self) -> tuple[Release, ...]:
         """One Gaussian answer a round: phases and the adaptive bound's count share the multiplier z.
@@ -103,7 +99,9 @@ class ClientDP(Wrapper):
         """
         if self.at == "server":
             noise = float(self.noise) / float(np.linalg.norm(band_coefficients(self.bands)))
-            return (Release(noise=noise, seen="public", apart=self.bands, remembers=self.inner.remembers),)
+            return (
+                Release(noise=noise, seen="public", apart=self.bands, remembers=uploads_depend_on_state(self.inner)),
+            )
         return (Release(noise=float(self.noise) / 2, neighbors="replacement"),)
 
     @property

@@ -17,7 +17,7 @@ from fedrax.config.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.task import Batch
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
@@ -33,10 +33,9 @@ class _LocalModels(Wrapper):
     """
 
     @property
-    def requirements(self) -> Requirements:
-        """Weights by samples would tell how many there are; statistics would leave as they are."""
-        statistics = not self.inner.statistics_at_home
-        return self.inner.requirements | Requirements(uniform_weights=True, no_statistics=statistics)
+    def own_traits(self) -> Traits:
+        """Weights by samples would reveal how many there are; statistics would be sent without noise."""
+        return Traits(uniform_weights=True, no_statistics=not self.inner.traits.personal_statistics)
 
     def _run(self, client: Callable, message: Any, state: Any, data: ClientData, change: Callable) -> ClientOutput:
         """``client`` with ``change`` of where its local steps end; what else depends on its data is refused."""

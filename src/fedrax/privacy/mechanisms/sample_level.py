@@ -16,7 +16,7 @@ from fedrax.config.hyperparameters import NonNegative, Positive, PositiveInt, hy
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
-from fedrax.contract.traits import Requirements
+from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper, wrapped_in
 from fedrax.errors import FedraxError
 from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
@@ -71,12 +71,10 @@ class SampleDP(Wrapper):
             )
 
     @property
-    def requirements(self) -> Requirements:
-        """Statistics would leave as they are; weights by samples would tell how many there are."""
-        own = Requirements(
-            uniform_weights=True, per_sample_losses=True, no_statistics=not self.inner.statistics_at_home
-        )
-        return self.inner.requirements | own
+    def own_traits(self) -> Traits:
+        """Statistics would be sent without noise; weights by samples would reveal how many there are."""
+        statistics = not self.inner.traits.personal_statistics
+        return Traits(uniform_weights=True, per_sample_losses=True, no_statistics=statistics)
 
     def releases(self) -> tuple[Release, ...]:
         """One Gaussian answer in each local step of a phase; sensitivity C to a sample's presence in a Poisson batch.

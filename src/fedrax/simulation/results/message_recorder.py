@@ -132,7 +132,7 @@ def noted(notes: Any, recorded: Array | None, clients: Array, sent: Sent) -> Any
 
 def statistics_down(algorithm: Any, p: int, statistics: Tree) -> Tree:
     """The running statistics that travel down with phase ``p``."""
-    return statistics if p == 0 and not algorithm.statistics_at_home else ()
+    return statistics if p == 0 and not algorithm.traits.personal_statistics else ()
 
 
 # -- on the host ----------------------------------------------------------------------------------------------------
