@@ -128,6 +128,6 @@ def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
 
 
 def test_labels_that_a_task_is_not_meant_for_are_refused():
-    task = fedrax.contract.binary(MLP(hidden=(5,)).build((4,), 1))
+    task = fedrax.contract.binary_classification(MLP(hidden=(5,)).build((4,), 1))
     with pytest.raises(FedraxError, match="takes labels from 0 to 1, and these are from 0 to 2"):
         run(task=task, rounds=1)

@@ -100,7 +100,9 @@ def _is_meant_as_field(cls: type, name: str) -> bool:
     if hasattr(value, "__get__") or (callable(value) and not dataclasses.is_dataclass(value)):
         return False
     bases = [base for base in cls.__mro__[1:] if name in vars(base)]
-    return not bases or name in getattr(bases[0], "__dataclass_fields__", {})
+    if bases and dataclasses.is_dataclass(bases[0]):  # whose __dataclass_fields__ also has class variables
+        return name in {field.name for field in dataclasses.fields(bases[0])}
+    return not bases
 
 
 def _meant_method(cls: type, name: str) -> str | None:

@@ -35,19 +35,17 @@ def check_method(algorithm: Any) -> None:
     from fedrax.contract.traits import Traits
     from fedrax.privacy.releases import Release
 
-    wanted: dict[str, tuple[Any, str]] = {
-        "traits": (Traits, "write traits = Traits(...)"),
-        "local_steps": (LocalSGD | None, "a LocalSGD or None is needed"),
-    }
+    name = type(algorithm).__name__
     with explained(algorithm):
-        name, phases = type(algorithm).__name__, algorithm.phases
-        found = {what: getattr(algorithm, what) for what in wanted}
-        releases = algorithm.releases()
+        traits, local_steps, releases = algorithm.traits, algorithm.local_steps, algorithm.releases()
+    if not isinstance(traits, Traits):
+        raise FedraxError(f"{name}.traits is {kind(traits)}: write traits = Traits(...)")
+    if not isinstance(local_steps, LocalSGD | None):
+        raise FedraxError(f"{name}.local_steps is {kind(local_steps)}: a LocalSGD or None is needed")
+    with explained(algorithm):
+        phases = algorithm.phases
     if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
-    for what, (types, write) in wanted.items():
-        if not isinstance(found[what], types):
-            raise FedraxError(f"{name}.{what} is {kind(found[what])}: {write}")
     if not isinstance(releases, tuple | list) or not all(isinstance(release, Release) for release in releases):
         raise FedraxError(f"{name}.releases gives {kind(releases)}: a tuple of Release is needed, () for none")
     called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
