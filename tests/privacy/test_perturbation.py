@@ -207,7 +207,7 @@ def test_a_step_against_numpy():
 
 
 def test_the_theorem_asks_for_a_model_a_bound_and_a_prox():
-    logistic, federation = fedrax.contract.binary(Logistic().build((FEATURES,), 1)), make_federation()
+    logistic, federation = fedrax.contract.binary_classification(Logistic().build((FEATURES,), 1)), make_federation()
     x, y = (np.asarray(a) for a in federation.train)
     of_two = fedrax.Federation.from_arrays(x, y % 2, offsets=federation.offsets, shuffle=False)
     method = ObjectivePerturbation(FedProx(local=STEPS, mu=0.5), alpha=10.0)
