@@ -150,7 +150,7 @@ def swept(
         rounds=ROUNDS,
         cohort_size=pair.cohort,
         eval_every=ROUNDS,
-        mode="together",
+        mode="vectorized",
     )
 
 

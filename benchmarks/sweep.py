@@ -20,7 +20,7 @@ from benchmarks.points import measure_point, point_parser
 from benchmarks.sessions import RESULTS, Session
 from benchmarks.timing import RESULT_PREFIX
 
-Way = Literal["in turn", "together"]
+Way = Literal["sequential", "vectorized"]
 
 
 class Model(NamedTuple):
@@ -34,7 +34,7 @@ RAW = RESULTS / "sweep.jsonl"
 STEP_SIZES = np.geomspace(1e-4, 0.02, 16).astype(np.float32)
 SEEDS = range(4)
 COHORT, STEPS, BATCH = 10, 20, 10
-WAYS: tuple[Way, ...] = ("in turn", "together")
+WAYS: tuple[Way, ...] = ("sequential", "vectorized")
 TOLERANCE = 1e-3  # largest difference of a parameter, relative to the largest of its run: ReLUs amplify rounding
 
 
@@ -113,8 +113,8 @@ def sections(session: Session, differences: dict[str, float]) -> list[str]:
     runs = {(run["model"], run["way"]): run for run in session.runs}
     lines = []
     for model in MODELS:
-        ratio = runs[model, "in turn"]["seconds"] / runs[model, "together"]["seconds"]
-        again = runs[model, "in turn"]["seconds_again"] / runs[model, "together"]["seconds_again"]
+        ratio = runs[model, "sequential"]["seconds"] / runs[model, "vectorized"]["seconds"]
+        again = runs[model, "sequential"]["seconds_again"] / runs[model, "vectorized"]["seconds_again"]
         for way in WAYS:
             run = runs[model, way]
             lines.append(
@@ -123,8 +123,8 @@ def sections(session: Session, differences: dict[str, float]) -> list[str]:
                     way,
                     f"{run['seconds']:.2f}",
                     f"{run['seconds_again']:.2f}",
-                    f"{ratio:.1f} ({again:.1f})" if way == "together" else "",
-                    f"{differences[model]:.1g}" if way == "together" else "",
+                    f"{ratio:.1f} ({again:.1f})" if way == "vectorized" else "",
+                    f"{differences[model]:.1g}" if way == "vectorized" else "",
                     f"{run['peak_pss_mb']:.0f}",
                     f"{run['foreign_cpu']:.2f}",
                 )

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from fedrax.errors import FedraxError
 from fedrax.report import sinks
 from fedrax.simulation import RunInfo
-from fedrax.simulation.results.progress import Line, ProgressSink, somebody_looks_on
+from fedrax.simulation.results.progress import ProgressLine, ProgressSink, progress_is_visible
 from tests.cli.conftest import TINY
 
 RUN = RunInfo("FedAvg", "scan", 2, 0, 3, 8, 100, 100, 25)
@@ -56,7 +56,7 @@ class Screen(io.StringIO):
 
 def test_progress() -> None:
     screen = Screen()
-    play(ProgressSink("a run", Line(screen, 160)))
+    play(ProgressSink("a run", ProgressLine(screen, 160)))
     assert screen.lines()[0].split()[-1] == "compiling"
     for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750", "━"):
         assert part in screen.lines()[-1]
@@ -64,7 +64,7 @@ def test_progress() -> None:
 
 def test_progress_of_a_run_that_ends_early_ends_with_its_last_round() -> None:
     screen = Screen()
-    sink = ProgressSink("a run", Line(screen, 160))
+    sink = ProgressSink("a run", ProgressLine(screen, 160))
     sink.start(dataclasses.replace(RUN, rounds=50))
     for event in EVENTS:  # at once: the second is too soon to be shown
         sink.event(event)
@@ -75,7 +75,7 @@ def test_progress_of_a_run_that_ends_early_ends_with_its_last_round() -> None:
 @pytest.mark.parametrize("width", [20, 40, 60, 100])
 def test_progress_fits_a_narrow_terminal(width: int) -> None:
     screen = Screen()
-    play(ProgressSink("a run with quite a long description of itself, 長い名前", Line(screen, width)))
+    play(ProgressSink("a run with quite a long description of itself, 長い名前", ProgressLine(screen, width)))
     assert all(cell_len(line) <= width for line in screen.lines())
     last = screen.lines()[-1]
     assert last.startswith("a run") and ("2/2 rounds" in last or width == 20)
@@ -84,7 +84,7 @@ def test_progress_fits_a_narrow_terminal(width: int) -> None:
 
 def test_what_is_said_stays_above_the_line() -> None:
     screen = Screen()
-    line = Line(screen, 30)
+    line = ProgressLine(screen, 30)
     line.show("under way")
     line.say("done: \x1b[2Jone")
     assert screen.getvalue().split("\r")[-1] == "under way" and "\x1b" not in screen.getvalue()
@@ -94,10 +94,10 @@ def test_what_is_said_stays_above_the_line() -> None:
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    play(ProgressSink("a run", Line(file)))
-    assert file.getvalue() == "" and not somebody_looks_on(file) and somebody_looks_on(Screen())
+    play(ProgressSink("a run", ProgressLine(file)))
+    assert file.getvalue() == "" and not progress_is_visible(file) and progress_is_visible(Screen())
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert somebody_looks_on(file)
+    assert progress_is_visible(file)
 
 
 class WritesAlone:
@@ -124,8 +124,8 @@ class Left(io.StringIO):
 
 def test_a_line_that_nobody_can_see_ends_no_run() -> None:
     for nobody in (None, WritesAlone()):
-        assert not somebody_looks_on(nobody)  # type: ignore[arg-type]
-    line = Line(Left(), width=40)
+        assert not progress_is_visible(nobody)  # type: ignore[arg-type]
+    line = ProgressLine(Left(), width=40)
     line.show("as far as that")
     line.say("and this")
 
@@ -140,9 +140,11 @@ def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\nlabel = "first"\n')
     calls = {
         r"FedAvg  .*2/2 rounds  .*loss": lambda **k: simulate(methods[0], TASK, FEDERATION, **settings, **k),
-        r"FedAvg \(2/2\)  .*2/2 rounds": lambda **k: sweep(methods, TASK, FEDERATION, mode="in turn", **settings, **k),
+        r"FedAvg \(2/2\)  .*2/2 rounds": lambda **k: sweep(
+            methods, TASK, FEDERATION, mode="sequential", **settings, **k
+        ),
         r"2 runs of FedAvg  .*0/2 rounds": lambda **k: sweep(
-            methods, TASK, FEDERATION, mode="together", **settings, **k
+            methods, TASK, FEDERATION, mode="vectorized", **settings, **k
         ),
         r"first, seed 0 \(1/1\)  .*4/4 rounds": lambda **k: compare(
             tmp_path / "c.toml", seeds=[0], directory=tmp_path / str(len(k)), **k

@@ -23,7 +23,7 @@ from benchmarks.timing import RoundClock, report, runner_arguments  # noqa: E402
 from benchmarks.workloads import Arrays  # noqa: E402
 
 
-class Clients:
+class ClientSummary:
     """What FedLab asks of a federated dataset: a loader a client."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     server = Server(model, workload.total_rounds, sample_ratio=workload.cohort / workload.clients)
     server.arrays = arrays
     trainer = FedAvgSerialClientTrainer(model, workload.clients)
-    trainer.setup_dataset(Clients(arrays))
+    trainer.setup_dataset(ClientSummary(arrays))
     trainer.setup_optim(workload.epochs, workload.batch, workload.learning_rate)
     pipeline = Pipeline(server, trainer)
     pipeline.clock = RoundClock()

@@ -75,7 +75,9 @@ def one_gradient(
     """(parameters, gradient) of the one client of a round, as the server gets it."""
     federation = fedrax.Federation.from_arrays(x, y, np.zeros(len(y), int), num_classes=10)
     settings: dict[str, Any] = {"rounds": 1, "cohort_size": 1, "seed": seed, "weights": "uniform"}
-    (sent,) = fedrax.simulate(method, task, federation, record=fedrax.simulation.Record(), **settings).exchanges
+    (sent,) = fedrax.simulate(
+        method, task, federation, record=fedrax.simulation.MessageSelection(), **settings
+    ).exchanges
     upload = sent.sent.upload
     return sent.received, tree.scale(-1, upload) if isinstance(method, fedrax.privacy.SampleDP) else upload
 

@@ -132,7 +132,9 @@ def study(method: fedrax.Algorithm, seeds: list[int], steps: int) -> dict[str, A
         federation = fedrax.Federation.from_arrays(images[rows], labels[rows], owner, num_classes=10)
         settings: dict[str, Any] = {"rounds": ROUNDS, "cohort_size": CLIENTS, "weights": "uniform", "seed": seed}
         params = task.init(jax.random.key(seed))
-        run = fedrax.simulate(method, task, federation, params=params, record=fedrax.simulation.Record(), **settings)
+        run = fedrax.simulate(
+            method, task, federation, params=params, record=fedrax.simulation.MessageSelection(), **settings
+        )
         x, y = federation.train[0][:SAMPLES], federation.train[1][:SAMPLES]
         found["sends"] = sends(method, run, params)
         made = {}

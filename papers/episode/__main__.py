@@ -89,7 +89,7 @@ def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
         rounds, both = method.run.rounds, []
         for stop, every in ((min(EARLY, rounds), 1), (rounds, rounds)):
             settings = dataclasses.replace(method.run, rounds=stop, eval_every=every)
-            (results,) = sweep([algorithm], task, federation, range(seeds), settings, mode="together")
+            (results,) = sweep([algorithm], task, federation, range(seeds), settings, mode="vectorized")
             both.append([result.metric("x") for result in results])
         joined = [[(0, method.model.start), *early, *late] for early, late in zip(*both, strict=True)]
         measured = [round for round, _ in joined[0]]

@@ -17,7 +17,7 @@ from fedrax.experiments import comparison, experiment
 from fedrax.experiments.comparison import merged
 from fedrax.experiments.experiment import Experiment
 from fedrax.simulation.results.result import Result
-from fedrax.tuning.sweeps import pays
+from fedrax.tuning.sweeps import should_vectorize
 from papers.losac.running import processor
 
 AXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -141,7 +141,7 @@ class Runs:
         _, task, federation = self._built
         algorithms, settings = [m.algorithm for m in made], made[0].run
         apart = [[one] for one in algorithms]
-        for some in [algorithms] if pays(algorithms, task, federation, settings) else apart:
+        for some in [algorithms] if should_vectorize(algorithms, task, federation, settings) else apart:
             results = sweep(some, task, federation, (seed,), settings)
             self._store(cell, method, points[: len(results)], seed, [result for (result,) in results])
             points = points[len(results) :]

@@ -108,7 +108,7 @@ def first_client(given: Problem) -> tuple[np.ndarray, np.ndarray]:
 def exchanges(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[Any]:
     """What the first client was sent and sent."""
     settings: dict[str, Any] = {"rounds": rounds, "cohort_size": CLIENTS, "weights": "uniform", "eval_every": rounds}
-    settings |= {"params": given.params, "record": fedrax.simulation.Record(clients=(0,))}
+    settings |= {"params": given.params, "record": fedrax.simulation.MessageSelection(clients=(0,))}
     return fedrax.simulate(method, given.task, given.federation, **settings).exchanges
 
 

@@ -17,7 +17,7 @@ import jax
 from fedrax import files
 from fedrax.cli import main as fedrax_main
 from fedrax.report.runs import Method, Run, find_runs, last_values
-from fedrax.simulation.results.result import to_target
+from fedrax.simulation.results.result import cost_to_target
 
 TARGET = 0.85
 """The accuracy of Table 2."""
@@ -53,7 +53,7 @@ def stored(out: Path) -> list[Method]:
 def final(method: Method) -> tuple[list[float], list[float], list[float]]:
     """Rounds to the target, final test loss and accuracy of every run that reached the end."""
     events = [one.events for one in method.runs if one.failure is None]
-    reached = [to_target(e, "test_accuracy", TARGET) for e in events]
+    reached = [cost_to_target(e, "test_accuracy", TARGET) for e in events]
     last = [last_values(e) for e in events]
     return [t["rounds"] for t in reached if t], [v["test_loss"] for v in last], [v["test_accuracy"] for v in last]
 

@@ -208,7 +208,7 @@ def run(
         per_client=True,
     )
     algorithms = [spec.at(point) for point in points]
-    results = sweep(algorithms, task, federation, seeds, settings, mode="together")
+    results = sweep(algorithms, task, federation, seeds, settings, mode="vectorized")
     return [final([r.events[-1] if r.stopped == "rounds" else {} for r in runs]) for runs in results]
 
 

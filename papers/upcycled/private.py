@@ -237,7 +237,7 @@ def _run(
         delta=DELTA,
     )
     algorithms = [figure.at(method, point) for point in points]
-    results = sweep(algorithms, figure.task(federation), federation, seeds, settings, mode="together")
+    results = sweep(algorithms, figure.task(federation), federation, seeds, settings, mode="vectorized")
 
     def curves(metric: str, factor: float) -> list[list[list[float | None]]]:
         of_run = lambda run: {e["round"]: factor * e[metric] for e in run.events if metric in e}  # noqa: E731

@@ -14,7 +14,7 @@ from fedrax.algorithms import PFedMe
 from fedrax.config.hyperparameters import check
 from fedrax.contract import Batch
 from fedrax.models import Logistic
-from fedrax.simulation import Script, per_client, personal_evaluation
+from fedrax.simulation import Script, client_evaluation, client_metrics
 
 CLIENTS, CLASSES = 6, 3
 LOCAL = LocalSGD(lr=0.02, epochs=2, batch_size=10)
@@ -59,10 +59,8 @@ def test_personal_models_beat_the_global_one_on_contradicting_clients(restart: b
 
 def test_clients_are_evaluated_on_no_more_rows_than_they_have(monkeypatch: pytest.MonkeyPatch):
     """A federation of many clients with few samples each would spend its time on padding."""
-    rows, evaluate = set(), personal_evaluation.sample_values
-    monkeypatch.setattr(
-        personal_evaluation, "sample_values", lambda t, p, s: [rows.add(len(s.y)), evaluate(t, p, s)][1]
-    )
+    rows, evaluate = set(), client_evaluation.sample_values
+    monkeypatch.setattr(client_evaluation, "sample_values", lambda t, p, s: [rows.add(len(s.y)), evaluate(t, p, s)][1])
     run(PFedMe(local=LOCAL, lam=1.0), rounds=1)
     assert FEDERATION.test_offsets is not None
     assert rows == {int(np.diff(FEDERATION.test_offsets).max())}
@@ -74,11 +72,11 @@ def test_a_client_that_never_took_part_has_the_initial_model():
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(0)))
 
 
-@pytest.mark.parametrize("mode", ["together", "in turn"])
+@pytest.mark.parametrize("mode", ["vectorized", "sequential"])
 def test_a_table_has_what_each_own_model_is_worth(mode: Any):
     method, options = PFedMe(LOCAL), {"rounds": 4, "cohort_size": 3, "finetune": 1, "per_client": True}
     ((result,), _) = sweep([method, PFedMe(LOCAL, lam=5.0)], TASK, FEDERATION, mode=mode, eval_every=4, **options)
-    table, last = per_client(result, TASK, FEDERATION), result.events[-1]
+    table, last = client_metrics(result, TASK, FEDERATION), result.events[-1]
     for kind in ("personal", "finetuned"):
         worst = table[f"{kind}_accuracy"].min()
         assert last[f"test_{kind}_accuracy_worst_client"] == pytest.approx(worst)
@@ -89,7 +87,7 @@ def test_a_table_has_what_each_own_model_is_worth(mode: Any):
         hits = TASK.metrics["accuracy"](own, Batch(x[start:end], y[start:end]))
         assert table["personal_accuracy"][client] == pytest.approx(float(hits.mean()))
     other = Federation.from_arrays(*FEDERATION.train, np.arange(360) % 4, num_classes=CLASSES)
-    assert "personal_accuracy" not in per_client(result, TASK, other).columns
+    assert "personal_accuracy" not in client_metrics(result, TASK, other).columns
 
 
 @pytest.mark.parametrize("inner_steps", [1, 4])
@@ -119,20 +117,20 @@ def test_a_step_of_one_over_lambda_makes_w_the_personal_model():
 @pytest.mark.parametrize(("room", "rows"), [(1 << 20, 229), (4000, 169), (1, 129)])
 def test_streamed_samples_reach_the_devices_by_clients(room: int, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Four, two or one of the seven on each of two devices, with the same numbers."""
-    monkeypatch.setattr(personal_evaluation, "_AT_ONCE_BYTES", room)
+    monkeypatch.setattr(client_evaluation, "_AT_ONCE_BYTES", room)
     x, y = FEDERATION.train
     offsets = np.array([0, 3, 120, 130, 131, 260, 300, 360])
     own = Federation.from_arrays(x, y, offsets=offsets, num_classes=CLASSES, shuffle=False)
     settings: dict[str, Any] = {"rounds": 2, "cohort_size": 3, "eval_every": 1, "per_client": True}
-    method, most, placed = PFedMe(LOCAL), [], personal_evaluation.PersonalEvaluator._placed
+    method, most, placed = PFedMe(LOCAL), [], client_evaluation.PersonalEvaluator._placed
 
-    def spy(self: personal_evaluation.PersonalEvaluator, clients: np.ndarray) -> Any:
+    def spy(self: client_evaluation.PersonalEvaluator, clients: np.ndarray) -> Any:
         starts, samples = placed(self, clients)
         most.append(len(samples.y) // self.engine.devices)
         return starts, samples
 
     wanted = simulate(method, TASK, own, **settings).events
-    monkeypatch.setattr(personal_evaluation.PersonalEvaluator, "_placed", spy)
+    monkeypatch.setattr(client_evaluation.PersonalEvaluator, "_placed", spy)
     found = simulate(method, TASK, own, samples="streamed", **settings).events
     names = [name for name in wanted[-1] if "personal" in name]
     assert len(names) > 8 and [[event[name] for name in names] for event in found] == [

@@ -112,7 +112,7 @@ def test_points_go_in_turn_where_models_of_all_clients_would_not_fit_side_by_sid
 
     monkeypatch.setattr(trials, "sweep", seen)
     in_turn = try_methods(*digits, SETTINGS, LOCAL, methods=names)
-    assert modes == ["in turn", "in turn"]
+    assert modes == ["sequential", "sequential"]
     by_name = [{trial.method: trial for trial in found.tried} for found in (together, in_turn)]
     assert by_name[1]["SCAFFOLD"].score == pytest.approx(by_name[0]["SCAFFOLD"].score, abs=1e-6)
     assert [found["GradMA-S"].algorithm.memory for found in by_name] == [10, 5]

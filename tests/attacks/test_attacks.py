@@ -27,7 +27,7 @@ from fedrax.attacks import (
 from fedrax.attacks.optimizers import LBFGS
 from fedrax.data import load
 from fedrax.models import MLP, Logistic
-from fedrax.simulation import Record
+from fedrax.simulation import MessageSelection
 from tests.thinning import thinned
 
 CLIENTS = 3
@@ -70,7 +70,7 @@ def federation(samples: int) -> fedrax.Federation:
 def recorded(algorithm: fedrax.Algorithm, rounds: int = 1, samples: int = 1) -> list[Any]:
     settings: dict[str, Any] = {"rounds": rounds, "cohort_size": CLIENTS, "eval_every": 100, "weights": "uniform"}
     return fedrax.simulate(
-        algorithm, TASK, federation(samples), params=START, record=Record(clients=(1,)), **settings
+        algorithm, TASK, federation(samples), params=START, record=MessageSelection(clients=(1,)), **settings
     ).exchanges
 
 

@@ -80,7 +80,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> run_comparison.ComparisonR
     folder = tmp_path_factory.mktemp("here")
     (folder / "t.toml").write_text(SEARCHED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)  # here too, one by one
+        patch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)  # here too, one by one
         return run_comparison.compare(folder / "t.toml", directory=folder / "here")
 
 

@@ -113,7 +113,7 @@ def test_a_broken_off_grid_keeps_what_is_finished(
         return run(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(jobs, "simulate", counted)
-    monkeypatch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)
+    monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
     assert fedrax("compare", quick, "--out", "c").status == 130
     assert [validation for validation, _ in seen] == [True] * 4
     assert fedrax("compare", quick, "--out", "c", "--quiet").status == 0
@@ -185,7 +185,7 @@ def test_after_a_wider_grid_each_method_is_shown_once(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the settings that were chosen last; the runs of those before are kept beside them."""
-    monkeypatch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)
+    monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
     alike = TINY.replace('"shards"', '"iid"').replace("rounds = 4", "rounds = 1")
     (tmp_path / "w.toml").write_text(alike + '[[compare]]\nlabel = "mine"\n')
     for values in ("1e-12", "1e-12,0.1"):

@@ -14,11 +14,11 @@ from fedrax.data import hold_out
 from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, experiment, jobs
 from fedrax.experiments.run_comparison import compare
-from fedrax.experiments.search.grid import Range, range_of
+from fedrax.experiments.search.grid import SearchRange, range_of
 from fedrax.experiments.search.optuna import Study
 from fedrax.report.search_plots import warnings
 from fedrax.simulation import simulate
-from fedrax.tuning.selection import Choice, Trial
+from fedrax.tuning.selection import SearchResult, Trial
 from tests.cli.conftest import TINY, Outcome
 
 FILE = 'seeds = [3]\nsearch = { trials = 6 }\ngrid = { algorithm.local.lr = "0.001..1e30:log" }\n' + TINY.replace(
@@ -38,7 +38,7 @@ def test_a_search_and_the_same_again(
     fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are those of simulations by hand on the held-out rows; a search broken off proposes the same again."""
-    monkeypatch.setattr("fedrax.experiments.search.trials.pays", lambda *_: False)
+    monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
     printed = fedrax("compare", file, "--out", "c")
     assert printed.status == 0, printed.err
     assert "of up to 6 settings a method that Optuna proposed" in printed.out
@@ -79,7 +79,7 @@ def study(file: Path, grid: str, trials: int, seed: int = 0) -> Study:
     return Study(comparison.read([file]), "fedavg", lower_is_better=True)
 
 
-def made(file: Path, seed: int) -> Choice:
+def made(file: Path, seed: int) -> SearchResult:
     """Forty settings, judged by a function whose least value is at lr 0.03, 3 rounds and no weight decay."""
     grid = 'algorithm.local.lr = "1e-5..10:log", run.rounds = "1..9", algorithm.local.weight_decay = ["none", 0.5]'
     one = study(file, grid, 40, seed)
@@ -106,7 +106,7 @@ def test_proposals_come_closer_and_are_those_of_their_seed(file: Path) -> None:
     values = [trial.value for trial in choice.trials if trial.value is not None]
     assert choice.best.value == min(values) < 3 and np.median(values[-10:]) < np.median(values[:10]) / 2
     assert choice.at_ends() == [] and choice.best.point["algorithm.local.weight_decay"] == "none"
-    at_end = Choice("loss", True, (Trial({"lr": 0.97}, 1.0, 1),), {"lr": Range(0.1, 1)})
+    at_end = SearchResult("loss", True, (Trial({"lr": 0.97}, 1.0, 1),), {"lr": SearchRange(0.1, 1)})
     assert at_end.at_ends() == ["lr"] and "next to the largest of its range" in warnings({"m": at_end})[0]
     (both,) = warnings({"m": at_end, "n": at_end})
     assert both.startswith("warning: m, n: the best lr, 0.97, is next to")
@@ -121,11 +121,11 @@ def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:
 
 
 def test_ranges() -> None:
-    assert range_of("1..10", "x") == Range(1, 10) and Range(1, 10).whole
-    assert range_of("1e-3..1:log", "x") == Range(0.001, 1, True) and not Range(0.001, 1).whole
-    assert range_of("-1..0.5", "x") == Range(-1, 0.5)
+    assert range_of("1..10", "x") == SearchRange(1, 10) and SearchRange(1, 10).whole
+    assert range_of("1e-3..1:log", "x") == SearchRange(0.001, 1, True) and not SearchRange(0.001, 1).whole
+    assert range_of("-1..0.5", "x") == SearchRange(-1, 0.5)
     assert range_of("../other.py:Thing", "x") is None and range_of("adam", "x") is None
-    assert Range(0.01, 1, True).place(0.1) == pytest.approx(0.5) and Range(0, 4).place(1) == 0.25
+    assert SearchRange(0.01, 1, True).place(0.1) == pytest.approx(0.5) and SearchRange(0, 4).place(1) == 0.25
     for text in ("1..1", "2..1", "0..1e999", "1..1" + "0" * 400):
         with pytest.raises(FedraxError, match="no numbers between"):
             range_of(text, "x")

@@ -30,7 +30,9 @@ def test_runs_together_honor_what_runs_in_turn_do():
     methods = [Scaffold(local=LocalSGD(lr=lr, steps=2, batch_size=2)) for lr in (0.05, 0.1)]
     options: Any = {"rounds": 2, "cohort_size": 3, "eval_every": 2}
     options |= {"eval_train": True, "per_client": True, "finetune": 1, "stragglers": 0.4, "weights": "uniform"}
-    together, in_turn = (sweep(methods, TASK, FEDERATION, **options, mode=mode) for mode in ("together", "in turn"))
+    together, in_turn = (
+        sweep(methods, TASK, FEDERATION, **options, mode=mode) for mode in ("vectorized", "sequential")
+    )
     for (one,), (other,) in zip(together, in_turn, strict=True):
         mine, theirs = one.events[-1], other.events[-1]
         assert mine.keys() == theirs.keys()
@@ -152,7 +154,7 @@ def test_statistics_survive_an_interruption_and_join_sweeps(normed: fedrax.Resul
     jax.tree.map(np.testing.assert_array_equal, resumed.statistics, normed.statistics)
     jax.tree.map(np.testing.assert_array_equal, resumed.params, normed.params)
     options = {name: value for name, value in OPTIONS.items() if name != "task"}
-    ((together,),) = sweep([WHOLE], NORM, FEDERATION, **options, mode="together")
+    ((together,),) = sweep([WHOLE], NORM, FEDERATION, **options, mode="vectorized")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), together.statistics, normed.statistics)
     np.testing.assert_allclose(together.events[-1]["test_loss"], normed.events[-1]["test_loss"], rtol=1e-4)
     assert_identical(run(WHOLE, **OPTIONS), normed)

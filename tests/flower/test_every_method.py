@@ -12,7 +12,7 @@ from fedrax import Algorithm, FedraxError, Settings, simulate, tree
 from fedrax.algorithms import FedBuff
 from fedrax.experiments.method_registry import algorithms
 from fedrax.flower import client_app
-from fedrax.flower.schema import needs_start
+from fedrax.flower.schema import needs_initial_parameters
 from fedrax.privacy import ClientDP
 from fedrax.simulation import Script
 from fedrax.simulation.cohort_sampler import Sampler
@@ -47,7 +47,7 @@ def test_gives_what_the_simulator_gives(kind: type[Algorithm]):
     assert len(here.events) == ROUNDS
     met: set[int] = set()
     for r, (ours, theirs) in enumerate(zip(here.events, there.events, strict=True)):
-        met |= set(cohort(r)) if needs_start(algorithm, START, ()) else set()
+        met |= set(cohort(r)) if needs_initial_parameters(algorithm, START, ()) else set()
         theirs["bytes_down"] += len(met) * tree.num_bytes(START)  # who has not taken part is sent the start, too
         for name in theirs.keys() - {"seconds"}:
             if "personal" not in name:  # of the clients' own data: see test_evaluation.py

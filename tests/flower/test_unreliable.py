@@ -13,14 +13,14 @@ from fedrax import Episode, FedAvg, FedraxError, LocalSGD, LoSAC, Scaffold, simu
 from fedrax.algorithms import PFedMe
 from fedrax.compression import Quantized
 from fedrax.flower import client_app, federate
-from fedrax.flower.instructions import Order
+from fedrax.flower.instructions import RoundInstructions
 from fedrax.simulation import NonFiniteError, Script
 from tests.flower.messages import FEDERATION, SIZES, START, TASK, Serialized, assert_close, deployed, own
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
 METHOD = Scaffold(local=LOCAL)
 ALL = list(range(len(SIZES)))
-ORDER = Order(0, 0, 1, 6, 3.0, -1, [1, 2], "float32")
+ORDER = RoundInstructions(0, 0, 1, 6, 3.0, -1, [1, 2], "float32")
 
 
 def grid_of(algorithm: Any = METHOD, seed: int | None = 0) -> Serialized:

@@ -63,7 +63,7 @@ def test_in_a_run_and_a_loss_of_ones_own() -> None:
     assert last["test_margin"] == pytest.approx(((2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
     assert last["test_loss"] == pytest.approx(np.maximum(0, 1 - (2 * y[200:] - 1) * outputs[:, 0]).mean(), rel=1e-4)
     train, labels = federation.train
-    at_clients = fedrax.simulation.per_client(result, task, federation)["auc"]
+    at_clients = fedrax.simulation.client_metrics(result, task, federation)["auc"]
     for found, start, end in zip(at_clients, federation.offsets[:-1], federation.offsets[1:], strict=True):
         assert found == pytest.approx(roc_auc_score(labels[start:end], (train[start:end] @ weight.T + bias)[:, 0]))
     run = {"rounds": 2, "cohort_size": 2}

@@ -109,8 +109,8 @@ def test_a_grid_of_learning_rates_is_one_program():
     rules = [Optax.of(optax.adamw, learning_rate=lr) for lr in (0.01, 0.03, 0.1)]
     methods = [FedAvg(local=work, server_optimizer=rule) for rule in rules]
     options: Any = {"rounds": 2, "cohort_size": 2, "eval_every": 2}
-    results = sweep(methods, TASK, FEDERATION, **options, mode="together")
-    assert results[0][0].plan.startswith("together: 3 x 1")
+    results = sweep(methods, TASK, FEDERATION, **options, mode="vectorized")
+    assert results[0][0].plan.startswith("vectorized: 3 x 1")
     for method, (result,) in zip(methods, results, strict=True):
         alone = run(method, **options, devices=1)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result.params, alone.params)

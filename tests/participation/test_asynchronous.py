@@ -146,7 +146,7 @@ def test_a_sweep_has_the_same_clock(trace: Path):
     settings = Settings(rounds=3, cohort_size=2, participation=Asynchronous(trace, 3), eval_every=3)
     together, in_turn = (
         sweep(methods, PROBLEM.task, PROBLEM.federation, settings=settings, mode=mode)
-        for mode in ("together", "in turn")
+        for mode in ("vectorized", "sequential")
     )
     for (one,), (other,) in zip(together, in_turn, strict=True):
         np.testing.assert_allclose(one.params["w"], other.params["w"], rtol=1e-5)

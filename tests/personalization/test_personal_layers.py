@@ -242,7 +242,7 @@ def test_resume_and_sweeps_find_what_stayed_at_home(tmp_path):
     whole = run(methods[0], task=NORM, **options)
     run(methods[0], task=NORM, **options | {"rounds": 2}, directory=tmp_path)
     assert_identical(run(methods[0], task=NORM, **options, directory=tmp_path, resume=True), whole)
-    together = sweep(methods, NORM, FEDERATION, rounds=4, cohort_size=3, eval_every=2, mode="together")
+    together = sweep(methods, NORM, FEDERATION, rounds=4, cohort_size=3, eval_every=2, mode="vectorized")
     np.testing.assert_allclose(
         together[0][0].events[-1]["train_personal_loss"], whole.events[-1]["train_personal_loss"], rtol=1e-4
     )

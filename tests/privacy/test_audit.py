@@ -114,7 +114,12 @@ def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
     local = fedrax.LocalSGD(lr=0.1, steps=2, batch_size="full", optimizer=fedrax.optim.Optax(optax.adam), carry=True)
     method = fedrax.Scaffold(local=local)
     federation = fedrax.Federation.from_arrays(X, np.array([1]), np.zeros(1, int), num_classes=2)
-    options = {"rounds": 3, "cohort_size": 1, "params": PARAMS, "record": fedrax.simulation.Record(clients=[0])}
+    options = {
+        "rounds": 3,
+        "cohort_size": 1,
+        "params": PARAMS,
+        "record": fedrax.simulation.MessageSelection(clients=[0]),
+    }
     result = fedrax.simulate(method, TASK, federation, progress=False, **options)
     sent = [leaf.ravel() for one in result.exchanges for leaf in jax.tree.leaves(one.sent)]
     seen = watch(method, TASK, PARAMS, WORLDS[1], 1, rounds=3)

@@ -207,7 +207,7 @@ def test_a_wrapper_outside_changes_the_stream_and_not_the_scale(at_clients: np.n
 @pytest.mark.exhaustive
 def test_a_grid_of_noise_and_bounds_is_one_program():
     grid = [ClientDP(FedAvg(local=LOCAL), clip=Flat(c), noise=z) for c in (0.1, 1.0) for z in (0.0, 0.5)]
-    together = fedrax.sweep(grid, TASK, FEDERATION, rounds=2, cohort_size=3, mode="together")
+    together = fedrax.sweep(grid, TASK, FEDERATION, rounds=2, cohort_size=3, mode="vectorized")
     assert "in one program" in together[0][0].plan
     for algorithm, (result,) in zip(grid, together, strict=True):
         alone = run(algorithm, rounds=2)

@@ -156,13 +156,13 @@ def test_resumed_runs_have_the_ledger_of_those_that_went_on(tmp_path: Path):
 def test_a_grid_of_noise_is_one_sweep():
     grid = [Noisy(local=LOCAL, noise=noise) for noise in (1.0, 2.0)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 3}
-    together = fedrax.sweep(grid, TASK, FEDERATION, settings=fedrax.Settings(**options), mode="together")
+    together = fedrax.sweep(grid, TASK, FEDERATION, settings=fedrax.Settings(**options), mode="vectorized")
     alone = [run(method, **options) for method in grid]
     for (lane,), one in zip(together, alone, strict=True):
         assert [e["epsilon"] for e in lane.events] == [e["epsilon"] for e in one.events]
         assert lane.spent == one.spent
     with pytest.raises(FedraxError, match="runs together cannot stop at a budget"):
-        fedrax.sweep(grid, TASK, FEDERATION, mode="together", cohort_size=3, epsilon_budget=3.0)
+        fedrax.sweep(grid, TASK, FEDERATION, mode="vectorized", cohort_size=3, epsilon_budget=3.0)
 
 
 @pytest.mark.parametrize(

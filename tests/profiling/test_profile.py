@@ -21,8 +21,8 @@ from fedrax.profiling import Limits, Profile, machine_limits, measurement, profi
 from fedrax.profiling.advice import heaviest, judge
 from fedrax.profiling.attribution import Spent
 from fedrax.profiling.hlo import Description, ProgramText
+from fedrax.simulation.client_evaluation import PersonalEvaluator
 from fedrax.simulation.executors import choose
-from fedrax.simulation.personal_evaluation import PersonalEvaluator
 from fedrax.simulation.setup import Setup, prepare
 from tests.thinning import thinned
 

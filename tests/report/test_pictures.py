@@ -10,7 +10,7 @@ from fedrax.data.plot import draw_labels
 from fedrax.report.curves import legend_columns
 from fedrax.report.runs import Statistic
 from fedrax.report.search_plots import draw_grids
-from fedrax.tuning.selection import Choice, Trial
+from fedrax.tuning.selection import SearchResult, Trial
 
 
 @pytest.mark.parametrize("settings", [1, 3])
@@ -18,7 +18,7 @@ from fedrax.tuning.selection import Choice, Trial
 def test_the_legend_of_many_methods_fits_the_picture(settings: int, label: str) -> None:
     points = [{f"algorithm.local.s{k}": lr for k in range(settings)} for lr in (0.1, 1.0)]
     trials = tuple(Trial(point, 0.5 + point["algorithm.local.s0"] / 10, 3) for point in points)
-    figure = draw_grids({f"{label} {i}": Choice("accuracy", False, trials) for i in range(10)})
+    figure = draw_grids({f"{label} {i}": SearchResult("accuracy", False, trials) for i in range(10)})
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     box, (legend,) = figure.bbox, figure.legends
@@ -30,7 +30,7 @@ def test_losses_far_apart_are_on_a_logarithmic_axis() -> None:
     for lower, high, scale in ((True, 4e4, "log"), (True, 5.0, "linear"), (False, 4e4, "linear")):
         metric, values = "loss" if lower else "accuracy", (0.5, 0.7, high)
         trials = tuple(Trial({"local.lr": 10.0**k}, value, 3) for k, value in enumerate(values))
-        (axes,) = draw_grids({"fedavg": Choice(metric, lower, trials)}).axes
+        (axes,) = draw_grids({"fedavg": SearchResult(metric, lower, trials)}).axes
         assert axes.get_yscale() == scale
 
 

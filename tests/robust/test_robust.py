@@ -219,7 +219,7 @@ def test_bytes_are_those_of_the_method_inside():
 def test_a_grid_of_bounds_runs_together():
     methods = [Attacked(Robust(FEDAVG, NormBound(bound)), Scaling(-3.0), share=0.4) for bound in (0.05, 0.5)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 4, "eval_every": 100}
-    together = sweep(methods, TASK, FEDERATION, mode="together", **options)
+    together = sweep(methods, TASK, FEDERATION, mode="vectorized", **options)
     for method, (one,) in zip(methods, together, strict=True):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),

@@ -136,7 +136,9 @@ def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.M
     for there in (1 << 30, 1 << 12):
         monkeypatch.setattr("fedrax.simulation.placement.memory_budget.host_memory", lambda there=there: there)
         options = {"rounds": 1, "cohort_size": 2, "states": "resident", "samples": "resident"}
-        ways[there] = sweep(grid, TASK, FEDERATION, [0, 1], **options, progress=False)[0][0].plan.startswith("together")
+        ways[there] = sweep(grid, TASK, FEDERATION, [0, 1], **options, progress=False)[0][0].plan.startswith(
+            "vectorized"
+        )
     assert ways == {1 << 30: True, 1 << 12: False}
 
 

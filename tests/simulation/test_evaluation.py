@@ -90,11 +90,11 @@ def test_metrics_have_a_direction():
         assert last[f"test_{falling}_worst_client"] > last[f"test_{falling}_client_mean"]
         assert last[f"test_{falling}_worst_client_samples"] == 10
         errors = [value for _, value in result.metric(f"test_{falling}")]
-        reached = result.to_target(f"test_{falling}", errors[3])
+        reached = result.cost_to_target(f"test_{falling}", errors[3])
         assert errors[0] > errors[3] and reached is not None and reached["rounds"] == 4
         if rising is not None:
             assert last[f"test_{rising}_worst_client"] < last[f"test_{rising}_client_mean"]
-            assert result.to_target(f"test_{rising}", -errors[3])["rounds"] == 4  # type: ignore[index]
+            assert result.cost_to_target(f"test_{rising}", -errors[3])["rounds"] == 4  # type: ignore[index]
 
 
 def test_which_rounds_and_what():

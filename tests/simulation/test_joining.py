@@ -21,7 +21,7 @@ from fedrax.optim import Optax
 from fedrax.participation import Poisson
 from fedrax.privacy import ObjectivePerturbation
 from fedrax.robust import Robust
-from fedrax.simulation import Record, Result, Script
+from fedrax.simulation import MessageSelection, Result, Script
 from fedrax.simulation.executors.data_parallel import to_join
 from fedrax.xla import microbatch
 from tests.thinning import thinned
@@ -120,7 +120,7 @@ def test_settings(name: str):
 
 @pytest.mark.exhaustive
 def test_what_clients_send_is_recorded():
-    record = Record(clients=range(len(SIZES)))
+    record = MessageSelection(clients=range(len(SIZES)))
     found, wanted = (run(EFSign(inner=FedAvg(local=LOCAL)), record=record, devices=d) for d in (2, 1))
     assert [(e.round, e.client) for e in found.exchanges] == [(e.round, e.client) for e in wanted.exchanges]
     for ours, theirs in zip(found.exchanges, wanted.exchanges, strict=True):

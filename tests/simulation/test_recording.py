@@ -10,7 +10,7 @@ import pytest
 
 import fedrax
 from fedrax import tree
-from fedrax.simulation import Record
+from fedrax.simulation import MessageSelection
 from tests.simulation.problems import AWAY, LOCAL, SCAFFOLD, run, state_of
 
 MIME = fedrax.algorithms.MimeSVRG(local=LOCAL)
@@ -24,13 +24,13 @@ def who(result: fedrax.Result) -> list[tuple[int, int, int]]:
 @pytest.fixture(scope="module")
 def scanned() -> fedrax.Result:
     """Two phases a round, rounds and clients of which only some are recorded."""
-    return run(MIME, plan="scan", record=Record(clients=(4, 1, 6), rounds=(1, 3)), rounds=3)
+    return run(MIME, plan="scan", record=MessageSelection(clients=(4, 1, 6), rounds=(1, 3)), rounds=3)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, AWAY | {"plan": "scan"}])
 def test_every_plan_notes_the_same(scanned: fedrax.Result, options: dict[str, Any]) -> None:
-    other = run(MIME, record=Record(clients=(1, 4, 6), rounds=(3, 1)), rounds=3, **options)
+    other = run(MIME, record=MessageSelection(clients=(1, 4, 6), rounds=(3, 1)), rounds=3, **options)
     assert who(other) == who(scanned) == [(1, 6, 0), (1, 6, 1), (3, 4, 0), (3, 4, 1), (3, 6, 0), (3, 6, 1)]
     for one, two in zip(scanned.exchanges, other.exchanges, strict=True):
         assert jax.tree.structure(one) == jax.tree.structure(two)
@@ -45,7 +45,7 @@ def test_a_recorded_run_is_the_run(scanned: fedrax.Result) -> None:
 
 def test_the_server_makes_its_step_of_what_was_noted() -> None:
     """SCAFFOLD by hand, from the messages alone: x and c of the next round, and every client's c_i."""
-    result = run(SCAFFOLD, plan="scan", record=Record(clients=EVERYBODY), trajectory=True, rounds=3)
+    result = run(SCAFFOLD, plan="scan", record=MessageSelection(clients=EVERYBODY), trajectory=True, rounds=3)
     control = [np.zeros(12 + 3) for _ in EVERYBODY]
     flat = lambda values: np.concatenate([np.ravel(a) for a in jax.tree.leaves(values)])  # noqa: E731
     for round in (1, 2, 3):
@@ -68,7 +68,7 @@ def test_the_server_makes_its_step_of_what_was_noted() -> None:
 )
 def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
     """Compressed, and of as many bytes as events count."""
-    result = run(algorithm, plan="scan", record=Record(clients=EVERYBODY), rounds=1)
+    result = run(algorithm, plan="scan", record=MessageSelection(clients=EVERYBODY), rounds=1)
     event = result.events[0]
     assert sum(tree.num_bytes(one.sent) for one in result.exchanges) == event["bytes_up"]
     assert sum(tree.num_bytes((one.received, one.statistics)) for one in result.exchanges) == event["bytes_down"]
@@ -79,12 +79,12 @@ def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        (Record(clients=(8,)), "no client 8 to record: they go from 0 to 7"),
-        (Record(rounds=(0,)), "no round 0 to record: they go from 1 to 4"),
-        (Record(clients=()), "one client at least"),
-        (Record(clients=(True,)), "no client True"),
-        (Record(max_bytes=400), "the record would take"),
-        ((0, 1), "record is a fedrax.simulation.Record"),
+        (MessageSelection(clients=(8,)), "no client 8 to record: they go from 0 to 7"),
+        (MessageSelection(rounds=(0,)), "no round 0 to record: they go from 1 to 4"),
+        (MessageSelection(clients=()), "one client at least"),
+        (MessageSelection(clients=(True,)), "no client True"),
+        (MessageSelection(max_bytes=400), "the record would take"),
+        ((0, 1), "record is a fedrax.simulation.MessageSelection"),
     ],
 )
 def test_a_record_of_what_there_is_not_is_refused(record: Any, sentence: str) -> None:
@@ -93,10 +93,10 @@ def test_a_record_of_what_there_is_not_is_refused(record: Any, sentence: str) ->
 
 
 def test_clients_and_rounds_may_be_arrays() -> None:
-    arrays, lists = (Record(clients=make((1, 4, 6)), rounds=make((1, 3))) for make in (np.array, list))
+    arrays, lists = (MessageSelection(clients=make((1, 4, 6)), rounds=make((1, 3))) for make in (np.array, list))
     assert who(run(SCAFFOLD, record=arrays, rounds=3)) == who(run(SCAFFOLD, record=lists, rounds=3)) != []
 
 
 def test_a_resumed_run_has_no_record(tmp_path: Any) -> None:
     with pytest.raises(fedrax.FedraxError, match="messages of its first rounds: leave record out"):
-        run(record=Record(), directory=tmp_path / "run", resume=True)
+        run(record=MessageSelection(), directory=tmp_path / "run", resume=True)

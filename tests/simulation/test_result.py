@@ -179,7 +179,7 @@ def test_names_that_there_are_not():
     with pytest.raises(AttributeError, match="did you mean 'Scaffold'"):
         fedrax.Scafold  # noqa: B018
     result = simulate(method, task, federation, rounds=2, cohort_size=2, eval_every=2, per_client=True)
-    for call in (result.metric, lambda name: result.to_target(name, 0.5), result.plot):
+    for call in (result.metric, lambda name: result.cost_to_target(name, 0.5), result.plot):
         with pytest.raises(FedraxError, match="did you mean 'test_accuracy'"):
             call("test_acuracy")
     assert result.metric("test_loss") and "over clients: " in repr(result) and len(repr(result).splitlines()) < 12

@@ -270,4 +270,4 @@ def test_a_sweep_takes_turns():
             assert "samples streamed, client states on disk" in result.plan
             assert_identical(result, fedrax.simulate(algorithm, TASK, FEDERATION, seed=seed, **options))
     with pytest.raises(FedraxError, match="run them in turn"):
-        fedrax.sweep(grid, TASK, FEDERATION, mode="together", samples="streamed", **options)
+        fedrax.sweep(grid, TASK, FEDERATION, mode="vectorized", samples="streamed", **options)

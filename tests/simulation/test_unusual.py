@@ -64,7 +64,7 @@ class Beginning(Averaging):
 )
 def test_runs_side_by_side_begin_each_with_its_own_clients(methods: list[Algorithm]):
     options: dict[str, Any] = {"rounds": 3, "cohort_size": 3, "eval_every": 3, "devices": 1}
-    together, in_turn = (sweep(methods, TASK, FEDERATION, **options, mode=m) for m in ("together", "in turn"))
+    together, in_turn = (sweep(methods, TASK, FEDERATION, **options, mode=m) for m in ("vectorized", "sequential"))
     for (one,), (other,) in zip(together, in_turn, strict=True):
         for name in other.events[-1].keys() - {"seconds"}:
             assert one.events[-1][name] == pytest.approx(other.events[-1][name], rel=1e-4), name
@@ -91,7 +91,7 @@ def test_whole_numbers_among_the_inputs_of_runs_side_by_side_stay_whole():
     lists = [np.linspace(0, 1, 8), np.linspace(1, 0, 8)]
     methods = [Weighted(LOCAL, factors=list_, first=np.array([k + 5])) for k, list_ in enumerate(lists)]
     together, in_turn = (
-        sweep(methods, TASK, FEDERATION, rounds=2, cohort_size=3, mode=m) for m in ("together", "in turn")
+        sweep(methods, TASK, FEDERATION, rounds=2, cohort_size=3, mode=m) for m in ("vectorized", "sequential")
     )
     for (one,), (other,) in zip(together, in_turn, strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), one.params, other.params)

@@ -34,12 +34,12 @@ def grid(cls: type, **local: object) -> list:
 )
 def test_together_equals_in_turn(algorithms: list) -> None:
     settings = fedrax.Settings(rounds=5, cohort_size=6, eval_every=2)
-    together = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="together")
-    in_turn = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="in turn")
+    together = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="vectorized")
+    in_turn = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="sequential")
     assert [len(row) for row in together] == [2, 2, 2]
     for row, other in zip(together, in_turn, strict=True):
         for one, reference in zip(row, other, strict=True):
-            assert one.plan.startswith("together: 3 x 2 runs")
+            assert one.plan.startswith("vectorized: 3 x 2 runs")
             assert [event.keys() for event in one.events] == [event.keys() for event in reference.events]
             for mine, theirs in zip(one.events, reference.events, strict=True):
                 for key in mine.keys() - {"seconds"}:
@@ -53,7 +53,7 @@ def test_together_equals_in_turn(algorithms: list) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["together", "in turn"])
+@pytest.mark.parametrize("mode", ["vectorized", "sequential"])
 def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
     # weight decay times step size beyond 2: the weights grow by 10^8 a step until they overflow
     wild = [fedrax.FedAvg(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0)) for lr in (0.1, 1e8)]
@@ -70,7 +70,7 @@ def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
     """Together and in turn alike, also where others go on for more blocks of rounds."""
     wild = [fedrax.Scaffold(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0, steps=1)) for lr in (0.1, 1e8)]
     options: dict[str, Any] = {"rounds": 9, "cohort_size": 6, "eval_every": 2, "devices": 1}
-    ends = [fedrax.sweep(wild, TASK, FEDERATION, mode=mode, **options)[1][0] for mode in ("together", "in turn")]
+    ends = [fedrax.sweep(wild, TASK, FEDERATION, mode=mode, **options)[1][0] for mode in ("vectorized", "sequential")]
     together, in_turn = ends
     sound = len(in_turn.events)
     assert 1 < sound < 7 and [event["round"] for event in together.events] == list(range(1, sound + 1))
@@ -93,18 +93,18 @@ def test_all_blocks_of_rounds_are_one_program(monkeypatch: pytest.MonkeyPatch) -
     module, traced = importlib.import_module("fedrax.tuning.sweeps"), []
     block = module.run_block
     monkeypatch.setattr(module, "run_block", lambda *a, **k: [traced.append(1), block(*a, **k)][1])
-    fedrax.sweep(grid(fedrax.FedAvg, steps=1)[:2], TASK, FEDERATION, rounds=3, eval_every=1, mode="together")
+    fedrax.sweep(grid(fedrax.FedAvg, steps=1)[:2], TASK, FEDERATION, rounds=3, eval_every=1, mode="vectorized")
     assert len(traced) == 1
 
 
 def test_what_cannot_run_together_is_refused() -> None:
     mixed = [fedrax.FedAvg(), fedrax.FedAvg(local=fedrax.LocalSGD(steps=3))]
     with pytest.raises(fedrax.FedraxError, match="differ in float hyper-parameters only"):
-        fedrax.sweep(mixed, TASK, FEDERATION, rounds=2, mode="together")
+        fedrax.sweep(mixed, TASK, FEDERATION, rounds=2, mode="vectorized")
     with pytest.raises(fedrax.FedraxError, match="at least one algorithm"):
         fedrax.sweep([], TASK, FEDERATION)
     with pytest.raises(fedrax.FedraxError, match="cannot stop at a target"):
-        fedrax.sweep(mixed[:1], TASK, FEDERATION, target=0.5, mode="together")
+        fedrax.sweep(mixed[:1], TASK, FEDERATION, target=0.5, mode="vectorized")
     assert len(fedrax.sweep(mixed, TASK, FEDERATION, rounds=1)) == 2  # auto: in turn
     with pytest.raises(fedrax.FedraxError, match="unknown mode 'parallel'"):
         fedrax.sweep(mixed, TASK, FEDERATION, rounds=1, mode="parallel")  # type: ignore[arg-type]
@@ -116,16 +116,16 @@ def test_a_plan_of_many_calls_means_in_turn(plan: str) -> None:
     for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, cohort_size=2, plan=plan, devices=1):
         assert result.plan.startswith(f"{plan}: ") and "one CPU core" in result.plan
     with pytest.raises(fedrax.FedraxError, match=f"one compiled program, and plan {plan} is not: leave the plan out"):
-        fedrax.sweep(methods, TASK, FEDERATION, rounds=1, plan=plan, mode="together")
+        fedrax.sweep(methods, TASK, FEDERATION, rounds=1, plan=plan, mode="vectorized")
 
 
 def test_devices_are_those_asked_for() -> None:
     methods = grid(fedrax.FedAvg, steps=1)[:2]
     for devices, said in ((None, "on 2 devices"), (1, "on 1 device"), (2, "on 2 devices")):
-        for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=devices, mode="together"):
+        for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=devices, mode="vectorized"):
             assert result.plan.endswith(said)
             assert len(jax.tree.leaves(result.params)) == 2
-    for mode in ("auto", "together", "in turn"):
+    for mode in ("auto", "vectorized", "sequential"):
         with pytest.raises(fedrax.FedraxError, match="99 devices are asked for"):
             fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=99, mode=mode)
 
@@ -134,7 +134,7 @@ def test_other_devices_do_not_disturb_what_is_traced_already() -> None:
     """The trace of a client is shared by the programs of one device and of two, lengths of its updates and all."""
     private = [fedrax.privacy.ClientDP(inner=method) for method in grid(fedrax.FedAvg, steps=1)]
     for count in (2, 1):
-        (result,), *_ = fedrax.sweep(private[:count], TASK, FEDERATION, rounds=1, cohort_size=3, mode="together")
+        (result,), *_ = fedrax.sweep(private[:count], TASK, FEDERATION, rounds=1, cohort_size=3, mode="vectorized")
         assert result.stopped == "rounds"
 
 
@@ -143,7 +143,7 @@ def test_a_seed_is_the_seed() -> None:
     method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=1))
     options: dict[str, Any] = {"rounds": 1, "cohort_size": 3}
     wanted = fedrax.simulate(method, TASK, FEDERATION, seed=7, **options).events[0]["train_loss"]
-    for mode in ("together", "in turn"):
+    for mode in ("vectorized", "sequential"):
         named = fedrax.sweep([method], TASK, FEDERATION, seed=7, mode=mode, **options)
         set_so = fedrax.sweep([method], TASK, FEDERATION, None, fedrax.Settings(seed=7), mode=mode, **options)
         for ((result,),) in (named, set_so):

@@ -24,7 +24,7 @@ from fedrax.simulation import Result, Settings
 from fedrax.simulation.settings import SettingsOptions
 from fedrax.simulation.validate import changed_settings
 from fedrax.tuning import sweep
-from fedrax.tuning.selection import is_lower_better, metric_of
+from fedrax.tuning.selection import is_lower_better, selection_metric
 from fedrax.xla.flops import flops_in
 
 SHARE = 0.2
@@ -109,7 +109,7 @@ def try_methods(
     if rows < FEWEST:
         raise FedraxError(f"clients hold out {rows} row{'s' * (rows != 1)} in all, too few to choose a method by")
     held, seeds = hold_out(federation, SHARE), range(settings.seed, settings.seed + SEEDS)
-    metric = metric_of(task, None)
+    metric = selection_metric(task, None)
     lower = is_lower_better(task, metric)
     best = min if lower else max
     model = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes_of(task)))
@@ -119,7 +119,7 @@ def try_methods(
         progress(name, i, len(methods))
         method, points = METHODS[name], METHODS[name].points()
         algorithms = [method.at(point, local, remembered) for point in points]
-        mode = "auto" if SEEDS * len(points) * federation.num_clients * model <= ROOM else "in turn"
+        mode = "auto" if SEEDS * len(points) * federation.num_clients * model <= ROOM else "sequential"
         try:
             results = sweep(algorithms, task, held, seeds, settings, mode=mode, progress=False)
         except FedraxError as error:

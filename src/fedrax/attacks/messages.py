@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
-from fedrax.simulation.results.message_recorder import Exchange, Sent
+from fedrax.simulation.results.message_recorder import RecordedExchange, RecordedUpload
 from fedrax.tree import Tree
 
 
@@ -43,7 +43,7 @@ def without_whole_numbers(read: Tree, sent: Tree) -> Tree:
     return jax.tree.map(floating, read, sent)
 
 
-def decoded(algorithm: Algorithm, exchange: Exchange) -> Sent:
+def decoded(algorithm: Algorithm, exchange: RecordedExchange) -> RecordedUpload:
     """What the server reads of what a client sent: the upload received, and what it sent besides."""
     return exchange.sent._replace(upload=algorithm.phases[exchange.phase].receive(exchange.sent.upload))
 
@@ -68,7 +68,7 @@ class Seen(NamedTuple):
     vector: Tree
 
 
-def of_one_client(exchanges: Sequence[Exchange]) -> list[Exchange]:
+def of_one_client(exchanges: Sequence[RecordedExchange]) -> list[RecordedExchange]:
     """The exchanges in order. FedraxError where there are none, or of several clients."""
     clients = {one.client for one in exchanges}
     if len(clients) != 1:
@@ -76,7 +76,7 @@ def of_one_client(exchanges: Sequence[Exchange]) -> list[Exchange]:
     return sorted(exchanges, key=lambda one: (one.round, one.phase))
 
 
-def gradients_seen(algorithm: Algorithm, exchanges: Sequence[Exchange], params: Tree) -> list[Seen]:
+def gradients_seen(algorithm: Algorithm, exchanges: Sequence[RecordedExchange], params: Tree) -> list[Seen]:
     """What could be the gradient of a client's data at a point that the attacker knows.
 
     exchanges: of one client, as far as the attacker saw them; those of a server are all. params: of the model's kind.
@@ -105,7 +105,7 @@ def gradients_seen(algorithm: Algorithm, exchanges: Sequence[Exchange], params: 
     return found
 
 
-def _parameters(exchanges: Sequence[Exchange], last: Exchange, params: Tree) -> Tree | None:
+def _parameters(exchanges: Sequence[RecordedExchange], last: RecordedExchange, params: Tree) -> Tree | None:
     """The parameters that came with an exchange or, where it had none, in an earlier phase of its round; None where
     the client was not sent all of them, and has others that the attacker does not know.
     """

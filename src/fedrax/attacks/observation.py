@@ -21,7 +21,7 @@ from fedrax.contract.client_data import Carried, ClientData, Reduction
 from fedrax.contract.hooks import LossRule
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
-from fedrax.simulation.results.message_recorder import Exchange
+from fedrax.simulation.results.message_recorder import RecordedExchange
 from fedrax.simulation.round import Kept, take_part
 from fedrax.tree import Tree
 
@@ -114,7 +114,7 @@ def as_client_program(
     task: Task,
     algorithm: Algorithm,
     params: Tree,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[RecordedExchange],
     num_clients: int,
     cohort_size: int,
     *,

@@ -28,7 +28,7 @@ from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, simu
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.process import signals_end_waits
-from fedrax.simulation.results.progress import Line, ProgressSink
+from fedrax.simulation.results.progress import ProgressLine, ProgressSink
 from fedrax.simulation.run import check_possible
 
 ATTEMPTS = 3
@@ -60,7 +60,7 @@ class ProgressWatcher(Watcher):
     """A line for the run under way, and one that stays for each that is done."""
 
     def __init__(self) -> None:
-        self._line = Line()
+        self._line = ProgressLine()
 
     def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Sink]:
         """The line."""

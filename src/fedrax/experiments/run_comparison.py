@@ -24,8 +24,8 @@ from fedrax.experiments.search import trials
 from fedrax.report import comparison_table, curves, search_plots
 from fedrax.report.runs import COMPARISON, Method, Row, Run, main_metric, read_comparison, summarize, target_of
 from fedrax.simulation import use_all_cores
-from fedrax.simulation.results.progress import somebody_looks_on
-from fedrax.tuning.selection import Choice
+from fedrax.simulation.results.progress import progress_is_visible
+from fedrax.tuning.selection import SearchResult
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +36,7 @@ class ComparisonResult:
     directory: Path
     """Where the runs are, and beside them table.md, comparison.json, the curves and the picture of the search."""
     methods: tuple[Method, ...]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, SearchResult]
     """What the search said of each method that has a grid, by label."""
 
     @property
@@ -177,7 +177,7 @@ def compare(
     check_ours(spec, out)  # before anything runs
     if watcher is None:
         use_all_cores()
-        watcher = ProgressWatcher() if progress and somebody_looks_on() else Watcher()
+        watcher = ProgressWatcher() if progress and progress_is_visible() else Watcher()
     with contextlib.ExitStack() as at_end:
         at_end.callback(watcher.close)
         workers = None if executor is None else Workers(executor)

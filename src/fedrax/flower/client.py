@@ -26,11 +26,11 @@ from fedrax.contract.task_checks import check_task
 from fedrax.data import Dataset, Federation, Samples
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
-from fedrax.flower.client_store import Memory
-from fedrax.flower.instructions import Order
-from fedrax.flower.persistence import kept_in
+from fedrax.flower.client_store import ClientStore
+from fedrax.flower.instructions import RoundInstructions
+from fedrax.flower.persistence import open_client_state
 from fedrax.flower.registry import log
-from fedrax.flower.schema import Traveling, needs_start, shapes_of_samples, traveling
+from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
 from fedrax.flower.serialization import packed, unpacked
 from fedrax.prng.seeds import RUN, START, seeded
 from fedrax.simulation.evaluation import sample_values
@@ -96,16 +96,16 @@ class _Client:
     def work(self, message: Message, context: Context) -> Message:
         """One phase of a round."""
         use_all_cores()
-        order = Order.of(message.content)
-        with arithmetic(order.dtype), kept_in(self._folder(context), context.state) as state:
+        order = RoundInstructions.of(message.content)
+        with arithmetic(order.dtype), open_client_state(self._folder(context), context.state) as state:
             return Message(
-                self._work(order, message.content, context, Memory(state, message.content)), reply_to=message
+                self._work(order, message.content, context, ClientStore(state, message.content)), reply_to=message
             )
 
-    def _work(self, order: Order, content: RecordDict, context: Context, memory: Memory) -> RecordDict:
+    def _work(self, order: RoundInstructions, content: RecordDict, context: Context, memory: ClientStore) -> RecordDict:
         own = own_federation(self.data, context)
         samples = Batch(*own.train)
-        begun = _Begun.of(self.algorithm, self.task, samples, own, order)
+        begun = _ClientSetup.of(self.algorithm, self.task, samples, own, order)
         if order.phase >= len(begun.phases):
             raise FedraxError(f"the server asks for part {order.phase + 1} of a round of {len(begun.phases)}")
         phase = begun.phases[order.phase]
@@ -128,17 +128,17 @@ class _Client:
         sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)
         return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
 
-    def _at_first(self, begun: _Begun, memory: Memory) -> Kept:
+    def _at_first(self, begun: _ClientSetup, memory: ClientStore) -> Kept:
         """What a client keeps that has not taken part: where it is made of the start, the server sends that."""
         like = (begun.params, begun.statistics)
-        if needs_start(self.algorithm, *like):
+        if needs_initial_parameters(self.algorithm, *like):
             start = unpacked(memory.start, like, "the start")
         else:
             start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         params, statistics = jax.tree.map(jnp.asarray, start)
         return Kept.at_first(self.algorithm, params, statistics)
 
-    def _key(self, order: Order, memory: Memory) -> jax.Array:
+    def _key(self, order: RoundInstructions, memory: ClientStore) -> jax.Array:
         if self.seed is not None:
             return jax.random.fold_in(jax.random.fold_in(seeded(self.seed, RUN), order.round), order.client)
         words = memory.key(order, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
@@ -154,15 +154,17 @@ class _Client:
     def evaluate(self, message: Message, context: Context) -> Message:
         """Sums of the task's metrics over the client's test samples, of the global model and of its own."""
         use_all_cores()
-        order = Order.of(message.content)
-        with arithmetic(order.dtype), kept_in(self._folder(context), context.state) as state:
-            own, memory = own_federation(self.data, context), Memory(state, message.content)
+        order = RoundInstructions.of(message.content)
+        with arithmetic(order.dtype), open_client_state(self._folder(context), context.state) as state:
+            own, memory = own_federation(self.data, context), ClientStore(state, message.content)
             sums = self._sums(order, own, message.content, memory) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
         return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
 
-    def _sums(self, order: Order, own: Federation, content: RecordDict, memory: Memory) -> dict[str, float]:
-        begun = _Begun.of(self.algorithm, self.task, Batch(*own.train), own, order)
+    def _sums(
+        self, order: RoundInstructions, own: Federation, content: RecordDict, memory: ClientStore
+    ) -> dict[str, float]:
+        begun = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, order)
         like = (begun.params, begun.statistics)
         params, statistics = jax.tree.map(jnp.asarray, unpacked(content["model"], like, "the model"))  # type: ignore[arg-type]
         kept = memory.kept(order, begun.initial, partial(self._at_first, begun, memory))
@@ -181,11 +183,11 @@ class _Client:
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
+class _ClientSetup:
     """What this process knows of the federation before its part."""
 
     program: Program
-    phases: list[Traveling]
+    phases: list[MessageSchema]
     params: Tree
     statistics: Tree
     initial: Kept
@@ -194,7 +196,9 @@ class _Begun:
     """The statistics that come with a message: none where they stay at home."""
 
     @classmethod
-    def of(cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, order: Order) -> _Begun:
+    def of(
+        cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, order: RoundInstructions
+    ) -> _ClientSetup:
         """From the shapes of the task's parameters and of the client's samples, which fit each other."""
         start = start_and_statistics(task, seeded(0, START), None, order.dtype)
         _, params, statistics, _ = start
@@ -204,7 +208,7 @@ class _Begun:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))
         program = Program(task, layout, order.num_clients, chunk=0, code=Code(algorithm, task))
-        phases = traveling(program, algorithm, params, statistics, shapes_of_samples(samples))
+        phases = message_schemas(program, algorithm, params, statistics, shapes_of_samples(samples))
         down = () if algorithm.traits.personal_statistics else statistics
         return cls(program, phases, params, statistics, initial, down)
 
@@ -267,7 +271,7 @@ def _part(federation: Federation, context: Context) -> Federation:
     )
 
 
-def _place(order: Order, rows: int) -> Place:
+def _place(order: RoundInstructions, rows: int) -> Place:
     zero = jnp.int32(0)
     return Place(jnp.int32(order.client), zero, zero, jnp.int32(rows), jnp.ones(()))
 

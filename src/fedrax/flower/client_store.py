@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedrax.errors import FedraxError
-from fedrax.flower.instructions import Order
+from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.serialization import packed, unpacked
 from fedrax.simulation.round import Kept
 
@@ -24,7 +24,7 @@ _RECEIVED, _SECRET, _START = "fedrax.received", "fedrax.secret", "fedrax.start"
 _NEVER = -1
 
 
-class Memory:
+class ClientStore:
     """A client's part of ``context.state``."""
 
     def __init__(self, state: RecordDict, content: RecordDict):
@@ -51,7 +51,7 @@ class Memory:
         found = self.state.get(_ROUNDS)
         return dict(found) if isinstance(found, ConfigRecord) else {}  # type: ignore[arg-type]
 
-    def kept(self, order: Order, like: Kept, at_first: Callable[[], Kept]) -> Kept:
+    def kept(self, order: RoundInstructions, like: Kept, at_first: Callable[[], Kept]) -> Kept:
         """What the client goes on from; what is out of date is forgotten. like: its shapes."""
         rounds, anything = self._rounds, bool(jax.tree.leaves(like))
         if order.phase:
@@ -70,7 +70,7 @@ class Memory:
             return at_first()
         return self._read(_BEFORE, like)
 
-    def keep(self, order: Order, kept: Kept, last: bool) -> None:
+    def keep(self, order: RoundInstructions, kept: Kept, last: bool) -> None:
         """What the client has after a phase, the round's last one or not."""
         if jax.tree.leaves(kept):
             self.state[_AFTER] = packed(kept)
@@ -79,7 +79,7 @@ class Memory:
         for name in (_RECEIVED, _SECRET) if last else ():
             self.state.pop(name, None)
 
-    def receive(self, order: Order, content: RecordDict) -> dict[str, Any]:
+    def receive(self, order: RoundInstructions, content: RecordDict) -> dict[str, Any]:
         """The arrays that belong to a phase: those that came with it, and those of earlier ones that it names again."""
         here, again = content.get("down"), content.get("again")
         if not isinstance(here, ArrayRecord):
@@ -94,7 +94,7 @@ class Memory:
             self.state[_RECEIVED] = ArrayRecord(known | {f"{order.phase} {name}": a for name, a in received.items()})
         return received
 
-    def key(self, order: Order, make: Callable[[], list[int]]) -> list[int]:
+    def key(self, order: RoundInstructions, make: Callable[[], list[int]]) -> list[int]:
         """The words of the client's own random key in a round. A round that is asked for again gets another: of two
         answers with the same noise the difference has none. No later phase can be asked for again, see ``kept``.
         """

@@ -16,10 +16,10 @@ from fedrax.contract.assignment import Place
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
 from fedrax.flower.evaluation import Evaluate
-from fedrax.flower.executor import Arithmetic, Network, NobodyAnswered, Traffic
-from fedrax.flower.instructions import Order
-from fedrax.flower.persistence import Saved, restored, save
-from fedrax.flower.registry import PAUSE, Nodes, log
+from fedrax.flower.executor import DeliveryState, FlowerExecutor, ServerComputation, TooFewReplies
+from fedrax.flower.instructions import RoundInstructions
+from fedrax.flower.persistence import ServerCheckpoint, restored, save
+from fedrax.flower.registry import PAUSE, ClientRegistry, log
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.executors.debug import NonFiniteError
@@ -37,16 +37,16 @@ _CHECKPOINT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, eq=False)
-class Leading:
+class RoundDriver:
     """A federation whose rounds are under way. Made by ``_prepare``."""
 
-    nodes: Nodes
+    nodes: ClientRegistry
     algorithm: Algorithm
     task: Task
     settings: Settings
     sampler: Sampler
-    arithmetic: Arithmetic
-    traffic: Traffic
+    arithmetic: ServerComputation
+    traffic: DeliveryState
     key: jax.Array
     server: Any
     """The state before the first round."""
@@ -93,12 +93,12 @@ class Leading:
             self.ledger.restore(state.spent, len(events))
         return state.server, state.statistics
 
-    def _saved(self, server: Any, statistics: Tree) -> Saved:
+    def _saved(self, server: Any, statistics: Tree) -> ServerCheckpoint:
         counted = np.full(self.nodes.num_clients, -1, np.int32)
         for client, last in self.traffic.counted.items():
             counted[client] = last
         spent = () if self.ledger is None else np.asarray(self.ledger.counts)
-        return Saved(server, statistics, self.traffic.start, counted, spent)
+        return ServerCheckpoint(server, statistics, self.traffic.start, counted, spent)
 
     def _reported(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
         result, started = None, []
@@ -180,10 +180,12 @@ class Leading:
         """
         if not len(cohort):
             return server, statistics, {}, []
-        network = Network(self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic)
+        network = FlowerExecutor(
+            self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic
+        )
         try:
             after, moved, record, _ = run_round(network, server, statistics)
-        except NobodyAnswered:
+        except TooFewReplies:
             log.warning("round %d: too few of its %d clients have answered: it changes nothing", r + 1, len(cohort))
             return server, statistics, {}, []
         if not bool(self.arithmetic.sound((after, moved))):
@@ -215,7 +217,7 @@ class Leading:
 
     def _evaluated(self, r: int, server: Any, statistics: Tree, there: np.ndarray) -> dict[str, float]:
         params = self.algorithm.params(server)
-        order = Order(r, 0, 0, self.nodes.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
+        order = RoundInstructions(r, 0, 0, self.nodes.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
         metrics = self.evaluate(params, statistics, order, there)
         return {name: value for name, value in metrics.items() if np.isfinite(value)}
 

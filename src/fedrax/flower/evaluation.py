@@ -15,43 +15,43 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
 from fedrax.data.dataset import as_samples
 from fedrax.errors import FedraxError
-from fedrax.flower.executor import Traffic
-from fedrax.flower.instructions import Order
-from fedrax.flower.registry import Nodes, log
+from fedrax.flower.executor import DeliveryState
+from fedrax.flower.instructions import RoundInstructions
+from fedrax.flower.registry import ClientRegistry, log
 from fedrax.flower.schema import shapes_of_samples
 from fedrax.flower.serialization import packed
-from fedrax.simulation.evaluation import Evaluator, is_lower_better, measured, over_clients, sample_values
+from fedrax.simulation.evaluation import Evaluator, is_lower_better, over_clients, parameter_metrics, sample_values
 from fedrax.simulation.executors.choose import make_mesh
 from fedrax.tree import Tree
 
-Evaluate = Callable[[Tree, Tree, Order, np.ndarray], dict[str, float]]
+Evaluate = Callable[[Tree, Tree, RoundInstructions, np.ndarray], dict[str, float]]
 """(parameters, statistics, the order of a round, clients that are there) -> metrics by the names that events have."""
 
 
-def on_the_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Evaluate:
+def evaluate_on_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Evaluate:
     """On test samples (x [n, ...], y [n, ...]), which are like the clients' ``samples``."""
     _check_test(test, samples)
     x, y = (np.asarray(part) for part in test)
     evaluator = Evaluator(task, make_mesh(1), Batch(*as_samples(x, y)))
 
-    def evaluate(params: Tree, statistics: Tree, order: Order, there: np.ndarray) -> dict[str, float]:
-        return measured(task, params) | evaluator(with_statistics(params, statistics), "test")
+    def evaluate(params: Tree, statistics: Tree, order: RoundInstructions, there: np.ndarray) -> dict[str, float]:
+        return parameter_metrics(task, params) | evaluator(with_statistics(params, statistics), "test")
 
     return evaluate
 
 
-def on_the_clients(task: Task, nodes: Nodes, traffic: Traffic, per_client: bool) -> Evaluate:
+def evaluate_on_clients(task: Task, nodes: ClientRegistry, traffic: DeliveryState, per_client: bool) -> Evaluate:
     """On the test samples of all clients that are there and have some: means over samples, and what is said of the
     clients where ``per_client``. No more than sums over a client's samples leave it.
     """
     if not nodes.test_sizes.any():
         log.warning("no client has test samples, and the server has none: nothing is evaluated")
 
-    def evaluate(params: Tree, statistics: Tree, order: Order, there: np.ndarray) -> dict[str, float]:
+    def evaluate(params: Tree, statistics: Tree, order: RoundInstructions, there: np.ndarray) -> dict[str, float]:
         model, contents = packed((params, statistics)), {}
         of_one = _names(task, with_statistics(params, statistics), shapes_of_samples(nodes.samples))
         for client in map(int, there[nodes.test_sizes[there] > 0]):
-            own = Order(**{**vars(order), "client": client, "counted": traffic.counted.get(client, -1)})
+            own = RoundInstructions(**{**vars(order), "client": client, "counted": traffic.counted.get(client, -1)})
             contents[client] = RecordDict({"model": model, **own.record()})
             traffic.introduce(client, nodes.node_of[client], contents[client])
         replies = nodes.ask(MessageType.EVALUATE, contents, f"evaluation {order.round + 1}")
@@ -63,7 +63,7 @@ def on_the_clients(task: Task, nodes: Nodes, traffic: Traffic, per_client: bool)
                 found.append(one)
             else:
                 log.warning("client %d is left out of the evaluation: its sums are none of this task", client)
-        return measured(task, params) | _metrics(task, found, per_client)
+        return parameter_metrics(task, params) | _metrics(task, found, per_client)
 
     return evaluate
 

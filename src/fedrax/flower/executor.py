@@ -16,9 +16,9 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Info
 from fedrax.contract.checks import checked_received
 from fedrax.errors import FedraxError
-from fedrax.flower.instructions import Order
-from fedrax.flower.registry import Nodes, log
-from fedrax.flower.schema import Traveling
+from fedrax.flower.instructions import RoundInstructions
+from fedrax.flower.registry import ClientRegistry, log
+from fedrax.flower.schema import MessageSchema
 from fedrax.flower.serialization import packed, record_bytes, unpacked
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.executors.loop import Compiled
@@ -37,16 +37,16 @@ from fedrax.simulation.round import (
 from fedrax.tree import Tree
 
 
-class NotFinite(FedraxError):
+class NonFiniteReply(FedraxError):
     """An answer that is one, but for a number that is infinite or none."""
 
 
-class NobodyAnswered(Exception):
+class TooFewReplies(Exception):
     """A round of which the server cannot make use: too few of its clients have answered."""
 
 
 @dataclass
-class Traffic:
+class DeliveryState:
     """What is known of the clients from round to round."""
 
     start: Tree = ()
@@ -80,10 +80,10 @@ class Traffic:
             self.introduced.pop(client, None)
 
 
-class Arithmetic:
+class ServerComputation:
     """The server's part of a round, compiled."""
 
-    def __init__(self, program: Program, phases: list[Traveling]):
+    def __init__(self, program: Program, phases: list[MessageSchema]):
         self.program, self.phases = program, phases
         self.of_round = Compiled(program)
         self.absorb = jax.jit(self._absorb, static_argnums=0)
@@ -118,11 +118,17 @@ class Arithmetic:
         return sums, tree.set_row(single, k, done.single)
 
 
-class Network(Executor):
+class FlowerExecutor(Executor):
     """One round whose clients are nodes of a Flower federation."""
 
     def __init__(
-        self, arithmetic: Arithmetic, algorithm: Algorithm, here: Rounds, key: JaxArray, nodes: Nodes, traffic: Traffic
+        self,
+        arithmetic: ServerComputation,
+        algorithm: Algorithm,
+        here: Rounds,
+        key: JaxArray,
+        nodes: ClientRegistry,
+        traffic: DeliveryState,
     ):
         """here: the round of one device, with a place for each client that is asked."""
         super().__init__(arithmetic.program, algorithm, here, key)
@@ -149,7 +155,7 @@ class Network(Executor):
         """
         answers = self._answers(p, message, () if self.algorithm.traits.personal_statistics else statistics)
         if not answers or (len(answers) < len(self.asked) and self.algorithm.traits.fixed_cohort):
-            raise NobodyAnswered
+            raise TooFewReplies
         self.answered = [client for client in self.answered if client in answers]
         clients, weights = self._shares()
         so_far = self.arithmetic.nothing(p, self.algorithm, clients)
@@ -189,7 +195,7 @@ class Network(Executor):
                 found[client] = self._understood(p, replies[client])
             except FedraxError as error:
                 log.warning("%s: client %d is left out: %s", name, client, error)
-                diverged += isinstance(error, NotFinite)
+                diverged += isinstance(error, NonFiniteReply)
                 continue
             self.traffic.up += record_bytes(replies[client]["sent"])  # type: ignore[arg-type]
         if diverged and not found:
@@ -209,7 +215,7 @@ class Network(Executor):
         output = output._replace(info=unpacked(about, phase.sent.info, "its answer"))
         sent = jax.tree.map(jnp.asarray, (output, statistics))
         if not bool(self.arithmetic.usable(p, self.algorithm, sent)):
-            raise NotFinite("its answer holds a number that is not finite")
+            raise NonFiniteReply("its answer holds a number that is not finite")
         return sent
 
     def _new(self, p: int, whole: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:
@@ -222,7 +228,7 @@ class Network(Executor):
     def _content(self, p: int, client: int, new: ArrayRecord, again: dict[str, str]) -> RecordDict:
         """What goes to one client."""
         asked = self.program.expected
-        order = Order(
+        order = RoundInstructions(
             round=int(self.here.round),
             phase=p,
             client=client,

@@ -14,7 +14,7 @@ _NAME = "order"
 
 
 @dataclass(frozen=True)
-class Order:
+class RoundInstructions:
     """A client's part of a round, or of an evaluation after it."""
 
     round: int
@@ -37,7 +37,7 @@ class Order:
         return {_NAME: ConfigRecord(dict(vars(self)))}
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Order:
+    def of(cls, content: Mapping[str, Any]) -> RoundInstructions:
         """The order in a message; FedraxError where there is none that could be meant."""
         found = content.get(_NAME)
         if not isinstance(found, ConfigRecord) or set(found) != set(cls.__dataclass_fields__):

@@ -19,7 +19,7 @@ from fedrax.tree import Tree
 
 
 @contextmanager
-def kept_in(directory: Path | None, state: RecordDict) -> Iterator[RecordDict]:
+def open_client_state(directory: Path | None, state: RecordDict) -> Iterator[RecordDict]:
     """A client's memory: ``state``, Flower's own, or what lies in a folder, which is written when the work is done."""
     if directory is None:
         yield state
@@ -61,7 +61,7 @@ def _read(directory: Path) -> RecordDict:
     return memory
 
 
-class Saved(NamedTuple):
+class ServerCheckpoint(NamedTuple):
     """What a server's checkpoint holds."""
 
     server: Any
@@ -74,13 +74,15 @@ class Saved(NamedTuple):
     """int32 [N]; how often each client was asked, of a private run; else an empty tuple."""
 
 
-def save(directory: Path, state: Saved, known_by: dict[str, str], events: list[Event]) -> None:
+def save(directory: Path, state: ServerCheckpoint, known_by: dict[str, str], events: list[Event]) -> None:
     """Write the server's state after its last round, and by what it is known."""
     meta = {"round": len(events), "identity": known_by, "events": digest_of(events)}
     checkpoint.save(directory / CHECKPOINT, state, meta)
 
 
-def restored(directory: Path, like: Saved, known_by: dict[str, str]) -> tuple[Saved, list[Event]] | None:
+def restored(
+    directory: Path, like: ServerCheckpoint, known_by: dict[str, str]
+) -> tuple[ServerCheckpoint, list[Event]] | None:
     """The state that a directory holds and the events up to it; None where it holds none."""
     where = directory / CHECKPOINT
     if not checkpoint.exists(where):

@@ -27,7 +27,7 @@ PAUSE = 1.0
 
 
 @dataclass
-class Nodes:
+class ClientRegistry:
     """The clients 0 to N - 1 and the nodes that they are on."""
 
     grid: Grid

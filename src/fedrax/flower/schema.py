@@ -17,7 +17,7 @@ from fedrax.tree import Tree
 from fedrax.xla.tracing import dependent
 
 
-class Traveling(NamedTuple):
+class MessageSchema(NamedTuple):
     """One phase, in shapes."""
 
     message: Tree
@@ -30,7 +30,7 @@ class Traveling(NamedTuple):
     """What the client keeps after it."""
 
 
-class _Noting(Alone):
+class _MessageTracer(Alone):
     """A round of one client, whose messages are noted."""
 
     def __init__(self, *inputs: Any):
@@ -43,25 +43,25 @@ class _Noting(Alone):
         return super().clients(p, message, statistics)
 
 
-def traveling(
+def message_schemas(
     program: Program, algorithm: Algorithm, params: Tree, statistics: Tree, samples: Batch
-) -> list[Traveling]:
+) -> list[MessageSchema]:
     """The phases of a round. All trees hold shapes: of the starting parameters and statistics, and of some samples."""
-    place = any_place()
+    place = placeholder_assignment()
 
-    def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[Traveling]:
+    def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         kept = Kept.at_first(algorithm, params, statistics)
-        executor = _Noting(program, algorithm, here, jax.random.key(0), kept, samples)
+        executor = _MessageTracer(program, algorithm, here, jax.random.key(0), kept, samples)
         run_round(executor, algorithm.init(tree.rebuilt(params), program.num_clients), statistics)
         phases = zip(executor.messages, executor.finished, strict=True)
-        return [Traveling(message, done.output, done.statistics, done.kept) for message, done in phases]
+        return [MessageSchema(message, done.output, done.statistics, done.kept) for message, done in phases]
 
     found = jax.eval_shape(one_round, params, statistics, samples)
     return [one._replace(statistics=one.statistics if p == len(found) - 1 else ()) for p, one in enumerate(found)]
 
 
-def any_place() -> Place:
+def placeholder_assignment() -> Place:
     """A client's place in a round of one, for shapes."""
     zero = np.zeros(1, np.int32)
     return Place(zero, zero, zero, zero, np.ones(1, np.float32))
@@ -73,7 +73,7 @@ def shapes_of_samples(samples: Any) -> Batch:
     return Batch(x, y)  # type: ignore[arg-type]
 
 
-def needs_start(algorithm: Algorithm, params: Tree, statistics: Tree) -> bool:
+def needs_initial_parameters(algorithm: Algorithm, params: Tree, statistics: Tree) -> bool:
     """Whether what a client keeps at first is made of the starting parameters, and not of their shapes alone."""
     at_first = lambda start: Kept.at_first(algorithm, *start)  # noqa: E731
     return bool(dependent(at_first, (params, statistics)))

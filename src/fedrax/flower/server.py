@@ -23,11 +23,11 @@ from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, warn
-from fedrax.flower.driver import Leading
-from fedrax.flower.evaluation import on_the_clients, on_the_server
-from fedrax.flower.executor import Arithmetic, Traffic
-from fedrax.flower.registry import Nodes
-from fedrax.flower.schema import any_place, needs_start, shapes_of_samples, traveling
+from fedrax.flower.driver import RoundDriver
+from fedrax.flower.evaluation import evaluate_on_clients, evaluate_on_server
+from fedrax.flower.executor import DeliveryState, ServerComputation
+from fedrax.flower.registry import ClientRegistry
+from fedrax.flower.schema import message_schemas, needs_initial_parameters, placeholder_assignment, shapes_of_samples
 from fedrax.privacy.ledger import Ledger
 from fedrax.prng.seeds import RUN, START, seeded
 from fedrax.simulation.cohort_sampler import Sampler
@@ -131,7 +131,7 @@ def federate(
         raise FedraxError("there is no directory to resume a run from")
     settings = _settings(settings, options, seed)
     use_all_cores()
-    nodes = Nodes(grid, timeout)
+    nodes = ClientRegistry(grid, timeout)
     nodes.gather(clients, wait)
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
@@ -151,7 +151,7 @@ def _settings(settings: Settings | None, options: FederationOptions, seed: int |
 
 
 def _prepare(
-    nodes: Nodes,
+    nodes: ClientRegistry,
     algorithm: Algorithm,
     task: Task,
     settings: Settings,
@@ -159,7 +159,7 @@ def _prepare(
     seed: int | None,
     test: Any,
     directory: Path | None,
-) -> Leading:
+) -> RoundDriver:
     """Check everything as ``simulate`` does, and lay out what the rounds need."""
     check_run(algorithm, settings, nodes.sizes)
     drawn, start, statistics, _ = start_and_statistics(task, seeded(settings.seed, START), params, settings.dtype)
@@ -171,29 +171,29 @@ def _prepare(
     algorithm.traits.check_parts(task, variables, samples.x)
     program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=Code(algorithm, task))
     program = program._replace(expected=float(sampler.largest))
-    traced = trace_round(program, algorithm, start, statistics, initial, samples, any_place(), broken)
-    phases = traveling(program, algorithm, start, statistics, samples)
+    traced = trace_round(program, algorithm, start, statistics, initial, samples, placeholder_assignment(), broken)
+    phases = message_schemas(program, algorithm, start, statistics, samples)
     ledger = _ledger(algorithm, settings, sampler, seed)
-    wanted = needs_start(algorithm, start, statistics)
+    wanted = needs_initial_parameters(algorithm, start, statistics)
     start, statistics = drawn()
-    traffic = Traffic()
+    traffic = DeliveryState()
     traffic.begin((start, statistics) if wanted else ())
     server = computed(lambda params: algorithm.init(params, nodes.num_clients), start)
     checked_init(algorithm, start, server)
     require_finite_start(algorithm, server)
-    here = None if test is None else on_the_server(task, test, samples)
-    return Leading(
+    here = None if test is None else evaluate_on_server(task, test, samples)
+    return RoundDriver(
         nodes=nodes,
         algorithm=algorithm,
         task=task,
         settings=settings,
         sampler=sampler,
-        arithmetic=Arithmetic(program, phases),
+        arithmetic=ServerComputation(program, phases),
         traffic=traffic,
         key=seeded(seed, RUN) if seed is not None else _secret_key(),
         server=server,
         statistics=statistics,
-        evaluate=here or on_the_clients(task, nodes, traffic, settings.per_client),
+        evaluate=here or evaluate_on_clients(task, nodes, traffic, settings.per_client),
         ledger=ledger,
         known_by={"method": of_method(algorithm), "number of clients": str(nodes.num_clients), "task": task.name},
         info=RunInfo(

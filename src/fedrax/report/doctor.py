@@ -12,8 +12,8 @@ from pathlib import Path
 from fedrax.errors import FedraxError
 from fedrax.files import MAX_FILE, reading, replacing
 from fedrax.report.runs import read_experiment
-from fedrax.simulation.persistence import checkpoint, clients_file
-from fedrax.simulation.persistence.clients_file import read_clients
+from fedrax.simulation.persistence import checkpoint, client_summary
+from fedrax.simulation.persistence.client_summary import read_client_summary
 from fedrax.simulation.persistence.resume import round_of
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.results import events
@@ -200,11 +200,11 @@ def _environment(made: Examination) -> None:
 
 def _clients(made: Examination) -> None:
     try:
-        found = read_clients(made.directory)
+        found = read_client_summary(made.directory)
         if found is not None:
-            made.findings.append(Finding(clients_file.FILE, f"whole: {found.clients} clients", True))
+            made.findings.append(Finding(client_summary.FILE, f"whole: {found.clients} clients", True))
     except FedraxError as error:
-        made.findings.append(Finding(clients_file.FILE, f"damaged: {error}; resuming writes it anew", False))
+        made.findings.append(Finding(client_summary.FILE, f"damaged: {error}; resuming writes it anew", False))
 
 
 def _verdict(directory: Path, known: bool, written: int, states: dict, usable: dict) -> str:

@@ -20,7 +20,7 @@ from fedrax.report import comparison_table, html_curves, search_plots
 from fedrax.report.report_data import Material, Search, differences, flat, gather
 from fedrax.report.runs import last_values, megabytes, summarize
 from fedrax.report.svg import Curve, bars, breakable, chart, dots, number, shown
-from fedrax.simulation.persistence.clients_file import Clients
+from fedrax.simulation.persistence.client_summary import ClientSummary
 from fedrax.version import VERSION
 
 FILE = "report.html"
@@ -234,7 +234,7 @@ def _partitions(material: Material) -> str:
     return "".join(_partition(clients) for clients in found[:4])
 
 
-def _partition(clients: Clients) -> str:
+def _partition(clients: ClientSummary) -> str:
     sizes = f"{clients.smallest:,} to {clients.largest:,}" if clients.smallest < clients.largest else clients.largest
     words = f"{clients.data}: {clients.clients:,} clients of {sizes} training samples (median {clients.median:g}),"
     words += f" {clients.samples:,} in all."

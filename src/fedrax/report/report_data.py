@@ -16,8 +16,8 @@ from fedrax.errors import FedraxError
 from fedrax.files import reading
 from fedrax.report import search_plots
 from fedrax.report.runs import COMPARISON, Method, Run, find_runs, group, main_metric, read_comparison, target_of
-from fedrax.simulation.persistence.clients_file import Clients, read_clients
-from fedrax.tuning.selection import Choice, Range, Trial
+from fedrax.simulation.persistence.client_summary import ClientSummary, read_client_summary
+from fedrax.tuning.selection import SearchRange, SearchResult, Trial
 
 ENVIRONMENT = "environment.json"
 _DEEPEST = 8
@@ -30,7 +30,7 @@ class Search:
 
     validation: float
     seeds: tuple[int, ...]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, SearchResult]
     lines: Sequence[str]
     """What the command said of it."""
 
@@ -67,9 +67,11 @@ class Material:
         """Every run."""
         return [run for method in self.methods for run in method.runs]
 
-    def clients(self) -> list[Clients]:
+    def clients(self) -> list[ClientSummary]:
         """The different clients of the runs; empty for runs that keep nothing of them."""
-        return list(dict.fromkeys(found for run in self.runs if (found := read_clients(run.directory)) is not None))
+        return list(
+            dict.fromkeys(found for run in self.runs if (found := read_client_summary(run.directory)) is not None)
+        )
 
     def environments(self) -> list[tuple[dict[str, str], int]]:
         """The different machines and versions, each with the number of its runs."""
@@ -149,18 +151,18 @@ def _search(kept: Any) -> Search:
             raise ValueError(f"the grid of {label!r} has no settings, or different ones from point to point")
         lower = found.get("lower_is_better", found["metric"] == "loss")
         ranges = {str(path): _range(within) for path, within in found.get("ranges", {}).items()}
-        choices[label] = Choice(str(found["metric"]), bool(lower), trials, ranges)
+        choices[label] = SearchResult(str(found["metric"]), bool(lower), trials, ranges)
     share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
     if not all(isinstance(line, str) for line in kept.get("lines", [])):
         raise ValueError("what is said of the search is no text")
     return Search(share, seeds, choices, list(kept.get("lines", [])) or search_plots.lines(choices, share, seeds))
 
 
-def _range(kept: Any) -> Range:
+def _range(kept: Any) -> SearchRange:
     low, high, log = _number(kept["low"]), _number(kept["high"]), kept["log"] is True
     if not low < high or (log and low <= 0):
         raise ValueError(f"there is nothing between {low} and {high}")
-    return Range(low, high, log)
+    return SearchRange(low, high, log)
 
 
 def _trial(kept: Any) -> Trial:

@@ -16,7 +16,7 @@ from fedrax.files import read_table, reading
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.results.events import Event, holds, read_events
-from fedrax.simulation.results.result import to_target
+from fedrax.simulation.results.result import cost_to_target
 
 COMPARISON = "comparison.json"
 """In the directory of a comparison: its methods and its search, in numbers."""
@@ -58,7 +58,7 @@ class Run:
     def finished(self) -> bool:
         """Whether nothing is left to do."""
         target = self.table["run"].get("target", "none")
-        reached = target != "none" and to_target(self.events, "test_accuracy", target) is not None
+        reached = target != "none" and cost_to_target(self.events, "test_accuracy", target) is not None
         return len(self.events) >= self.rounds or reached or self.spent or self.failure is not None
 
     @property
@@ -308,7 +308,7 @@ def best_of(run: Run, metric: str) -> tuple[float, int] | None:
 def summarize(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
     """Final test values, and what it took to reach the target (over the seeds that did; None if not all did)."""
     lasts = [last_values(run.events) for run in method.runs]
-    reached = [] if target is None else [to_target(list(run.events), metric, target) for run in method.runs]
+    reached = [] if target is None else [cost_to_target(list(run.events), metric, target) for run in method.runs]
     took = [entry for entry in reached if entry is not None]
     complete = bool(took) and len(took) == len(method.runs)
     pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}

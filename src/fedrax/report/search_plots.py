@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from fedrax.escaping import for_picture, settings_in_words, short_path, value_in_words
 from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
-from fedrax.tuning.selection import Choice, Trial
+from fedrax.tuning.selection import SearchResult, Trial
 
 
-def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
+def draw_grids(choices: Mapping[str, SearchResult], title: str = "") -> Figure:
     """The metric on validation data against each setting that was tried, a line a method.
 
     Where a method's grid has other settings too, each point is the best over them. A ring marks the chosen value, a
@@ -42,7 +42,7 @@ def draw_grids(choices: Mapping[str, Choice], title: str = "") -> Figure:
     return figure
 
 
-def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
+def _panel(axes: Axes, path: str, choices: Mapping[str, SearchResult]) -> None:
     shown = {label: choice for label, choice in choices.items() if path in choice.trials[0].point}
     places = _places([trial.point[path] for choice in shown.values() for trial in choice.trials])
     metric, drawn = next(iter(shown.values())), []
@@ -66,13 +66,13 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, Choice]) -> None:
     _axes(axes, path, metric, [trial.point[path] for choice in shown.values() for trial in choice.trials])
 
 
-def best_over_the_others(path: str, choice: Choice) -> list[tuple[Any, Trial]]:
+def best_over_the_others(path: str, choice: SearchResult) -> list[tuple[Any, Trial]]:
     """For each value at ``path`` the best trial over all other settings, in the order of the axis."""
     groups: dict[str, list[Trial]] = {}
     for trial in choice.trials:
         groups.setdefault(repr(trial.point[path]), []).append(trial)
     found = [
-        (trials[0].point[path], Choice(choice.metric, choice.lower_is_better, tuple(trials)).best)
+        (trials[0].point[path], SearchResult(choice.metric, choice.lower_is_better, tuple(trials)).best)
         for trials in groups.values()
     ]
     return sorted(found, key=lambda entry: entry[0]) if are_numbers([value for value, _ in found]) else found
@@ -91,7 +91,7 @@ def _places(values: Sequence[Any]) -> Any:
     return lambda value: names.index(value_in_words(value))
 
 
-def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
+def _axes(axes: Axes, path: str, choice: SearchResult, values: Sequence[Any]) -> None:
     axes.set_xlabel(for_picture(short_path(path)))
     axes.set_ylabel(f"validation {for_picture(choice.metric)}")
     axes.grid(color="0.92", linewidth=0.7)
@@ -112,7 +112,9 @@ def _axes(axes: Axes, path: str, choice: Choice, values: Sequence[Any]) -> None:
         axes.minorticks_off()
 
 
-def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int], trials: int | None = None) -> list[str]:
+def lines(
+    choices: Mapping[str, SearchResult], share: float, seeds: Sequence[int], trials: int | None = None
+) -> list[str]:
     """The search in sentences: how it was chosen, what was, and where the best value lies at the end of its grid."""
     of_trials = "" if trials is None else f", of up to {trials} settings a method that Optuna proposed"
     said = [
@@ -128,7 +130,7 @@ def lines(choices: Mapping[str, Choice], share: float, seeds: Sequence[int], tri
     return said + warnings(choices)
 
 
-def warnings(choices: Mapping[str, Choice]) -> list[str]:
+def warnings(choices: Mapping[str, SearchResult]) -> list[str]:
     """A sentence for each best value at the end of its grid, of all methods that have the same."""
     found: dict[str, list[str]] = {}
     for label, choice in choices.items():
@@ -144,7 +146,7 @@ def warnings(choices: Mapping[str, Choice]) -> list[str]:
     return [f"warning: {', '.join(labels)}: {said}" for said, labels in found.items()]
 
 
-def values(choices: Mapping[str, Choice]) -> dict[str, Any]:
+def values(choices: Mapping[str, SearchResult]) -> dict[str, Any]:
     """The search's numbers, for JSON."""
     return {
         label: {

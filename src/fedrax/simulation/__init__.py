@@ -10,13 +10,13 @@ from fedrax.participation.policies import (
     Uniform,
     WeightedBySamples,
 )
-from fedrax.simulation.client_metrics import per_client
+from fedrax.simulation.client_evaluation import client_metrics
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.persistence.model_file import load_model
 from fedrax.simulation.process import Interrupted
 from fedrax.simulation.results.events import Event, RunInfo, Sink, read_events
-from fedrax.simulation.results.message_recorder import Exchange, Record, Sent
-from fedrax.simulation.results.result import Result, Snapshot, to_target
+from fedrax.simulation.results.message_recorder import MessageSelection, RecordedExchange, RecordedUpload
+from fedrax.simulation.results.result import Result, Snapshot, cost_to_target
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Script, Settings
 
@@ -24,27 +24,27 @@ __all__ = [
     "Asynchronous",
     "Availability",
     "Event",
-    "Exchange",
     "FixedList",
     "Interrupted",
+    "MessageSelection",
     "NonFiniteError",
     "Poisson",
-    "Record",
+    "RecordedExchange",
+    "RecordedUpload",
     "Result",
     "RunInfo",
     "Script",
-    "Sent",
     "Settings",
     "Sink",
     "Snapshot",
     "Turns",
     "Uniform",
     "WeightedBySamples",
+    "client_metrics",
+    "cost_to_target",
     "join_processes",
     "load_model",
-    "per_client",
     "read_events",
     "simulate",
-    "to_target",
     "use_all_cores",
 ]

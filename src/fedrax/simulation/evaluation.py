@@ -69,7 +69,7 @@ def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> 
     return TracedEvaluation(tuple(made), repr(names))
 
 
-def measured(task: Any, params: Tree) -> dict[str, float]:
+def parameter_metrics(task: Any, params: Tree) -> dict[str, float]:
     """What the task says of parameters without any data."""
     if task.measures is None:
         return {}

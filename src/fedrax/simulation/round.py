@@ -147,7 +147,7 @@ class Executor(ABC):
         """here: the round, of one device where there are several. key: of the run."""
         self.program, self.algorithm, self.here = program, algorithm, here
         self.round_key = jax.random.fold_in(key, jnp.asarray(here.round))
-        self.noted: list[Any] = []
+        self.recorded_phases: list[Any] = []
         """Of each phase so far what was noted of its messages, where clients are recorded."""
 
     def broadcast(self, p: int, server: Any) -> Tree:

@@ -22,11 +22,11 @@ from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.evaluation import remedy
-from fedrax.simulation.executors.compiled import NOTED, Carry
+from fedrax.simulation.executors.compiled import RECORDED_PHASES, Carry
 from fedrax.simulation.executors.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.persistence import checkpoint
-from fedrax.simulation.persistence.clients_file import write_clients
-from fedrax.simulation.persistence.resume import Begun, begin, check_goes_on, check_kept, save
+from fedrax.simulation.persistence.client_summary import write_client_summary
+from fedrax.simulation.persistence.resume import RunStart, begin, check_goes_on, check_kept, save
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.placement.streaming import Portion, Spill, Storage, Streamer
 from fedrax.simulation.privacy_ledger import check_not_spent, enter, last_round, ledger_of
@@ -41,9 +41,9 @@ from fedrax.simulation.process import (
     write_environment,
 )
 from fedrax.simulation.results.events import Event, EventFile, Sink, events_of, report, round_seconds
-from fedrax.simulation.results.message_recorder import Exchange, Record, exchanges
+from fedrax.simulation.results.message_recorder import MessageSelection, RecordedExchange, exchanges
 from fedrax.simulation.results.progress import with_progress
-from fedrax.simulation.results.result import NO_CLIENTS, OfEach, Result, Snapshot
+from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result, Snapshot
 from fedrax.simulation.settings import Script, Settings, SettingsOptions
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.timer import clock
@@ -70,7 +70,7 @@ def simulate(
     sinks: Sequence[Sink] = (),
     keep_clients: bool = True,
     trajectory: bool | Collection[int] = False,
-    record: Record | None = None,
+    record: MessageSelection | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     **options: Unpack[SettingsOptions],
@@ -85,8 +85,8 @@ def simulate(
     resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
     client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
     in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
-    :class:`Result`. record: return what some clients were sent and sent in some rounds, see :class:`Record`. callbacks:
-    functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True; of several
+    :class:`Result`. record: return what some clients were sent and sent in some rounds, see
+    :class:`MessageSelection`. callbacks: functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True; of several
     processes the first one's answer counts. progress: show a line of it in terminals and notebooks, on standard error.
 
     Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
@@ -127,9 +127,9 @@ def check_possible(
 
 
 def _check_record(record: Any, setup: Setup) -> None:
-    if not isinstance(record, Record):
+    if not isinstance(record, MessageSelection):
         raise FedraxError(
-            f"record must be a fedrax.simulation.Record (clients and rounds), not {type(record).__name__}"
+            f"record must be a fedrax.simulation.MessageSelection (clients and rounds), not {type(record).__name__}"
         )
     if not setup.alone:
         raise FedraxError("messages are recorded by a run of a single process only")
@@ -157,7 +157,7 @@ class Run:
     place: RunDirectory | None
     kept: Collection[int] = ()
     """The rounds after which the parameters are kept for the trajectory."""
-    record: Record | None = None
+    record: MessageSelection | None = None
     ledger: Ledger | None = None
     callbacks: Sequence[Callback] = ()
     has_clients: bool = True
@@ -167,10 +167,10 @@ class Run:
     last: int = 0
     """The last round: of the settings, or that the privacy budget allows."""
     events: list[Event] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[RecordedExchange] = field(default_factory=list)
     trajectory: list[Tree] = field(default_factory=list)
     log: EventFile | None = None
-    of_each: OfEach | None = None
+    personal_metrics: PersonalMetrics | None = None
     """Of the last evaluation, as of `Result`."""
 
     def finish(self, resume: bool) -> Result:
@@ -188,7 +188,7 @@ class Run:
                 checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
-                write_clients(setup.directory, setup.federation)
+                write_client_summary(setup.directory, setup.federation)
             with interrupt_flag() as interrupted, explaining():
                 carry, stopped = self._rounds(begun.carry, interrupted)
             result = self._result(carry, stopped)
@@ -202,7 +202,7 @@ class Run:
             for sink in started:
                 sink.finish(result)
 
-    def _begin(self, resume: bool) -> Begun:
+    def _begin(self, resume: bool) -> RunStart:
         """The run at its start, or where the directory's checkpoint has left it."""
         setup, settings = self.setup, self.setup.settings
         self.asks = any_answer(bool(self.callbacks))
@@ -251,7 +251,7 @@ class Run:
         carry, records = run_portion(setup, self.storage, carry, portion)
         if not records["sound"].all():
             self._fail(carry, portion, records)
-        for phases in records.pop(NOTED, ()):
+        for phases in records.pop(RECORDED_PHASES, ()):
             self.exchanges += exchanges(recorded, len(events) + 1, phases)
         carry = self.storage.settle(carry, portion)
         new = events_of(setup.info, records, portion.xs.count, events, clock() - began)
@@ -325,7 +325,7 @@ class Run:
     def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not: of a loss where there is one."""
         setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
-        metrics, self.of_each = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
+        metrics, self.personal_metrics = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
         finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
         lost = [name for name in metrics if name not in finite]
         return finite, min(lost, key=lambda name: not name.endswith("_loss"), default=None)
@@ -333,7 +333,12 @@ class Run:
     def _result(self, carry: Carry, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
         store, homes = self.storage.store(carry), setup.planner.rows()
-        clients = {"store": store, "homes": homes, "initial_client": setup.initial, "of_each": self.of_each}
+        clients = {
+            "store": store,
+            "homes": homes,
+            "initial_client": setup.initial,
+            "personal_metrics": self.personal_metrics,
+        }
         return Result(
             params=setup.algorithm.params(server),
             server=server,

@@ -25,14 +25,14 @@ from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
 from fedrax.simulation.cohort_sampler import Sampler
-from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, measured, trace_evaluation
+from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
 from fedrax.simulation.executors.choose import choose_plan, clients_at_once, describe, make_mesh
 from fedrax.simulation.executors.compiled import Carry, Engine
 from fedrax.simulation.executors.debug import DebugEngine
 from fedrax.simulation.executors.loop import LoopEngine
 from fedrax.simulation.persistence.run_identity import identify
-from fedrax.simulation.personal_evaluation import Metrics, PersonalEvaluator
 from fedrax.simulation.placement.memory_budget import Account
 from fedrax.simulation.placement.planner import Planner, rows_on_a_device
 from fedrax.simulation.placement.streaming import choose
@@ -95,18 +95,18 @@ class Setup:
 
     def evaluate(
         self, algorithm: Algorithm, carry: Carry, initial: Kept, evaluators: Mapping[str, Evaluator]
-    ) -> Metrics:
+    ) -> EvaluationMetrics:
         """The metrics of a state, whose ``store`` may lie on disk: of parameters alone, on each data set, and of
         clients' own models. initial: what a client keeps before it takes part.
         """
-        params, own = algorithm.params(carry.server), Metrics({}, None)
-        metrics = measured(self.task, params)
+        params, own = algorithm.params(carry.server), EvaluationMetrics({}, None)
+        metrics = parameter_metrics(self.task, params)
         for name, evaluator in evaluators.items():
             metrics |= evaluator(with_statistics(params, carry.statistics), name, self.settings.per_client)
         if self.personal is not None:
             rows = self.planner.rows()
             own = self.personal(algorithm, params, carry.statistics, carry.store, rows, initial)
-        return Metrics(metrics | own.of_all, own.of_each)
+        return EvaluationMetrics(metrics | own.overall, own.personal_metrics)
 
 
 @uncollected()

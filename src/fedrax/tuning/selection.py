@@ -20,14 +20,14 @@ from fedrax.simulation.evaluation import is_lower_better
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
-from fedrax.tuning.sweeps import seeds_of, sweep
+from fedrax.tuning.sweeps import resolve_seeds, sweep
 
 NEAR = 0.05
 """Share of a range that counts as its end."""
 
 
 @dataclass(frozen=True)
-class Range:
+class SearchRange:
     """Numbers from ``low`` to ``high``: whole ones where both ends are; evenly, or evenly in their logarithms."""
 
     low: float
@@ -61,13 +61,13 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchResult:
     """The trials of one method, and which of them is best."""
 
     metric: str
     lower_is_better: bool
     trials: tuple[Trial, ...]
-    ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
+    ranges: Mapping[str, SearchRange] = dataclasses.field(default_factory=dict)
     """The ranges that values were drawn from, by path; other settings had values of their own."""
 
     @property
@@ -102,7 +102,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Tuned(Choice):
+class TuningResult(SearchResult):
     """What :func:`tune` found."""
 
     algorithm: Algorithm = dataclasses.field(kw_only=True)
@@ -131,7 +131,7 @@ def tune(
     metric: str | None = None,
     progress: bool = True,
     **options: Unpack[SettingsOptions],
-) -> Tuned:
+) -> TuningResult:
     """The best point of a grid over an algorithm's fields, by a share of the clients' training rows held out.
 
     grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``; every combination is run,
@@ -141,30 +141,30 @@ def tune(
 
     Raises FedraxError for a path that the algorithm has not, an empty grid, and a metric that the task has not.
     """
-    seeds = seeds_of(seeds, settings, options)
+    seeds = resolve_seeds(seeds, settings, options)
     settings = changed_settings(settings, options)
     check_arguments(algorithm, task, federation)
     check_lists(seeds=seeds, **{f"the grid's {path}": values for path, values in grid.items()})
     if not grid or not all(len(values) for values in grid.values()):
         raise FedraxError("a grid needs a path and values for it: {'local.lr': (0.01, 0.03, 0.1)}")
-    metric = metric_of(task, metric)
+    metric = selection_metric(task, metric)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    candidates = [at(algorithm, point) for point in points]
+    candidates = [with_values(algorithm, point) for point in points]
     held = hold_out(federation, validation)
     runs: dict[int, list[Any]] = {}
-    for group in alike(candidates):
+    for group in group_by_structure(candidates):
         found = sweep([candidates[i] for i in group], task, held, seeds, settings, progress=progress)
         runs |= dict(zip(group, found, strict=True))
     trials = tuple(
-        trial_of(point, [(run.events, run.stopped == "diverged") for run in runs[i]], metric)
+        make_trial(point, [(run.events, run.stopped == "diverged") for run in runs[i]], metric)
         for i, point in enumerate(points)
     )
-    choice = Choice(metric, is_lower_better(task, metric), trials)
+    choice = SearchResult(metric, is_lower_better(task, metric), trials)
     best = candidates[next(i for i, trial in enumerate(trials) if trial is choice.best)]
-    return Tuned(choice.metric, choice.lower_is_better, trials, algorithm=best)
+    return TuningResult(choice.metric, choice.lower_is_better, trials, algorithm=best)
 
 
-def metric_of(task: Task, name: str | None) -> str:
+def selection_metric(task: Task, name: str | None) -> str:
     """What to choose by: the metric of that name; unless somebody says accuracy, or the loss where there is none."""
     known = ("loss", *task.metrics, *task.whole_set)
     if name is None:
@@ -174,7 +174,7 @@ def metric_of(task: Task, name: str | None) -> str:
     return name
 
 
-def trial_of(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], bool]], metric: str) -> Trial:
+def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], bool]], metric: str) -> Trial:
     """A point from the events of its runs, each with whether it diverged."""
     rounds = min(len(events) for events, _ in runs)
     if any(diverged for _, diverged in runs):
@@ -186,7 +186,7 @@ def trial_of(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], boo
     return Trial(point, math.fsum(finals) / len(finals), rounds)  # type: ignore[arg-type]
 
 
-def alike(algorithms: Sequence[Algorithm]) -> list[list[int]]:
+def group_by_structure(algorithms: Sequence[Algorithm]) -> list[list[int]]:
     """The positions of algorithms that differ in floats only, together, in order."""
     groups: dict[Any, list[int]] = {}
     for i, algorithm in enumerate(algorithms):
@@ -194,7 +194,7 @@ def alike(algorithms: Sequence[Algorithm]) -> list[list[int]]:
     return list(groups.values())
 
 
-def at(config: Any, point: Mapping[str, Any]) -> Any:
+def with_values(config: Any, point: Mapping[str, Any]) -> Any:
     """A configuration with the fields at the paths of ``point`` replaced."""
     for path in sorted(point, key=lambda path: path.count(".")):
         config = _replaced(config, path.split("."), point[path], path)

@@ -37,8 +37,8 @@ from fedrax.simulation.placement.memory_budget import Account
 from fedrax.simulation.privacy_ledger import enter, ledger_of
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.results.events import Event, Sink, events_of
-from fedrax.simulation.results.progress import Line, ProgressSink, compose, somebody_looks_on
-from fedrax.simulation.results.result import NO_CLIENTS, OfEach, Result
+from fedrax.simulation.results.progress import ProgressLine, ProgressSink, compose_line, progress_is_visible
+from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result
 from fedrax.simulation.round import Kept, Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings, SettingsOptions
@@ -49,7 +49,7 @@ from fedrax.tree import Tree
 from fedrax.xla.grouped_conv import side_by_side
 from fedrax.xla.microbatch import AXIS
 
-Mode = Literal["auto", "together", "in turn"]
+Mode = Literal["auto", "vectorized", "sequential"]
 _SMALL = 60_000
 """Parameters up to which runs side by side are faster on CPU cores than runs in turn (benchmarks/sweep.py)."""
 
@@ -79,7 +79,7 @@ def sweep(
 
     Raises FedraxError if runs that are to go together cannot.
     """
-    seeds = seeds_of(seeds, settings, options)
+    seeds = resolve_seeds(seeds, settings, options)
     settings = changed_settings(settings, options)
     check_lists(algorithms=algorithms, seeds=seeds)
     if mode not in get_args(Mode):
@@ -94,9 +94,9 @@ def sweep(
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
         apart = _apart(setups[0])
-        if apart and mode == "together":
+        if apart and mode == "vectorized":
             raise FedraxError(f"runs together {apart}, or run them in turn")
-        if mode == "together" or (mode == "auto" and _pays(algorithms, setups[0], len(seeds), settings.devices)):
+        if mode == "vectorized" or (mode == "auto" and _pays(algorithms, setups[0], len(seeds), settings.devices)):
             for algorithm in algorithms:
                 check(algorithm)
             with _line(progress) as line:
@@ -110,9 +110,9 @@ def sweep(
 
 
 @contextmanager
-def _line(progress: bool) -> Iterator[Line | None]:
+def _line(progress: bool) -> Iterator[ProgressLine | None]:
     """A line of progress where it is wanted and seen, taken away in the end, also by an error."""
-    line = Line() if progress and somebody_looks_on() else None
+    line = ProgressLine() if progress and progress_is_visible() else None
     try:
         yield line
     finally:
@@ -120,7 +120,7 @@ def _line(progress: bool) -> Iterator[Line | None]:
             line.clear()
 
 
-def seeds_of(seeds: Sequence[int] | None, settings: Settings | None, options: SettingsOptions) -> Sequence[int]:
+def resolve_seeds(seeds: Sequence[int] | None, settings: Settings | None, options: SettingsOptions) -> Sequence[int]:
     """The seeds of several runs; FedraxError where a single one is named beside them."""
     if seeds is not None and "seed" in options:
         raise FedraxError("the seeds are given, and one seed beside them: leave seed out")
@@ -165,7 +165,7 @@ def _mesh(devices: int | None, count: int) -> Mesh:
     return make_mesh(min(devices or len(jax.devices()), count))
 
 
-def pays(
+def should_vectorize(
     algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings, seeds: int = 1
 ) -> bool:
     """Whether ``sweep`` would of itself run these together, with so many seeds."""
@@ -177,7 +177,7 @@ def pays(
         return _pays(algorithms, setup, seeds, settings.devices)
 
 
-def program_of(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
+def program_keys(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
     """What a program is known by before it is traced, and what decides what it computes but for data and floats."""
     use_all_cores()
     with arithmetic(settings.dtype):
@@ -211,7 +211,7 @@ class _Together:
         self.algorithms, self.setups, self.count = algorithms, setups, len(algorithms)
         self.settings = setups[0].settings
         self.ledgers = [[ledger_of(a, s.settings, s.planner.sampler) for s in setups] for a in algorithms]
-        self.of_each: dict[tuple[int, int], OfEach | None] = {}
+        self.personal_metrics: dict[tuple[int, int], PersonalMetrics | None] = {}
         mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
         spare = -self.count % devices
@@ -238,7 +238,7 @@ class _Together:
         )
         self._block = jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
         where = f"{devices} device{'s' * (devices > 1)}"
-        self.plan = f"together: {self.count} x {len(setups)} runs in one program on {where}"
+        self.plan = f"vectorized: {self.count} x {len(setups)} runs in one program on {where}"
 
     def _fresh(self) -> tuple[Carry, Kept]:
         """(the state before the first round, what a client keeps before it takes part), of every lane."""
@@ -253,7 +253,7 @@ class _Together:
         over_algorithms = jax.vmap(start, (0, None, None))
         return jax.vmap(over_algorithms, (None, 0, 0))(self.stacked, *begin)
 
-    def run(self, line: Line | None) -> list[list[Result]]:
+    def run(self, line: ProgressLine | None) -> list[list[Result]]:
         """All rounds of all runs, evaluated as the settings say."""
         name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
         total, every = self.settings.rounds, self.settings.eval_every
@@ -266,7 +266,7 @@ class _Together:
         done = 0
         while done < total:
             if line is not None:
-                line.show(compose(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
+                line.show(compose_line(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
             began = clock()
             rounds = min(every - done % every, total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
@@ -296,7 +296,9 @@ class _Together:
         enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
             mine, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
-            metrics, self.of_each[z, g] = self.setups[z].evaluate(self.algorithms[g], mine, initial, self.evaluators)
+            metrics, self.personal_metrics[z, g] = self.setups[z].evaluate(
+                self.algorithms[g], mine, initial, self.evaluators
+            )
             diverged = not all(map(np.isfinite, metrics.values()))
             new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
         events.extend(new)
@@ -308,7 +310,7 @@ class _Together:
         mine = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
         kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
-        kept |= {"of_each": self.of_each.get((z, g))}
+        kept |= {"personal_metrics": self.personal_metrics.get((z, g))}
         return Result(
             params=self.algorithms[g].params(mine.server),
             server=mine.server,

@@ -26,7 +26,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.nesting import path_for
 from fedrax.experiments.serialization import METHODS, Reader, Table, is_another, replaced_by
 from fedrax.experiments.user_code import Trust
-from fedrax.tuning.selection import Range
+from fedrax.tuning.selection import SearchRange
 
 Point = dict[str, Any]
 """A value for each path of a grid."""
@@ -38,12 +38,12 @@ _NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
 
 
-def range_of(text: str, source: str) -> Range | None:
+def range_of(text: str, source: str) -> SearchRange | None:
     """The range that a text means; None if it means none. FedraxError for one that is empty."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         return None
-    made = Range(value_of(found[1]), value_of(found[2]), found[3] is not None)
+    made = SearchRange(value_of(found[1]), value_of(found[2]), found[3] is not None)
     if not (-math.inf < made.low < made.high < math.inf and max(-made.low, made.high) <= sys.float_info.max):
         raise FedraxError(f"{source}: the range {text} has no numbers between its ends.")
     if made.log and made.low <= 0:
@@ -55,26 +55,26 @@ def range_of(text: str, source: str) -> Range | None:
 class Grid:
     """Paths, and the values that each of them takes in turn, or the range that they are from."""
 
-    axes: tuple[tuple[str, tuple[Any, ...] | Range], ...]
+    axes: tuple[tuple[str, tuple[Any, ...] | SearchRange], ...]
     folder: Path = Path()
     """Of the file that it stands in."""
     trust: Trust = "typed"
     """Which code of one's own its values may name."""
 
     @property
-    def ranges(self) -> dict[str, Range]:
+    def ranges(self) -> dict[str, SearchRange]:
         """The ranges among the axes."""
-        return {path: values for path, values in self.axes if isinstance(values, Range)}
+        return {path: values for path, values in self.axes if isinstance(values, SearchRange)}
 
     @property
     def size(self) -> int:
         """The number of points, ranges left out."""
-        return math.prod(len(values) for _, values in self.axes if not isinstance(values, Range))
+        return math.prod(len(values) for _, values in self.axes if not isinstance(values, SearchRange))
 
     def points(self) -> list[Point]:
         """Every combination, of a grid without ranges; the last axis moves fastest."""
         paths = [path for path, _ in self.axes]
-        values = [values for _, values in self.axes if not isinstance(values, Range)]
+        values = [values for _, values in self.axes if not isinstance(values, SearchRange)]
         return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
 
     def ends(self) -> list[Point]:
@@ -82,11 +82,13 @@ class Grid:
         upper ends with the last ones, and both of them with every other value of a list.
         """
         both = [
-            (path, (values.low, values.high) if isinstance(values, Range) else (values[0], values[-1]))
+            (path, (values.low, values.high) if isinstance(values, SearchRange) else (values[0], values[-1]))
             for path, values in self.axes
         ]
         ends = [{path: pair[i] for path, pair in both} for i in range(2)]
-        listed = [(path, value) for path, values in self.axes if not isinstance(values, Range) for value in values]
+        listed = [
+            (path, value) for path, values in self.axes if not isinstance(values, SearchRange) for value in values
+        ]
         points = ends + [end | {path: value} for end in ends for path, value in listed]
         return list({repr(point): point for point in points}.values())
 
@@ -135,9 +137,9 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[Any, ...] | Range], ...]:
+def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[Any, ...] | SearchRange], ...]:
     """The axes of a grid."""
-    axes: list[tuple[str, tuple[Any, ...] | Range]] = []
+    axes: list[tuple[str, tuple[Any, ...] | SearchRange]] = []
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
             raise FedraxError(
@@ -158,7 +160,7 @@ def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[An
         axes.append((path, tuple(values)))
     if not axes:
         raise FedraxError(f"{source}: the grid is empty.")
-    size = math.prod(len(values) for _, values in axes if not isinstance(values, Range))
+    size = math.prod(len(values) for _, values in axes if not isinstance(values, SearchRange))
     if size > LARGEST:
         raise FedraxError(f"{source}: a grid of {size:,} points is too large (limit: {LARGEST:,}).")
     return tuple(axes)

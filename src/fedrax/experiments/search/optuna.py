@@ -16,8 +16,8 @@ from typing import Any
 
 from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison
-from fedrax.experiments.search.grid import Point, Range
-from fedrax.tuning.selection import Choice, Trial
+from fedrax.experiments.search.grid import Point, SearchRange
+from fedrax.tuning.selection import SearchResult, Trial
 
 AT_ONCE = 5
 """Settings that are proposed before any of them is known; the same number wherever runs are made."""
@@ -64,11 +64,11 @@ class Study:
                 self._study.tell(asked, worst if trial.value is None else trial.value)
         self._trials += trials
 
-    def choice(self, metric: str) -> Choice:
+    def choice(self, metric: str) -> SearchResult:
         """All that was tried."""
-        ranges = {path: values for path, values in self._axes if isinstance(values, Range)}
+        ranges = {path: values for path, values in self._axes if isinstance(values, SearchRange)}
         trials = [self._trials[i] for i in _first_of_each([trial.point for trial in self._trials])]
-        return Choice(metric, self._lower, tuple(trials), ranges)
+        return SearchResult(metric, self._lower, tuple(trials), ranges)
 
 
 def unlike(points: Sequence[Point]) -> list[Point]:
@@ -80,8 +80,8 @@ def _first_of_each(points: Sequence[Any]) -> list[int]:
     return [i for i, point in enumerate(points) if point not in points[:i]]
 
 
-def _value(trial: Any, path: str, values: tuple[Any, ...] | Range) -> Any:
-    if not isinstance(values, Range):
+def _value(trial: Any, path: str, values: tuple[Any, ...] | SearchRange) -> Any:
+    if not isinstance(values, SearchRange):
         return values[trial.suggest_categorical(path, range(len(values)))]
     if values.whole:
         return trial.suggest_int(path, values.low, values.high, log=values.log)

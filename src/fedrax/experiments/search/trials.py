@@ -30,8 +30,8 @@ from fedrax.simulation.persistence.run_identity import difference, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import EventFile
 from fedrax.tuning import sweep
-from fedrax.tuning.selection import Choice, Trial, alike, metric_of, trial_of
-from fedrax.tuning.sweeps import pays, program_of
+from fedrax.tuning.selection import SearchResult, Trial, group_by_structure, make_trial, selection_metric
+from fedrax.tuning.sweeps import program_keys, should_vectorize
 
 
 def run_trials(
@@ -50,11 +50,11 @@ def run_trials(
         task, federation = problem()
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
         settings = group[0][0].spec.run
-        if not pays(algorithms, task, federation, settings, len(comparison.search_seeds)):
+        if not should_vectorize(algorithms, task, federation, settings, len(comparison.search_seeds)):
             continue
         watcher.say(f"{group[0][0].spec.name}: {len(group)} points of its grid in one program")
         results = sweep(
-            algorithms, task, federation, comparison.search_seeds, settings, mode="together", progress=False
+            algorithms, task, federation, comparison.search_seeds, settings, mode="vectorized", progress=False
         )
         for jobs_of_point, runs in zip(group, results, strict=True):
             for job, result in zip(jobs_of_point, runs, strict=True):
@@ -75,7 +75,7 @@ def _together(jobs: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]
     return [
         [group[i] for i in positions]
         for group in groups.values()
-        for positions in alike([jobs[0].spec.algorithm for jobs in group])
+        for positions in group_by_structure([jobs[0].spec.algorithm for jobs in group])
         if len(positions) > 1
     ]
 
@@ -129,7 +129,7 @@ def _programs(comparison: Comparison, task: Task, federation: Federation) -> dic
         for point, spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
             with titled(f"{label} ({settings_in_words(dict(point))})"):
-                name, digests = program_of(spec.algorithm, task, federation, run)
+                name, digests = program_keys(spec.algorithm, task, federation, run)
             found[label][f"program of {label}: {name}"] = digests
     return found
 
@@ -147,10 +147,10 @@ def search(
     watcher: Watcher,
     workers: Workers | None = None,
     data_dir: Path | str | None = None,
-) -> dict[str, Choice]:
+) -> dict[str, SearchResult]:
     """The best settings of every method that has a grid, by label. ``problem``: the task with the rows held out."""
     use_all_cores()
-    metric = metric_of(task, comparison.search.metric)  # before anything runs
+    metric = selection_metric(task, comparison.search.metric)  # before anything runs
 
     def run(jobs: Sequence[Job]) -> None:
         if workers is not None:
@@ -171,7 +171,7 @@ def search(
     _check_known(comparison, out, *problem())
     run([job for label in whole for job in comparison.trials(label)])
     choices = {
-        label: Choice(metric, lower, tuple(judged(label, [point for point, _ in comparison.candidates[label]])))
+        label: SearchResult(metric, lower, tuple(judged(label, [point for point, _ in comparison.candidates[label]])))
         for label in whole
     }
     while any(not study.done for study in studies.values()):
@@ -189,4 +189,4 @@ def _judged(comparison: Comparison, label: str, point: Point, out: Path, metric:
     runs = [run for job in jobs if (run := state_of(job.spec, job.inside(out))) is not None]
     if len(runs) < len(jobs):
         raise FedraxError(f"the search of {label} is not finished.")
-    return trial_of(point, [(run.events, run.failure is not None) for run in runs], metric)
+    return make_trial(point, [(run.events, run.failure is not None) for run in runs], metric)

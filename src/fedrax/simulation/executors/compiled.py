@@ -26,7 +26,7 @@ from fedrax.contract.checks import checked_message
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
 from fedrax.simulation.executors.data_parallel import JoiningRunner
 from fedrax.simulation.executors.phase import PhaseRunner
-from fedrax.simulation.results.message_recorder import Noted, on_host, statistics_down
+from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.round import (
     Executor,
     Gathered,
@@ -40,7 +40,7 @@ from fedrax.xla.microbatch import AXIS
 from fedrax.xla.scopes import AGGREGATE, SERVER, phase_scope, scope
 from fedrax.xla.tracing import IN_PLACE, KEPT, uncollected
 
-NOTED = "noted"
+RECORDED_PHASES = "noted"
 """In a round's record what was noted of its messages, where clients are recorded."""
 
 
@@ -92,7 +92,9 @@ class OnDevice(Executor):
         with phase_scope(p):
             sums, single, self.kept, self.store, notes = runner.run(self.kept, self.store)
         if self.here.recorded is not None:
-            self.noted.append(Noted(message, statistics_down(self.algorithm, p, statistics), notes))
+            self.recorded_phases.append(
+                RecordedPhase(message, broadcast_statistics(self.algorithm, p, statistics), notes)
+            )
         share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
         with scope(AGGREGATE):
             sums = self.join(sums._replace(bad=()))._replace(bad=self.least(sums.bad))
@@ -134,8 +136,8 @@ def one_round(
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     (server, statistics), sound = settled(old, (server, statistics), is_sound)
     made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
-    if executor.noted:
-        made[NOTED] = tuple(executor.noted)
+    if executor.recorded_phases:
+        made[RECORDED_PHASES] = tuple(executor.recorded_phases)
     return Carry(server, statistics, executor.store), made
 
 
@@ -189,7 +191,7 @@ def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
 
     def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
         carry, records = run_block(program, AXIS, *inputs, vectors_axis=AXIS if share_vectors(mesh) else None)
-        return carry, records, records.pop(NOTED, ())
+        return carry, records, records.pop(RECORDED_PHASES, ())
 
     def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
         carries = Carry(server_specs(carry.server, mesh), P(), P(AXIS))
@@ -198,7 +200,7 @@ def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
             run,
             mesh=mesh,
             in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), specs, P()),
-            out_specs=(carries, P(), (Noted(P(), P(), by_device),) * len(algorithm.phases) if recorded else ()),
+            out_specs=(carries, P(), (RecordedPhase(P(), P(), by_device),) * len(algorithm.phases) if recorded else ()),
             check_vma=False,
         )
         return sharded(algorithm, carry, *inputs)
@@ -273,7 +275,7 @@ _copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 def stacked(records: list[dict]) -> dict[str, Any]:
     """The records of single rounds as :meth:`Engine.run` gives them, by the names that the first one has."""
     found = {name: [record[name] for record in records if name in record] for name in records[0]}
-    return {name: values if name == NOTED else np.asarray(values) for name, values in found.items()}
+    return {name: values if name == RECORDED_PHASES else np.asarray(values) for name, values in found.items()}
 
 
 class Engine:
@@ -315,11 +317,13 @@ class Engine:
     def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
         """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds].
 
-        Where clients are recorded, ``NOTED`` holds a list [rounds] of what was noted in each phase.
+        Where clients are recorded, ``RECORDED_PHASES`` holds a list [rounds] of what was noted in each phase.
         """
         with uncollected():  # the first time it is traced
-            carry, records, noted = self.block(algorithm)(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+            carry, records, recorded = self.block(algorithm)(algorithm, carry, self.samples, key, xs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
-        if noted:
-            found[NOTED] = [on_host(jax.tree.map(lambda a, r=r: a[r], noted), self.devices) for r in range(rounds)]
+        if recorded:
+            found[RECORDED_PHASES] = [
+                phases_to_host(jax.tree.map(lambda a, r=r: a[r], recorded), self.devices) for r in range(rounds)
+            ]
         return carry, found

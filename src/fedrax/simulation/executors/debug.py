@@ -14,11 +14,11 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.executors.compiled import NOTED, Carry, Engine, stacked
+from fedrax.simulation.executors.compiled import RECORDED_PHASES, Carry, Engine, stacked
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
 from fedrax.simulation.placement.planner import share_of, whole_round
 from fedrax.simulation.placement.streaming import release
-from fedrax.simulation.results.message_recorder import Noted, on_host, statistics_down
+from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import Executor, Finished, Gathered, Program, Rounds, client_keys, run_round
 from fedrax.tree import Tree
@@ -62,8 +62,8 @@ class DebugEngine(Engine):
             executor = StepByStep(self.program, algorithm, here, key, carry.store, jax.tree.map(_first, self.samples))
             server, statistics, record, _ = run_round(executor, carry.server, carry.statistics)
         record = {**record, "sound": True, "bad": self.program.num_clients}
-        if executor.noted:
-            record[NOTED] = on_host(executor.noted, 1)
+        if executor.recorded_phases:
+            record[RECORDED_PHASES] = phases_to_host(executor.recorded_phases, 1)
         return Carry(server, statistics, executor.store), record
 
 
@@ -88,8 +88,8 @@ class StepByStep(Executor):
             progress = runner.step(jnp.int32(k), self.kept, progress)
         self.kept, self.store = progress.kept, progress.store
         if self.here.recorded is not None:
-            down = statistics_down(self.algorithm, p, statistics)
-            self.noted.append(Noted(message, down, progress.notes))
+            down = broadcast_statistics(self.algorithm, p, statistics)
+            self.recorded_phases.append(RecordedPhase(message, down, progress.notes))
         places = self.here.places
         single, clients, weights = jax.tree.map(lambda a: a[:count], (progress.single, places.client, places.weight))
         return Gathered(progress.sums, single, clients, weights)

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
-from fedrax.simulation.executors.compiled import NOTED, Carry, Engine, stacked
+from fedrax.simulation.executors.compiled import RECORDED_PHASES, Carry, Engine, stacked
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
 from fedrax.simulation.placement.planner import share_of
-from fedrax.simulation.results.message_recorder import Noted, on_host, statistics_down
+from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.round import Executor, Gathered, Program, Rounds, client_keys, join_sums, run_round, serve
 from fedrax.tree import Tree
 
@@ -48,7 +48,9 @@ class LoopEngine(Engine):
         store = jax.tree.map(self._join, *executor.stores) if jax.tree.leaves(carry.store) else carry.store
         new = self.put(server, statistics, ()) if sound else carry
         values = {name: np.asarray(value) for name, value in record.items()}
-        values |= {"sound": sound, "bad": int(bad)} | ({NOTED: executor.noted} if executor.noted else {})
+        values |= {"sound": sound, "bad": int(bad)} | (
+            {RECORDED_PHASES: executor.recorded_phases} if executor.recorded_phases else {}
+        )
         return new._replace(store=store), values
 
     def _join(self, *shards: Array) -> Array:
@@ -125,8 +127,8 @@ class Dispatched(Executor):
         self.stores, self.kept = [q.store for q in progress], [q.kept for q in progress]
         if self.shares[0].recorded is not None:
             notes = jax.tree.map(lambda *a: np.concatenate([np.asarray(x) for x in a]), *[q.notes for q in progress])
-            down = statistics_down(self.algorithm, p, statistics)
-            self.noted += on_host([Noted(message, down, notes)], len(self.devices))
+            down = broadcast_statistics(self.algorithm, p, statistics)
+            self.recorded_phases += phases_to_host([RecordedPhase(message, down, notes)], len(self.devices))
         parts = jax.device_put([(q.sums, q.single) for q in progress], self.devices[0])
         places = self.here.places
         return self.compiled.gather(parts, places.client.reshape(-1), places.weight.reshape(-1))

@@ -12,7 +12,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import set_state, state_in
-from fedrax.simulation.results.message_recorder import no_notes, noted, sent_by
+from fedrax.simulation.results.message_recorder import empty_upload_buffer, record_uploads, recorded_upload
 from fedrax.simulation.round import Finished, Keys, Program, Rounds, Sums, add_client, no_sums, run_client, turn_of
 from fedrax.tree import Tree
 from fedrax.xla.grouped_conv import side_by_side
@@ -62,7 +62,7 @@ class PhaseRunner:
         by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
         sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
-        notes = no_notes(self.here.recorded, sent_by(shape, self.last))
+        notes = empty_upload_buffer(self.here.recorded, recorded_upload(shape, self.last))
         return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes)
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
@@ -102,7 +102,7 @@ class PhaseRunner:
             weight = self.here.places.weight[at]
             weight = jnp.where(real, weight, 0) if self.program.chunk else weight
             sums = add_client(self.program, sums, done, weight, real, client)
-        notes = noted(notes, self.here.recorded, client, sent_by(done, self.last))
+        notes = record_uploads(notes, self.here.recorded, client, recorded_upload(done, self.last))
         return Progress(sums, single, kept, store, notes)
 
     def run(self, kept: Tree, store: Tree) -> Progress:

@@ -33,11 +33,11 @@ _HEADER_BYTES = 1 << 10
 _PIECE_BYTES = 8 << 20
 
 
-class DamagedError(FedraxError):
+class DamagedCheckpointError(FedraxError):
     """A file that is no checkpoint, or one no longer."""
 
 
-class InPieces(Protocol):
+class ChunkedArray(Protocol):
     """An array that need not fit into memory."""
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class _Digested:
 def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool = True) -> None:
     """Write a pytree of arrays and a JSON-able ``meta`` to ``directory``; raises FedraxError if it cannot.
 
-    Leaves may be :class:`InPieces`. The checkpoint that is there already stays as ``previous.npz`` if asked for.
+    Leaves may be :class:`ChunkedArray`. The checkpoint that is there already stays as ``previous.npz`` if asked for.
     """
     leaves = {
         f"{i:06d}:{n}": x for i, (n, x) in enumerate(zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True))
@@ -161,7 +161,7 @@ def load_meta(directory: Path) -> dict[str, Any]:
 def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tree, dict[str, Any]]:
     """(state, meta); the state must have the structure, shapes and dtypes of ``like``.
 
-    The leaves below ``in_pieces``, a name of the first level, are not read but :class:`Stored`.
+    The leaves below ``in_pieces``, a name of the first level, are not read but :class:`CheckpointArray`.
     """
     path, (expected, structure) = directory / FILE, jax.tree.flatten(like)
     with _archive(path) as archive:
@@ -172,7 +172,7 @@ def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tre
             apart = [in_pieces in name.partition(":")[2].split("/")[:1] for name in names]
             for name, away, leaf in zip(names, apart, expected, strict=True):
                 own = leaf.dtype if types.get(name) == leaf.dtype.name else None
-                arrays.append(Stored(path, name, digests, own) if away else _read(archive, name, digests, own))
+                arrays.append(CheckpointArray(path, name, digests, own) if away else _read(archive, name, digests, own))
     same = len(arrays) == len(expected) and all(
         a.shape == e.shape and a.dtype == e.dtype for a, e in zip(arrays, expected, strict=True)
     )
@@ -207,9 +207,11 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         raise damaged(path, error) from error
 
 
-def damaged(path: Path, error: Exception) -> DamagedError:
+def damaged(path: Path, error: Exception) -> DamagedCheckpointError:
     """What to raise for a file that cannot be read."""
-    return DamagedError(f"the checkpoint {path} is damaged or not a checkpoint: {error or type(error).__name__}")
+    return DamagedCheckpointError(
+        f"the checkpoint {path} is damaged or not a checkpoint: {error or type(error).__name__}"
+    )
 
 
 class _Description(NamedTuple):
@@ -259,8 +261,8 @@ def _read(archive: zipfile.ZipFile, name: str, digests: dict[str, str], own: Any
         return array if own is None or array.dtype != _on_disk(own) else array.view(own)
 
 
-class Stored:
-    """An array in a checkpoint, :class:`InPieces`; ``own`` as of ``_read``."""
+class CheckpointArray:
+    """An array in a checkpoint, :class:`ChunkedArray`; ``own`` as of ``_read``."""
 
     def __init__(self, path: Path, name: str, digests: dict[str, str], own: Any = None):
         self.path, self.name, self._digests = path, name, digests

@@ -26,7 +26,7 @@ from fedrax.tree import Tree
 from fedrax.xla.tracing import computed
 
 
-class Begun(NamedTuple):
+class RunStart(NamedTuple):
     """Where a run begins: the state, and what went before."""
 
     carry: Carry
@@ -37,7 +37,7 @@ class Begun(NamedTuple):
     """Whether the privacy budget has ended the run."""
 
 
-class Saved(NamedTuple):
+class RunState(NamedTuple):
     """What a checkpoint holds: the state, and which client each row of the store belongs to (-1: none)."""
 
     server: Any
@@ -48,13 +48,13 @@ class Saved(NamedTuple):
     """How often each client took part, of a private run."""
 
 
-def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -> Begun:
+def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -> RunStart:
     """The run before its first round or, to ``resume`` it, at the last checkpoint of its directory, if there is one.
 
     The ``ledger`` is set to what that holds.
     """
     if not resume or setup.kept_in is None:
-        return Begun(fresh(setup, storage), [])
+        return RunStart(fresh(setup, storage), [])
     begun = _restored(setup, storage, ledger)
     done = np.int32(len(begun.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
@@ -62,7 +62,7 @@ def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -
     return begun
 
 
-def check_goes_on(setup: Setup, begun: Begun) -> None:
+def check_goes_on(setup: Setup, begun: RunStart) -> None:
     """FedraxError where a run that is not over has lost what its clients kept."""
     if not begun.has_clients:
         raise FedraxError(
@@ -82,14 +82,14 @@ def fresh(setup: Setup, storage: Storage) -> Carry:
     return carry._replace(store=store)  # the store is nobody else's: no copy
 
 
-def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> Begun:
+def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> RunStart:
     assert setup.kept_in is not None
     where = setup.kept_in / CHECKPOINT
     if not checkpoint.exists(where):
-        return Begun(fresh(setup, storage), [])
+        return RunStart(fresh(setup, storage), [])
     try:
         return _at_checkpoint(setup, storage, where, ledger)
-    except checkpoint.DamagedError as error:
+    except checkpoint.DamagedCheckpointError as error:
         raise FedraxError(f"{error}; {_what_helps(setup.kept_in)}") from error
 
 
@@ -102,10 +102,10 @@ def _what_helps(directory: Path) -> str:
     return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
 
 
-def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> Begun:
+def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> RunStart:
     assert setup.kept_in is not None
     if not (where / checkpoint.FILE).is_file():
-        raise checkpoint.DamagedError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
+        raise checkpoint.DamagedCheckpointError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
     meta = _known_again(setup, where)
     done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
@@ -125,7 +125,7 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
     has_clients = not setup.stateful or meta["rows"] > 0
     store = _stored(setup, storage, saved) if has_clients else ()
     carry = setup.engine.put(saved.server, saved.statistics, ())._replace(store=store)
-    return Begun(carry, events[:done], has_clients, meta.get("stopped") == "budget")
+    return RunStart(carry, events[:done], has_clients, meta.get("stopped") == "budget")
 
 
 def check_kept(setup: Setup) -> None:
@@ -158,14 +158,14 @@ def round_of(meta: dict[str, Any], where: Path) -> int:
     return meta["round"]
 
 
-def _like(setup: Setup, rows: int, ledger: Ledger | None) -> Saved:
+def _like(setup: Setup, rows: int, ledger: Ledger | None) -> RunState:
     server = setup.algorithm.init(tree.rebuilt(setup.params), setup.info.num_clients)
     repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
     counts = () if ledger is None else jnp.asarray(ledger.counts)
-    return Saved(server, setup.statistics, jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32), counts)
+    return RunState(server, setup.statistics, jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32), counts)
 
 
-def _stored(setup: Setup, storage: Storage, saved: Saved) -> Tree:
+def _stored(setup: Setup, storage: Storage, saved: RunState) -> Tree:
     owners = setup.planner.owners()
     if storage.spill is None:
         return rehoused(saved.store, saved.owners, owners, setup.initial, setup.engine.mesh)
@@ -195,5 +195,5 @@ def save(
         owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
     meta = {"round": done, "rows": len(owners), "identity": setup.identity, "algorithm": setup.info.algorithm}
     counts = () if ledger is None else ledger.counts
-    saved = Saved(setup.engine.whole_server(carry), carry.statistics, store, owners, counts)
+    saved = RunState(setup.engine.whole_server(carry), carry.statistics, store, owners, counts)
     checkpoint.save(setup.directory / name, saved, meta | more, keep_previous=clients)

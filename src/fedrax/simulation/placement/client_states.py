@@ -25,7 +25,7 @@ _PIECE_BYTES = 8 << 20
 class Shards:
     """An array of rows that lies on devices, read a few rows at a time: whole on the host it would take as much again.
 
-    It is :class:`fedrax.simulation.persistence.checkpoint.InPieces`.
+    It is :class:`fedrax.simulation.persistence.checkpoint.ChunkedArray`.
     """
 
     def __init__(self, array: jax.Array):

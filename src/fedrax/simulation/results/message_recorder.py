@@ -1,7 +1,7 @@
 """What clients were sent and sent back, as it traveled: for those who study what a method gives away.
 
-A :class:`Record` names clients and rounds. In these rounds every execution plan notes, phase by phase, the message
-that went down and what each of the clients sent up: compressed, quantized, noised, whatever its method makes of it,
+A :class:`MessageSelection` names clients and rounds. In these rounds every execution plan notes, phase by phase, the
+message that went down and what each of the clients sent up: compressed, quantized, noised, whatever its method makes of it,
 and before the server decodes it.
 """
 
@@ -22,7 +22,7 @@ from fedrax.tree import Tree
 
 
 @dataclass(frozen=True)
-class Record:
+class MessageSelection:
     """Which messages :func:`fedrax.simulate` keeps; they are in ``Result.exchanges``."""
 
     clients: Sequence[int] = (0,)
@@ -61,7 +61,7 @@ class Record:
         return min((1 if r == done + 1 else int(r) - 1 - done for r in self.rounds if r > done), default=total - done)
 
 
-class Sent(NamedTuple):
+class RecordedUpload(NamedTuple):
     """What one client sends in a phase, as it travels: see :class:`fedrax.ClientOutput`."""
 
     upload: Tree
@@ -71,7 +71,7 @@ class Sent(NamedTuple):
     """The model's running statistics, with the last phase, where their mean goes round."""
 
 
-class Exchange(NamedTuple):
+class RecordedExchange(NamedTuple):
     """One phase between the server and one client, as NumPy arrays."""
 
     round: int
@@ -83,54 +83,54 @@ class Exchange(NamedTuple):
     """The server's message."""
     statistics: Tree
     """The model's running statistics that came with the first phase's message, where their mean goes round."""
-    sent: Sent
+    sent: RecordedUpload
 
 
 # -- inside a round -------------------------------------------------------------------------------------------------
 
 
-class Notes(NamedTuple):
+class UploadBuffer(NamedTuple):
     """What K clients sent in a phase, noted on one device."""
 
-    sent: Sent
+    sent: RecordedUpload
     """On a leading axis of K."""
     present: Array
     """bool [K]; whether the client took part on this device."""
 
 
-class Noted(NamedTuple):
+class RecordedPhase(NamedTuple):
     """A phase: what went down, and what came up from the clients that are recorded."""
 
     message: Tree
     statistics: Tree
-    notes: Notes
+    notes: UploadBuffer
 
 
-def sent_by(done: Finished, last: bool) -> Sent:
+def recorded_upload(done: Finished, last: bool) -> RecordedUpload:
     """What a client has sent at the end of a phase."""
-    return Sent(done.output.upload, done.output.each, done.output.total, done.statistics if last else ())
+    return RecordedUpload(done.output.upload, done.output.each, done.output.total, done.statistics if last else ())
 
 
-def no_notes(recorded: Array | None, shape: Sent) -> Any:
+def empty_upload_buffer(recorded: Array | None, shape: RecordedUpload) -> Any:
     """Room for what the clients ``recorded`` [K] send; nothing at all where nobody is."""
     if recorded is None:
         return ()
     count = recorded.shape[0]
     room = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), shape)
-    return Notes(room, jnp.zeros(count, bool))
+    return UploadBuffer(room, jnp.zeros(count, bool))
 
 
-def noted(notes: Any, recorded: Array | None, clients: Array, sent: Sent) -> Any:
+def record_uploads(notes: Any, recorded: Array | None, clients: Array, sent: RecordedUpload) -> Any:
     """The notes with what a client sent, or several side by side (a leading axis everywhere)."""
     if recorded is None:
         return notes
     match = jnp.asarray(clients)[..., None] == recorded
     row = jnp.where(match.any(-1), match.argmax(-1), len(recorded))  # beyond the notes: dropped
     put = lambda table, value: table.at[row].set(value, mode="drop")  # noqa: E731
-    return Notes(jax.tree.map(put, notes.sent, sent), notes.present.at[row].set(True, mode="drop"))
+    return UploadBuffer(jax.tree.map(put, notes.sent, sent), notes.present.at[row].set(True, mode="drop"))
 
 
-def statistics_down(algorithm: Any, p: int, statistics: Tree) -> Tree:
+def broadcast_statistics(algorithm: Any, p: int, statistics: Tree) -> Tree:
     """The running statistics that travel down with phase ``p``."""
     return statistics if p == 0 and not algorithm.traits.personal_statistics else ()
 
@@ -138,20 +138,23 @@ def statistics_down(algorithm: Any, p: int, statistics: Tree) -> Tree:
 # -- on the host ----------------------------------------------------------------------------------------------------
 
 
-def on_host(phases: Sequence[Noted], devices: int) -> list[Noted]:
+def phases_to_host(phases: Sequence[RecordedPhase], devices: int) -> list[RecordedPhase]:
     """A round's notes of one device or, where devices share the leading axis of the notes, of all of them."""
     split = lambda a: np.asarray(a).reshape(devices, -1, *a.shape[1:])  # noqa: E731
     as_arrays = lambda values: jax.tree.map(np.asarray, values)  # noqa: E731
-    return [Noted(as_arrays(one.message), as_arrays(one.statistics), jax.tree.map(split, one.notes)) for one in phases]
+    return [
+        RecordedPhase(as_arrays(one.message), as_arrays(one.statistics), jax.tree.map(split, one.notes))
+        for one in phases
+    ]
 
 
-def exchanges(recorded: Sequence[int], round: int, phases: Sequence[Noted]) -> list[Exchange]:
-    """The exchanges of a round, client by client, from notes that :func:`on_host` gave."""
+def exchanges(recorded: Sequence[int], round: int, phases: Sequence[RecordedPhase]) -> list[RecordedExchange]:
+    """The exchanges of a round, client by client, from notes that :func:`phases_to_host` gave."""
     found = []
     for k, client in enumerate(recorded):
         for p, (message, statistics, notes) in enumerate(phases):
             here = np.flatnonzero(notes.present[:, k])
             if len(here):
                 sent = jax.tree.map(lambda a, d=here[0], k=k: a[d, k], notes.sent)
-                found.append(Exchange(round, int(client), p, message, statistics, sent))
+                found.append(RecordedExchange(round, int(client), p, message, statistics, sent))
     return found

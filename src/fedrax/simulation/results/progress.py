@@ -22,7 +22,7 @@ _BAR = (10, 40)
 """Characters of a bar: fewer say nothing, more say no more."""
 
 
-def somebody_looks_on(file: TextIO | None = None) -> bool:
+def progress_is_visible(file: TextIO | None = None) -> bool:
     """Whether a line of progress would be seen: standard error is a terminal or this is a notebook, and this process is
     the only one or the first of several.
     """
@@ -40,7 +40,7 @@ def _in_notebook() -> bool:
     return "ipykernel" in sys.modules
 
 
-class Line:
+class ProgressLine:
     """One line on standard error, written over and over; text that stays is printed above it."""
 
     def __init__(self, file: TextIO | None = None, width: int | None = None):
@@ -52,7 +52,7 @@ class Line:
     def seen(self) -> bool:
         """Whether somebody looks on; asked when the line is first needed."""
         if self._seen is None:
-            self._seen = somebody_looks_on(self._file)
+            self._seen = progress_is_visible(self._file)
         return self._seen
 
     @property
@@ -114,8 +114,8 @@ class ProgressSink:
     ``line`` is one that somebody else takes away, for several runs; without it the sink has its own, which stays.
     """
 
-    def __init__(self, description: str | None = None, line: Line | None = None):
-        self._description, self._shared, self._line = description, line is not None, line or Line()
+    def __init__(self, description: str | None = None, line: ProgressLine | None = None):
+        self._description, self._shared, self._line = description, line is not None, line or ProgressLine()
         self._name, self._total, self._numbers, self._test = "", 0, "", ""
         self._first: tuple[int, float] | None = None
         self._shown = 0.0
@@ -160,7 +160,7 @@ class ProgressSink:
         return [self._test or loss, left, budget, loss if self._test else "", f"{speed:.1f} rounds/s" if speed else ""]
 
     def _text(self, done: int, said: Sequence[str]) -> str:
-        return compose(self._name, done, self._total, said, self._line.width, self._line.letters)
+        return compose_line(self._name, done, self._total, said, self._line.width, self._line.letters)
 
     def finish(self, result: Any | None) -> None:
         """Show the last round, where the run has ended early, and leave the line."""
@@ -170,7 +170,7 @@ class ProgressSink:
             self._line.keep()
 
 
-def compose(
+def compose_line(
     name: str, done: int, total: int, said: Sequence[str], width: int, letters: tuple[str, str] = ("━", "─")
 ) -> str:
     """A line of at most ``width`` characters: the name, shortened where it must be, the rounds, as much of what is
@@ -199,5 +199,5 @@ def _clock(seconds: float) -> str:
 
 def with_progress(sinks: Sequence[Sink], progress: bool, description: str | None = None) -> list[Sink]:
     """``sinks``, and a line of progress where it is wanted, would be seen and is not among them."""
-    shown = progress and not any(isinstance(sink, ProgressSink) for sink in sinks) and somebody_looks_on()
+    shown = progress and not any(isinstance(sink, ProgressSink) for sink in sinks) and progress_is_visible()
     return [*sinks, *([ProgressSink(description)] if shown else [])]

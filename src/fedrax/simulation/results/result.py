@@ -16,7 +16,7 @@ from fedrax.escaping import for_picture
 from fedrax.privacy.ledger import Spent
 from fedrax.simulation.persistence.model_file import save_model
 from fedrax.simulation.results.events import Event
-from fedrax.simulation.results.message_recorder import Exchange
+from fedrax.simulation.results.message_recorder import RecordedExchange
 from fedrax.tree import Tree
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Snapshot:
         save_model(path, self.params, self.statistics)
 
 
-class OfEach(NamedTuple):
+class PersonalMetrics(NamedTuple):
     """What clients' own models, personal and fine-tuned ones, are worth to each."""
 
     values: dict[str, np.ndarray]
@@ -88,15 +88,15 @@ class Result:
     """The model's running statistics after the last round, averaged over clients; empty where it has none."""
     trajectory: list[Tree] = field(default_factory=list)
     """The global parameters after every round, or after those asked for, on the host."""
-    exchanges: list[Exchange] = field(default_factory=list)
-    """What recorded clients were sent and sent, round by round, where asked for: see :class:`Record`."""
+    exchanges: list[RecordedExchange] = field(default_factory=list)
+    """What recorded clients were sent and sent, round by round, where asked for: see :class:`MessageSelection`."""
     store: Tree = ()
     """What clients keep, a row each."""
     homes: dict[int, int] = field(default_factory=dict)
     """The row of each client that took part."""
     initial_client: Any = None
     """What a client keeps before it takes part."""
-    of_each: OfEach | None = None
+    personal_metrics: PersonalMetrics | None = None
     """What clients' own models were worth to each in the last evaluation; None of a run without such models, or of
     one that was read from a directory."""
 
@@ -134,14 +134,14 @@ class Result:
         self._check_known(name)
         return [(event["round"], event[name]) for event in self.events if event.get(name) is not None]
 
-    def to_target(self, metric: str, value: float) -> dict[str, float] | None:
+    def cost_to_target(self, metric: str, value: float) -> dict[str, float] | None:
         """Rounds, bytes (both ways, all clients) and seconds until ``metric`` first reaches ``value``, or None.
 
         A metric whose smaller values are better, as the task says, reaches a value from above, others from below.
         FedraxError for one that no event holds.
         """
         self._check_known(metric)
-        return to_target(self.events, metric, value, self.lower_is_better)
+        return cost_to_target(self.events, metric, value, self.lower_is_better)
 
     def _check_known(self, name: str) -> None:
         known = dict.fromkeys(key for event in self.events for key in event)
@@ -192,7 +192,7 @@ class Result:
         save_model(path, self.params, self.statistics)
 
 
-NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "of_each": None}
+NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "personal_metrics": None}
 """Fields of a result without what clients keep: of a run that diverged, whose clients have worked on in that round, or
 in later ones beside other runs; of a finished one that did not keep it."""
 
@@ -214,10 +214,10 @@ def _metric_lines(values: Event) -> list[str]:
     return lines
 
 
-def to_target(
+def cost_to_target(
     events: list[Event], metric: str, value: float, lower_is_better: tuple[str, ...] = ("mse",)
 ) -> dict[str, float] | None:
-    """As :meth:`Result.to_target`, from events; ``lower_is_better`` names metrics besides the loss."""
+    """As :meth:`Result.cost_to_target`, from events; ``lower_is_better`` names metrics besides the loss."""
     words = metric.split("_")
     falls = "loss" in words or any(f"_{name}" in f"_{metric}" for name in lower_is_better)
     for event in events:

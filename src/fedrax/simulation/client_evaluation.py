@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,26 @@ from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.prng.seeds import FINETUNING, seeded
-from fedrax.simulation.evaluation import is_lower_better, over_clients, sample_values
+from fedrax.simulation.evaluation import (
+    OUTPUTS,
+    Evaluator,
+    is_lower_better,
+    over_clients,
+    sample_values,
+    whole_set_values,
+)
+from fedrax.simulation.executors.choose import make_mesh
 from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.placement.client_states import rows_of
 from fedrax.simulation.placement.streaming import release
-from fedrax.simulation.results.result import OfEach
+from fedrax.simulation.results.result import PersonalMetrics, Result
 from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 from fedrax.xla.microbatch import AXIS
+
+if TYPE_CHECKING:
+    import polars as pl
 
 _ROWS = 100
 """Samples evaluated at a time, of clients that have as many."""
@@ -42,12 +53,12 @@ _AT_ONCE_BYTES = 64 << 20
 """Of what the clients of one call keep, and of their streamed samples on a device."""
 
 
-class Metrics(NamedTuple):
+class EvaluationMetrics(NamedTuple):
     """What a state is worth, or the clients' own models in it."""
 
-    of_all: dict[str, float]
+    overall: dict[str, float]
     """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
-    of_each: OfEach | None
+    personal_metrics: PersonalMetrics | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +104,7 @@ class PersonalEvaluator:
 
     def __call__(
         self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int], initial: Kept
-    ) -> Metrics:
+    ) -> EvaluationMetrics:
         """What clients' own models are worth now. initial: what a client has that never took part."""
         sums: list[dict] = []
         for clients in self._groups:
@@ -106,12 +117,12 @@ class PersonalEvaluator:
         together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
         sizes = np.where(np.diff(self._offsets) > 0, np.diff(self._offsets), np.nan)
         means = {f"{kind}_{name}": of / sizes for kind, values in together.items() for name, of in values.items()}
-        return Metrics(self._metrics(together), OfEach(means, self._digest))
+        return EvaluationMetrics(self._metrics(together), PersonalMetrics(means, self._digest))
 
     @cached_property
     def _digest(self) -> int:
         labels = self.federation.train.y if self.federation.test_offsets is None else self.federation.test.y
-        return OfEach.digest_of(labels, self._offsets)
+        return PersonalMetrics.digest_of(labels, self._offsets)
 
     def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
         sizes, result = np.diff(self._offsets), {}
@@ -245,3 +256,45 @@ class PersonalEvaluator:
         data = client_data(self.program, train, turn_of(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.fresh(), params).params
         return with_statistics(tuned, carried.statistics)
+
+
+def client_metrics(result: Result, task: Task, federation: Federation) -> pl.DataFrame:
+    """Loss and metrics of the final global model on each client's own data, a row a client.
+
+    Columns: client (its name, or its number), train_samples, samples (those evaluated on), the loss and every metric,
+    means over them, and ``whole_set`` metrics of a client's samples together, null where they are not defined. Where
+    clients have models of their own, or ``finetune`` was set, what these are worth follows, as ``personal_accuracy`` or
+    ``finetuned_loss``; not of another federation than the run's, nor of a run that was only read. Evaluated on are the
+    clients' test samples, or their training samples where test data belong to nobody; a client without test samples has
+    nulls.
+
+    Raises FedraxError for a result of another model.
+    """
+    import polars as pl
+
+    owned = federation.test_offsets is not None
+    samples, offsets = (federation.test, federation.test_offsets) if owned else (federation.train, federation.offsets)
+    assert offsets is not None
+    params = result.variables
+    if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
+        raise FedraxError("the result is not of this task: its parameters have other names")
+    params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough
+    values = Evaluator(task, make_mesh(1), Batch(*samples)).per_sample(params)
+    sizes, columns = np.diff(offsets), {}
+    for name, each in values.items():
+        if name not in ("loss", *task.metrics):
+            continue
+        sums = np.add.reduceat(np.append(each, 0.0), offsets)[:-1]
+        columns[name] = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
+    if task.whole_set:
+        rows = [slice(start, start + size) for start, size in zip(offsets[:-1], sizes, strict=True)]
+        undefined = dict.fromkeys(task.whole_set)
+        at = [whole_set_values(task, values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else undefined for r in rows]
+        columns |= {name: [found[name] for found in at] for name in task.whole_set}
+    if result.personal_metrics is not None and result.personal_metrics.digest == PersonalMetrics.digest_of(
+        samples.y, offsets
+    ):
+        for name, found in result.personal_metrics.values.items():
+            columns[name] = [None if np.isnan(value) else float(value) for value in found]
+    names = [federation.client_name(i) for i in range(federation.num_clients)]
+    return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

@@ -22,7 +22,7 @@ _NAME = 80
 
 
 @dataclass(frozen=True)
-class Clients:
+class ClientSummary:
     """The clients of a run, the first of them one by one."""
 
     data: str
@@ -44,7 +44,7 @@ class Clients:
     """Training samples of each class at each of the first clients."""
 
     @classmethod
-    def of(cls, federation: Federation) -> Clients:
+    def of(cls, federation: Federation) -> ClientSummary:
         """The clients of a federation."""
         sizes, classes = federation.sizes, federation.num_classes or 0
         shown = min(SHOWN, federation.num_clients)
@@ -69,12 +69,12 @@ class Clients:
         )
 
 
-def write_clients(directory: Path, federation: Federation) -> None:
+def write_client_summary(directory: Path, federation: Federation) -> None:
     """Write the file, whole or not at all."""
-    write_text(directory / FILE, json.dumps(asdict(Clients.of(federation))) + "\n")
+    write_text(directory / FILE, json.dumps(asdict(ClientSummary.of(federation))) + "\n")
 
 
-def read_clients(directory: Path) -> Clients | None:
+def read_client_summary(directory: Path) -> ClientSummary | None:
     """What a run's file says, None where there is none; FedraxError for one that is damaged."""
     path = directory / FILE
     if not path.exists():
@@ -86,8 +86,8 @@ def read_clients(directory: Path) -> Clients | None:
         raise FedraxError(f"{path} is not the list of a run's clients: {error}.") from error
 
 
-def _checked(found: Any) -> Clients:
-    """ValueError, TypeError or LookupError for anything that ``write_clients`` does not write."""
+def _checked(found: Any) -> ClientSummary:
+    """ValueError, TypeError or LookupError for anything that ``write_client_summary`` does not write."""
     whole = {name: _whole(found[name]) for name in ("clients", "samples", "smallest", "largest")}
     names, classes = (tuple(map(_text, found[name])) for name in ("names", "classes"))
     sizes, counts = tuple(map(_whole, found["sizes"])), tuple(tuple(map(_whole, row)) for row in found["counts"])
@@ -97,7 +97,7 @@ def _checked(found: Any) -> Clients:
     if len(names) > SHOWN or len(classes) > MAX_CLASSES:
         raise ValueError("it is too long")
     distance = found["total_variation"]
-    return Clients(
+    return ClientSummary(
         data=_text(found["data"]),
         **whole,
         median=_number(found["median"]),
