@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 REFERENCE = Path(__file__).parent / "reference"
 RETURNED = {
-    "Choice", "ClientData", "Cohort", "Diagnosis", "Exchange", "Heavy", "Heterogeneity", "Limits", "LocalResult",
-    "Outcome", "Part", "Partition", "Point", "Profile", "Reconstruction", "Result", "RunInfo", "Score", "Seen", "Sent",
-    "Snapshot", "Spent", "Step", "Trial", "Tuned", "Verdict",
+    "ClientData", "Cohort", "Diagnosis", "Heavy", "Heterogeneity", "Limits", "LocalResult", "Outcome", "Part",
+    "Partition", "Point", "Profile", "Reconstruction", "RecordedExchange", "RecordedUpload", "Result", "RunInfo",
+    "Score", "SearchResult", "Seen", "Snapshot", "Spent", "Step", "Trial", "TuningResult", "Verdict",
 }  # fmt: skip
 """Classes whose objects fedrax makes: how is not shown."""
 CALLED_BY_FEDRAX = ("check", "tree_flatten", "tree_flatten_with_keys", "tree_unflatten")

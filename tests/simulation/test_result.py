@@ -11,7 +11,7 @@ import pytest
 
 import fedrax
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, simulate
-from fedrax.contract import Variables, binary_classification
+from fedrax.contract import Variables
 from fedrax.data import Shards
 from fedrax.models import Linear
 
@@ -187,10 +187,6 @@ def test_names_that_there_are_not():
     model = fedrax.models.MLP(hidden=(8,)).build((4,), 3)
     assert repr(model) == "Model 'mlp' with features, blocks"
     assert repr(fedrax.classification(model)) == f"Task 'classification/{model.name}': loss, accuracy"
-
-
-def test_binary_is_at_hand():
-    assert fedrax.contract.binary is binary
 
 
 def test_a_model_with_too_few_outputs_for_the_classes_is_refused():
