@@ -94,7 +94,7 @@ def factor(schedule: tuple[str, dict] | None, r: int) -> float:
         return o["factor"] ** len([m for m in o["milestones"] if r >= m])
     if name == "ExponentialDecay":
         return o["factor"] ** r
-    if name == "InverseDecay":
+    if name == "InverseTimeDecay":
         return 1 / (1 + o["rate"] * r)
     if name == "CosineDecay":
         return o["final"] + (1 - o["final"]) * (1 + math.cos(math.pi * min(r / o["rounds"], 1))) / 2

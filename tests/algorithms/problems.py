@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import fedrax
 from fedrax.algorithms.gradma import ServerMemory
@@ -18,7 +19,7 @@ from fedrax.contract.table import Table
 from fedrax.contract.vectors import Vectors
 from fedrax.contract.wrapper import Wrapped
 from fedrax.experiments.method_registry import find_algorithm
-from fedrax.optim import proximal, schedules, server
+from fedrax.optim import InverseTimeDecay, OptaxSchedule, proximal, server
 from fedrax.robust import attacked_clients, rules
 from tests import reference, reference_methods
 
@@ -161,9 +162,22 @@ def _object(module: Any, spec: Any) -> Any:
 
 def options_of(options: dict) -> dict:
     """Options with ("Name", {...}) replaced by fedrax's objects."""
-    kinds = {"prox": proximal, "schedule": schedules, "server_optimizer": server}
-    kinds |= {"rule": rules, "attack": attacked_clients}
-    return {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
+    kinds = {"prox": proximal, "server_optimizer": server, "rule": rules, "attack": attacked_clients}
+    made = {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
+    return made | ({"schedule": make_schedule(*options["schedule"])} if "schedule" in options else {})
+
+
+def make_schedule(name: str, options: dict) -> Any:
+    """The schedule of fedrax or optax that the reference's ``factor`` describes."""
+    if name == "StepDecay":
+        falls = dict.fromkeys(options["milestones"], options["factor"])
+        return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=falls)
+    if name == "ExponentialDecay":
+        return optax.exponential_decay(1.0, transition_steps=1, decay_rate=options["factor"])
+    if name == "CosineDecay":
+        steps, final = options["rounds"], options["final"]
+        return OptaxSchedule.of(optax.cosine_decay_schedule, init_value=1.0, decay_steps=steps, alpha=final)
+    return InverseTimeDecay(**options)
 
 
 def make_algorithm(method: str, options: dict) -> Algorithm:

@@ -97,7 +97,7 @@ LOCAL_WORK = [
     _local("sum", EPOCHS | {"reduction": "sum", "lr": 0.02}),
     _local("momentum and decay", EPOCHS | {"momentum": 0.9, "weight_decay": 0.2}),
     _local("clip, StepDecay", EPOCHS | {"clip": 0.1, "schedule": ("StepDecay", {"factor": 0.5, "milestones": (1, 3)})}),
-    _local("InverseDecay", EPOCHS | {"schedule": ("InverseDecay", {"rate": 0.5})}),
+    _local("InverseTimeDecay", EPOCHS | {"schedule": ("InverseTimeDecay", {"rate": 0.5})}),
     _local("CosineDecay", EPOCHS | {"schedule": ("CosineDecay", {"rounds": 3, "final": 0.1})}),
     _local("ElasticNet", EPOCHS | {"prox": ("ElasticNet", {"l1": 0.05, "l2": 0.3})}),
     _local("NuclearNorm", EPOCHS | {"prox": ("NuclearNorm", {"weight": 0.2})}),
@@ -157,7 +157,7 @@ OPTIONS = [
     _case(
         "LoSAC",
         "decay, schedule, stragglers",
-        BLOCKS | {"weight_decay": 0.2, "schedule": ("InverseDecay", {"rate": 0.5})},
+        BLOCKS | {"weight_decay": 0.2, "schedule": ("InverseTimeDecay", {"rate": 0.5})},
         {"reading": "consistent"},
         stragglers=0.5,
     ),
@@ -177,7 +177,7 @@ OPTIONS = [
     _case(
         "FedADMM",
         "decay, schedule, prox, stragglers",
-        STEPS | {"weight_decay": 0.2, "schedule": ("InverseDecay", {"rate": 0.5})},
+        STEPS | {"weight_decay": 0.2, "schedule": ("InverseTimeDecay", {"rate": 0.5})},
         {"rho": 3.0, "prox": ("L1", {"weight": 0.1})},
         stragglers=0.5,
     ),
@@ -250,7 +250,7 @@ OPTIONS = [
     Case("Upcycled", {"inner": ("FedAvg", {"local": EPOCHS}), "a": 0.4}, note="fedavg"),
     Case(
         "Upcycled",
-        {"inner": ("FedProx", {"local": EPOCHS, "mu": 0.7}), "a": 0.4, "schedule": ("InverseDecay", {"rate": 0.5})},
+        {"inner": ("FedProx", {"local": EPOCHS, "mu": 0.7}), "a": 0.4, "schedule": ("InverseTimeDecay", {"rate": 0.5})},
         note="fedprox",
     ),
     Case(
@@ -258,7 +258,7 @@ OPTIONS = [
         {
             "inner": ("Scaffold", {"local": EPOCHS}),
             "a": 0.4,
-            "schedule": ("InverseDecay", {"rate": 0.5}),
+            "schedule": ("InverseTimeDecay", {"rate": 0.5}),
             "extrapolate": "server",
         },
         note="scaffold server",

@@ -21,7 +21,7 @@ from fedrax.contract import Positive
 from fedrax.errors import FedraxError
 from fedrax.optim import Optax, proximal, server
 from fedrax.optim.proximal import L1
-from fedrax.optim.schedules import CosineDecay, ExponentialDecay, StepDecay
+from fedrax.optim.schedules import InverseTimeDecay, OptaxSchedule
 from fedrax.optim.server import SGD, Adam
 from fedrax.simulation import Script
 from tests.algorithms.problems import make_problem
@@ -41,6 +41,14 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
 
 
 @pytest.mark.few(3)
+def cosine(**options: Any) -> OptaxSchedule:
+    return OptaxSchedule.of(optax.cosine_decay_schedule, **{"init_value": 0.7, "decay_steps": 50, **options})
+
+
+def steps(falls: Any) -> OptaxSchedule:
+    return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=falls)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -61,8 +69,8 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
         (PFedMe(LOCAL, lam=3.0), PFedMe(LOCAL, lam=4.0, inner_lr=0.03)),
         (GradMA(LOCAL, beta1=0.4, beta2=0.9), GradMA(LOCAL, server_lr=0.8, beta1=0.6, beta2=0.2)),
         (
-            fedrax.algorithms.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.9))), 0.3),
-            fedrax.algorithms.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=ExponentialDecay(0.8))), 0.6),
+            fedrax.algorithms.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=InverseTimeDecay(0.1))), 0.3),
+            fedrax.algorithms.upcycle(fedrax.Scaffold(dataclasses.replace(LOCAL, schedule=InverseTimeDecay(0.2))), 0.6),
         ),
     ],
     ids=["FedAvg", "FedProx", "Episode", "FedDyn", "FedNova", "PFedMe", "GradMA", "Upcycled"],
@@ -82,10 +90,8 @@ def test_a_float_is_not_compiled_in(first: Any, second: Any):
 
 
 def test_leaves_are_the_floats():
-    algorithm = fedrax.FedProx(
-        fedrax.LocalSGD(0.1, steps=5, momentum=0.9, schedule=CosineDecay(50, 0.2)), SGD(0.5), 0.3
-    )
-    assert sorted(jax.tree.leaves(algorithm)) == [0.1, 0.2, 0.3, 0.5, 0.9]
+    algorithm = fedrax.FedProx(fedrax.LocalSGD(0.1, steps=5, momentum=0.9, schedule=cosine(alpha=0.2)), SGD(0.5), 0.3)
+    assert sorted(jax.tree.leaves(algorithm)) == [0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
     static = jax.tree.structure(algorithm)
     assert static == jax.tree.structure(dataclasses.replace(algorithm, mu=0.4))
     assert static != jax.tree.structure(
@@ -132,16 +138,16 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.FedAvg(**bad(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
         (fedrax.algorithms.upcycle(**bad(algorithm=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
         (
-            fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=(3, "4"))))),
-            "local.schedule.milestones must be a list of whole numbers, got (3, '4')",
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=cosine(decay_steps="4"))),
+            "local.schedule.decay_steps must be a whole number, got '4'",
         ),
         (
-            fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(milestones=(-1, 4)))),
-            "local.schedule.milestones must hold items that must be at least 0, got (-1, 4)",
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=steps({-1: 0.5}))),
+            "local.schedule.boundaries_and_scales must hold items that must hold items that must be at least 0, got",
         ),
         (
-            fedrax.FedAvg(fedrax.LocalSGD(schedule=StepDecay(**bad(milestones=[3, 4])))),
-            "local.schedule.milestones must be hashable, for it shapes the program: give a tuple",
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=steps([[3, 0.5]]))),
+            "local.schedule.boundaries_and_scales must be hashable, for it shapes the program: give a tuple",
         ),
         (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "leave local.clip out"),

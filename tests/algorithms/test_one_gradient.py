@@ -13,9 +13,8 @@ from fedrax import FedAvg, FedraxError, LocalSGD, LoSAC, Upcycled
 from fedrax.algorithms import FedSGD, NaiveParallelClip, SignSGD
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
-from fedrax.optim import Optax
+from fedrax.optim import InverseTimeDecay, Optax
 from fedrax.optim.proximal import L1
-from fedrax.optim.schedules import CosineDecay
 from fedrax.personalization import Ditto, Personalized
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import make_federation, run
@@ -64,7 +63,10 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         (SignSGD(local=LocalSGD(epochs=2)), r"SignSGD .* local.epochs = 2 counts for nothing"),
         (NaiveParallelClip(local=LocalSGD(steps=2)), r"NaiveParallelClip .* local.steps = 2 counts for nothing"),
         (FedSGD(local=LocalSGD(lr=0.5)), r"local.lr counts for nothing: set server_optimizer.lr"),
-        (FedSGD(local=LocalSGD(schedule=CosineDecay())), r"local.schedule counts .*: set server_optimizer.schedule"),
+        (
+            FedSGD(local=LocalSGD(schedule=InverseTimeDecay())),
+            r"local.schedule counts .*: set server_optimizer.schedule",
+        ),
         (FedSGD(local=LocalSGD(steps=1, blocks=2)), r"FedSGD .* and local.blocks counts for nothing"),
         (LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")), "blocks = 2, and local.batch_size counts for no"),
         (Upcycled(FedAvg(), extrapolate="both"), "FedAvg keeps no states .* extrapolate = 'both' counts for nothing"),

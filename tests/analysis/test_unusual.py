@@ -17,7 +17,6 @@ from fedrax.analysis.advice import study
 from fedrax.data import Shards, load
 from fedrax.models import LeNet5, Linear, Logistic, Model
 from fedrax.optim import Optax
-from fedrax.optim.schedules import CosineDecay
 
 DIGITS = load("digits")
 FEDERATION = Federation.from_dataset(DIGITS, Shards(10, 2), seed=0)
@@ -35,7 +34,7 @@ def alike(x: Any, y: Any, clients: int) -> Federation:
 
 def test_a_step_size_that_comes_to_zero():
     """The last point has the last round's local steps: the run has no round after it."""
-    local = LocalSGD(lr=0.1, steps=2, batch_size=10, schedule=CosineDecay(rounds=4))
+    local = LocalSGD(lr=0.1, steps=2, batch_size=10, schedule=optax.cosine_decay_schedule(1.0, decay_steps=4))
     found = diagnose(TASK, FEDERATION, Settings(**RUN), local)
     assert [point.round for point in found.points] == [0, 1, 2, 4]
     assert found.points[-1].update > 0 and np.isfinite(found.drift)

@@ -94,7 +94,7 @@ CASES = {
     "partition": Case("run --partition shard", "did you mean 'shards'?"),
     "model": Case("run --model lenett", "did you mean 'lenet'?"),
     "server optimizer": Case("run --algorithm.server-optimizer adma", "did you mean 'adam'?"),
-    "schedule": Case("run --algorithm.local.schedule cosin_decay", "did you mean 'cosine_decay'?"),
+    "schedule": Case("run --algorithm.local.schedule cosin_decay_schedule", "did you mean 'cosine_decay_schedule'?"),
     "flag": Case("run --algorithm.local.learning 1", "unknown option --algorithm.local.learning; did you mean"),
     "flag of another library": Case("run --algorithm.local.nesterov true", "local.nesterov; see `fedrax run --help`."),
     "flag of Python's": Case(
@@ -126,7 +126,11 @@ CASES = {
     "milestones beyond 32 bits": Case(
         "run x.toml",
         "fit into 32 bits",
-        toml("lr = 0.1", "lr = 0.1, schedule = { name = 'step_decay', milestones = [1180591620717411303424] }"),
+        toml(
+            "lr = 0.1",
+            "lr = 0.1, schedule = { name = 'piecewise_constant_schedule', init_value = 1,"
+            " boundaries_and_scales = [[1180591620717411303424, 0.5]] }",
+        ),
     ),
     "devices beyond numbers": Case("run --run.devices 1000000000000", "devices"),
     "channels of no width": Case("run --model cnn --model.channels 0 4", "must be at least 1"),

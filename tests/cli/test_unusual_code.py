@@ -81,11 +81,11 @@ def test_a_partition_need_not_be_frozen(tmp_path: Path) -> None:
 
 SCHEDULE = """
 from fedrax import hyperparameters
-from fedrax.contract import Count
+from fedrax.contract import PositiveInt
 
 @hyperparameters
 class Warmup:
-    rounds: Count = 5
+    rounds: PositiveInt = 5
 
     def __call__(self, round):
         return (round + 1) / self.rounds

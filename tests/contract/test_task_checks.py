@@ -97,12 +97,8 @@ def test_an_error_of_ones_own_code_is_its_own() -> None:
 
 
 def test_an_optimizer_of_optax_is_wrapped() -> None:
-    with pytest.raises(FedraxError, match=r"got an optimizer of optax as it is: put it in fedrax\.Optax"):
-        run(Task(zeros, errors), optimizer=optax.adam(0.1))
-    with pytest.raises(FedraxError, match=r"got the function adam: fedrax\.Optax\.of\(optax\.adam, \.\.\.\)"):
+    with pytest.raises(FedraxError, match=r"got the function adam: fedrax\.optim\.Optax\.of\(optax\.adam, \.\.\.\)"):
         run(Task(zeros, errors), optimizer=optax.adam)
-    with pytest.raises(FedraxError, match="got the function schedule: write a class with @hyperparameters and the"):
-        run(Task(zeros, errors), schedule=optax.cosine_decay_schedule(0.1, 10))
 
 
 def test_parameters_with_functions_among_them_are_told_how() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fedrax import FedAvg, FedraxError, LocalSGD, Settings, simulate, sweep
 from fedrax.algorithms import FedBuff
-from fedrax.optim.schedules import InverseDecay
+from fedrax.optim.schedules import InverseTimeDecay
 from fedrax.optim.server import SGD
 from fedrax.participation import Asynchronous, Availability
 from fedrax.participation.asynchronous import arrivals, read_durations
@@ -23,7 +23,7 @@ from tests.algorithms.problems import make_problem
 
 PROBLEM = make_problem("quadratic")
 SECONDS = {0: [1.0], 1: [2.5, 0.5], 2: [0.7], 3: [1.0], 4: [7.0], 5: [3.0, 0.2, 9.0], 6: [0.4]}
-LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=3, order="stored", schedule=InverseDecay(0.1))
+LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=3, order="stored", schedule=InverseTimeDecay(0.1))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def trace(tmp_path: Path) -> Path:
 
 def on_a_clock(rounds: int, at_work: int, buffer: int, power: float) -> tuple[list[np.ndarray], list[float], list[int]]:
     """(x after each step of the server, its time, the delay of each upload): clients hold the model they began with."""
-    clients = PROBLEM.clients(reference.Local(lr=0.05, steps=3, batch_size=3, schedule=("InverseDecay", {"rate": 0.1})))
+    clients = PROBLEM.clients(reference.Local(lr=0.05, steps=3, batch_size=3, schedule=("InverseTimeDecay", {"rate": 0.1})))
     rng, x, version, begun = generator(0, _ARRIVALS, 0), PROBLEM.x0, 0, 0
     working, held, times = [], [], dict.fromkeys(SECONDS, 0)
     found, ticks, delays = [], [], []

@@ -12,7 +12,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, EnumType
 from pathlib import Path
@@ -69,6 +69,23 @@ Static = Annotated[T, Role.STATIC]
 """``Static[float]``: shapes the program; another value compiles anew."""
 Leaf = Annotated[T, Role.LEAF]
 """``Leaf[Any]``: an array or a pytree of arrays, an input of the program."""
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Mark of a field whose values are converted when an object is made, such as functions into schedules."""
+
+    convert: Callable[[Any], Any]
+    """Returns values that need no conversion as they are."""
+
+
+@dataclass(frozen=True)
+class MoreClasses:
+    """Mark of a field that also holds objects of classes that are made when they are first needed."""
+
+    classes: Callable[[], Mapping[str, type]]
+    """The classes by the names under which files choose them."""
+
 
 _PLAIN: dict[Any, tuple[str, Any]] = {
     int: ("a whole number", (int, np.integer)),

@@ -15,14 +15,14 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
 
-from fedrax.config.annotations import Bound, Field, fields_of
+from fedrax.config.annotations import Bound, Converter, Field, fields_of
 from fedrax.config.user_errors import explained
 from fedrax.errors import FedraxError, unknown
 
@@ -47,15 +47,17 @@ def hyperparameters(cls: type[T]) -> type[T]:
         if "mutable default" not in str(error):
             raise
         raise FedraxError(f"{cls.__name__}: {str(error).split(':')[0]}: give a tuple, or numbers") from error
-    _refuse_unknown_fields(cls)
     fields = fields_of(cls).values()
+    _wrap_init(
+        cls, {field.name: mark.convert for field in fields for mark in field.marks if isinstance(mark, Converter)}
+    )
     _register(cls, [field.name for field in fields if not field.static], [f.name for f in fields if f.static])
     setattr(cls, _MARK, True)
     return cls
 
 
-def _refuse_unknown_fields(cls: type) -> None:
-    """Make a field that there is not a sentence: ``Scaffold(lr=0.1)`` says whose field it is."""
+def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Raise FedraxError for unknown fields (``Scaffold(lr=0.1)`` names the field that has it), and convert values."""
     made, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}
 
     @functools.wraps(made)
@@ -70,6 +72,10 @@ def _refuse_unknown_fields(cls: type) -> None:
                     )
             raise unknown(f"field of {cls.__name__}:", name, names)
         made(self, *values, **fields)
+        for name, convert in converters.items():
+            value = getattr(self, name)
+            if (converted := convert(value)) is not value:
+                object.__setattr__(self, name, converted)
 
     cls.__init__ = init
 
@@ -173,8 +179,6 @@ def check(config: Any, path: str = "") -> None:
 def _shown(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> str:
     """A value that is refused, in a few words, and if known what to write where one of ``classes`` is wanted."""
     kind, takes = type(value).__name__, [cls.__name__ for cls in classes]
-    if kind.startswith("GradientTransformation"):
-        return "an optimizer of optax as it is: put it in fedrax.optim.Optax(...)"
     if inspect.isfunction(value) and takes:
         if "Optax" in takes and str(value.__module__).startswith("optax"):
             name = value.__name__

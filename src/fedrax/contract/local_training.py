@@ -19,7 +19,7 @@ from fedrax.config.hyperparameters import Decay, NonNegative, Positive, Positive
 from fedrax.contract.client_data import Carried, ClientData, Order, Reduction
 from fedrax.contract.hooks import like
 from fedrax.errors import FedraxError, warn
-from fedrax.optim.optax_adapter import Optax, with_new_keys
+from fedrax.optim.optax_adapter import OptaxField, with_new_keys
 from fedrax.optim.proximal import Prox
 from fedrax.optim.schedules import Constant, Schedule
 from fedrax.tree import Tree
@@ -168,8 +168,8 @@ class LocalSGD:
     prox: Prox | None = None
     """Regularizer Psi, applied as prox_{eta Psi} after every step."""
     schedule: Schedule = Constant()
-    """Factor on ``lr`` and ``clip`` by round."""
-    optimizer: Optax | None = None
+    """Factor on ``lr`` and ``clip`` by round; any schedule of optax is one."""
+    optimizer: OptaxField | None = None
     """An optimizer of optax in place of the plain step x_i - eta d: it is given the direction d. ``lr`` is its
     learning rate where it is made here and has none (``Optax.of(optax.adamw)``); a finished one has its own."""
     carry: bool = False

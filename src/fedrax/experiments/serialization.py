@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from fedrax.config.annotations import Field, acts_as, fields_of, hints_of, inferred
+from fedrax.config.annotations import Field, MoreClasses, acts_as, fields_of, hints_of, inferred
 from fedrax.config.hyperparameters import refuse_unfinished
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError, unknown
@@ -137,7 +137,8 @@ def choice_of(field: Field) -> Choice | None:
     if known and (len(field.kinds) > 1 or field.optional):
         kind = field.name.replace("_", " ")
         alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
-        return Choice(kind, lambda: known, partial(_own_part, kind, field.classes) if alike else None)
+        more = next((mark.classes for mark in field.marks if isinstance(mark, MoreClasses)), dict)
+        return Choice(kind, lambda: known | more(), partial(_own_part, kind, field.classes) if alike else None)
     return None
 
 

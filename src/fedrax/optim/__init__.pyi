@@ -4,21 +4,10 @@ from fedrax.optim.proximal import L1 as L1
 from fedrax.optim.proximal import Box as Box
 from fedrax.optim.proximal import ElasticNet as ElasticNet
 from fedrax.optim.proximal import NuclearNorm as NuclearNorm
-from fedrax.optim.schedules import (
-    Constant as Constant,
-)
-from fedrax.optim.schedules import (
-    CosineDecay as CosineDecay,
-)
-from fedrax.optim.schedules import (
-    ExponentialDecay as ExponentialDecay,
-)
-from fedrax.optim.schedules import (
-    InverseDecay as InverseDecay,
-)
-from fedrax.optim.schedules import (
-    StepDecay as StepDecay,
-)
+from fedrax.optim.schedules import Constant as Constant
+from fedrax.optim.schedules import FunctionSchedule as FunctionSchedule
+from fedrax.optim.schedules import InverseTimeDecay as InverseTimeDecay
+from fedrax.optim.schedules import OptaxSchedule as OptaxSchedule
 from fedrax.optim.server import SGD as SGD
 from fedrax.optim.server import Adagrad as Adagrad
 from fedrax.optim.server import Adam as Adam

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.config.annotations import Leaf, Static
+from fedrax.config.annotations import Converter, Leaf, Static
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -171,7 +171,7 @@ class Optax:
 
     def __repr__(self) -> str:
         """What decides the numbers, the same in every process: functions by their names and what they hold."""
-        return f"Optax({_described(self.transform)}, {self.floats!r}, {_described(self.fixed)})"
+        return f"Optax({described(self.transform)}, {self.floats!r}, {described(self.fixed)})"
 
 
 _MISSING = re.compile(r"missing \d+ required .*argument")
@@ -204,13 +204,26 @@ def with_new_keys(state: Tree, key: Array) -> Tree:
     return jax.tree.map(new, state, is_leaf=_is_key)
 
 
+def as_optimizer(value: Any) -> Any:
+    """An ``optax.GradientTransformation`` as an :class:`Optax`; anything else as it is."""
+    return Optax(value) if isinstance(value, tuple) and _is_finished(value) else value
+
+
 def _is_finished(transform: Any) -> bool:
     return hasattr(transform, "init") and hasattr(transform, "update")
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """The names of functions and what they enclose: the same text in every process, without addresses."""
     if inspect.isfunction(value):
-        return f"{value.__module__}.{value.__qualname__}({', '.join(map(_described, enclosed(value)))})"
+        return f"{value.__module__}.{value.__qualname__}({', '.join(map(described, enclosed(value)))})"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_described, value))})"
+        return f"({', '.join(map(described, value))})"
     return repr(value)
+
+
+if TYPE_CHECKING:
+    OptaxField = Optax | Any
+else:
+    OptaxField = Annotated[Optax, Converter(as_optimizer)]
+"""The annotation of a field that holds an optax optimizer; a gradient transformation is stored as :class:`Optax`."""

@@ -9,15 +9,16 @@ their v starts at 0, and the step of FedAdam, there alone, is corrected for the 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.annotations import Converter
 from fedrax.config.hyperparameters import Decay, Positive, hyperparameters
-from fedrax.optim.optax_adapter import Optax
+from fedrax.optim.optax_adapter import Optax, as_optimizer
 from fedrax.optim.schedules import Constant, Schedule
 from fedrax.tree import Tree
 
@@ -115,4 +116,8 @@ class Yogi(Adam):
         return v - (1 - self.b2) * d2 * jnp.sign(v - d2)
 
 
-ServerOptimizer = SGD | Adagrad | Adam | Yogi | Optax
+if TYPE_CHECKING:
+    ServerOptimizer = SGD | Adagrad | Adam | Yogi | Optax | Any
+else:
+    ServerOptimizer = Annotated[SGD | Adagrad | Adam | Yogi | Optax, Converter(as_optimizer)]
+"""The annotation of a field that holds a server optimizer; a gradient transformation is stored as :class:`Optax`."""
