@@ -18,12 +18,11 @@ from fedrax.contract.task import Task, classification
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.models import Linear
-from fedrax.participation.policies import Poisson
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.participation import Poisson
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.run import simulate
-from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.settings import Script, Settings, cohort_sampler
 from fedrax.simulation.validate import check_arguments
 from fedrax.tree import Tree
 
@@ -164,7 +163,7 @@ def _agrees_on(algorithm: Algorithm, problem: Problem, base: Result, **plan: Any
 
 
 def _order_does_not_matter(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
-    sampler = Sampler(Settings(cohort_size=problem.cohort), problem.federation.sizes)
+    sampler = cohort_sampler(Settings(cohort_size=problem.cohort), problem.federation.sizes)
     backwards = Script(cohorts=[sampler.cohort(r)[::-1] for r in range(_ROUNDS)])
     if not _close(_run(algorithm, problem, script=backwards), base, problem.federation.num_clients):
         return "depends on the order of the cohort: index what the server keeps by cohort.clients"
@@ -189,7 +188,9 @@ def _outlasts_empty_rounds(algorithm: Algorithm, problem: Problem, base: Result)
 
 def _seed_of_nobody(sizes: np.ndarray) -> int | None:
     """The first seed by which somebody joins the first round and nobody the second; None for a single client."""
-    samplers = (Sampler(Settings(cohort_size=1, participation=Poisson(), seed=seed), sizes) for seed in range(100))
+    samplers = (
+        cohort_sampler(Settings(cohort_size=1, participation=Poisson(), seed=seed), sizes) for seed in range(100)
+    )
     found = (one.settings.seed for one in samplers if len(one.cohort(0)) and not len(one.cohort(1)))
     return next(found, None)
 

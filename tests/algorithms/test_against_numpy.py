@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedrax.simulation.cohort_sampler import Sampler
-from fedrax.simulation.settings import Settings
+from fedrax.simulation.settings import Settings, cohort_sampler
 from tests.algorithms.problems import Case, assert_same, expected, make_problem, simulate
 from tests.algorithms.table import LOCAL_WORK, METHODS, OPTIONS, SERVER_RULES
 from tests.thinning import thinned
@@ -35,7 +34,7 @@ def works_of(case: Case) -> list[np.ndarray] | None:
     if not case.stragglers:
         return None
     settings = Settings(rounds=case.rounds, cohort_size=4, stragglers=case.stragglers)
-    sampler = Sampler(settings, make_problem(sizes=case.sizes).federation.sizes, case.script())
+    sampler = cohort_sampler(settings, make_problem(sizes=case.sizes).federation.sizes, case.script())
     works = [sampler.work(r, len(cohort)) for r, cohort in enumerate(case.cohorts())]
     assert any((work < 1).any() for work in works)
     return works

@@ -7,7 +7,7 @@ import pytest
 import fedrax
 from fedrax.experiments.method_registry import find_algorithm
 from fedrax.optim.proximal import L1
-from fedrax.participation.policies import Poisson
+from fedrax.participation import Poisson
 from tests.contract.test_settings import NORM
 from tests.simulation.problems import run
 

@@ -21,7 +21,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.method_registry import algorithms
 from fedrax.models import Logistic
 from fedrax.simulation import Event, Result, RunInfo, Script, read_events
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.settings import cohort_sampler
 from tests.examples import example
 from tests.thinning import thinned
 
@@ -154,7 +154,7 @@ def test_plans_agree(kind: type[Algorithm], plan: str):
 @pytest.mark.few(9)
 @EVERY
 def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
-    sampler = Sampler(Settings(cohort_size=COHORT), FEDERATION.sizes)
+    sampler = cohort_sampler(Settings(cohort_size=COHORT), FEDERATION.sizes)
     backwards = Script(cohorts=[sampler.cohort(round)[::-1] for round in range(ROUNDS)])
     assert_close(run(example(kind), script=backwards).server, reference(kind).server)
 

@@ -15,7 +15,7 @@ from fedrax.flower import client_app
 from fedrax.flower.schema import needs_initial_parameters
 from fedrax.privacy import ClientDP
 from fedrax.simulation import Script
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.settings import cohort_sampler
 from tests.examples import example
 from tests.flower.messages import (
     COHORT,
@@ -35,7 +35,7 @@ SIMULATED: dict[str, Any] = {"rounds": ROUNDS, "plan": "scan", "devices": 1, "pa
 
 def cohort(r: int) -> list[int]:
     """The clients of a round."""
-    return Sampler(Settings(rounds=ROUNDS, cohort_size=COHORT), np.array(SIZES)).cohort(r).tolist()
+    return cohort_sampler(Settings(rounds=ROUNDS, cohort_size=COHORT), np.array(SIZES)).cohort(r).tolist()
 
 
 @pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())

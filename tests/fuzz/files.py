@@ -20,8 +20,7 @@ from fedrax.data.readers.image_tables import read_image_table
 from fedrax.data.registry import load_idx
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
-from fedrax.participation.availability import read_trace
-from fedrax.participation.policies import Availability
+from fedrax.participation.availability import Availability, read_trace
 from tests.fuzz.damage import damaged
 
 

@@ -15,9 +15,9 @@ from fedrax.optim.schedules import InverseTimeDecay
 from fedrax.optim.server import SGD
 from fedrax.participation import Asynchronous, Availability
 from fedrax.participation.asynchronous import arrivals, read_durations
+from fedrax.participation.policy import ARRIVALS, generator
 from fedrax.personalization import Ditto
 from fedrax.robust import Robust
-from fedrax.simulation.cohort_sampler import _ARRIVALS, generator
 from tests import reference
 from tests.algorithms.problems import make_problem
 
@@ -36,8 +36,10 @@ def trace(tmp_path: Path) -> Path:
 
 def on_a_clock(rounds: int, at_work: int, buffer: int, power: float) -> tuple[list[np.ndarray], list[float], list[int]]:
     """(x after each step of the server, its time, the delay of each upload): clients hold the model they began with."""
-    clients = PROBLEM.clients(reference.Local(lr=0.05, steps=3, batch_size=3, schedule=("InverseTimeDecay", {"rate": 0.1})))
-    rng, x, version, begun = generator(0, _ARRIVALS, 0), PROBLEM.x0, 0, 0
+    clients = PROBLEM.clients(
+        reference.Local(lr=0.05, steps=3, batch_size=3, schedule=("InverseTimeDecay", {"rate": 0.1}))
+    )
+    rng, x, version, begun = generator(0, ARRIVALS, 0), PROBLEM.x0, 0, 0
     working, held, times = [], [], dict.fromkeys(SECONDS, 0)
     found, ticks, delays = [], [], []
 
@@ -94,7 +96,7 @@ def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: i
 def schedule(trace: Path, rounds: int, buffer: int = 2, at_work: int = 3, seed: int = 0) -> Any:
     participation = Asynchronous(trace, at_work)
     durations = read_durations(participation, 7)
-    return arrivals(participation, durations, rounds, buffer, generator(seed, _ARRIVALS, 0))
+    return arrivals(participation, durations, rounds, buffer, generator(seed, ARRIVALS, 0))
 
 
 def test_more_rounds_change_no_earlier_one(trace: Path):

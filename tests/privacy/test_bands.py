@@ -14,7 +14,7 @@ from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.mechanisms.client_level import ClientDP, band_coefficients
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
 from fedrax.privacy.releases import Release
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.settings import cohort_sampler
 from tests.privacy.observed import zero_task
 from tests.simulation.problems import run
 
@@ -84,7 +84,7 @@ def test_sums_over_rounds_are_noised_less_than_by_independent_noise():
 
 
 def test_who_takes_part_in_turns():
-    sampler = Sampler(Settings(rounds=9, cohort_size=4, participation=Turns()), np.full(10, 2))
+    sampler = cohort_sampler(Settings(rounds=9, cohort_size=4, participation=Turns()), np.full(10, 2))
     cohorts = [sampler.cohort(r) for r in range(9)]
     assert sorted(np.concatenate(cohorts[:3])) == list(range(10))
     assert [len(cohort) for cohort in cohorts[:3]] == [4, 4, 2]

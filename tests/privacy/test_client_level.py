@@ -23,7 +23,7 @@ from fedrax.privacy.mechanisms.clipping import Adaptive, Flat, PerLeaf
 from fedrax.privacy.mechanisms.noise import with_noise
 from fedrax.privacy.releases import Release
 from fedrax.robust import Robust
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.settings import cohort_sampler
 from tests import reference
 from tests.algorithms.problems import make_problem
 from tests.privacy.observed import (
@@ -240,7 +240,7 @@ def test_clipped_sums_over_the_expected_cohort_against_numpy():
     options: dict[str, Any] = {"rounds": 5, "cohort_size": 2, "participation": Poisson(), "seed": 3}
     path, result = simulated(ClientDP(inner, clip=Flat(0.25), noise=0.0), **options)
     problem = make_problem()
-    sampler = Sampler(fedrax.Settings(**options), problem.federation.sizes)
+    sampler = cohort_sampler(fedrax.Settings(**options), problem.federation.sizes)
     x, sizes = problem.x0, set()
     for r, mine in enumerate(path):
         cohort = sampler.cohort(r)

@@ -23,7 +23,7 @@ from fedrax.personalization import Ditto
 from fedrax.privacy import ClientDP, OutputPerturbation, SampleDP
 from fedrax.privacy.accounting import Accountant, Cohorts
 from fedrax.privacy.releases import Release
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.settings import cohort_sampler
 from tests.privacy.methods import Noisy
 from tests.simulation.problems import LOCAL, run
 
@@ -73,11 +73,11 @@ def test_draws_amplify_where_nothing_that_is_sent_was_remembered(around: Any):
 def test_who_is_slow_does_not_depend_on_who_else_comes_by_chance():
     """Of cohorts of one size not always as many are slow, and half of all clients are."""
     settings = Settings(rounds=400, cohort_size=4, participation=Poisson(), stragglers=0.5)
-    sampler = Sampler(settings, np.full(8, 3))
+    sampler = cohort_sampler(settings, np.full(8, 3))
     slow = np.array([int((sampler.work(r, 4) < 1).sum()) for r in range(400)])
     assert set(slow) == {0, 1, 2, 3, 4}
     assert slow.mean() == pytest.approx(2, abs=0.2)
-    fixed = Sampler(Settings(rounds=9, cohort_size=4, stragglers=0.5), np.full(8, 3))
+    fixed = cohort_sampler(Settings(rounds=9, cohort_size=4, stragglers=0.5), np.full(8, 3))
     assert [int((fixed.work(r, 4) < 1).sum()) for r in range(9)] == [2] * 9
 
 

@@ -13,8 +13,9 @@ import pytest
 import fedrax
 from fedrax import FedraxError
 from fedrax.participation import Availability, FixedList, Poisson, WeightedBySamples
+from fedrax.robust import Robust
 from fedrax.simulation import Script, Settings
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.simulation.settings import cohort_sampler
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, SIZES, assert_close, assert_identical, run
 
 N = len(SIZES)
@@ -31,12 +32,12 @@ def write_trace(path: Path, rows: list[tuple[int, int]]) -> Availability:
 
 def cohorts(rounds: int, **settings: Any) -> list[list[int]]:
     """The cohorts of the first rounds."""
-    sampler = Sampler(Settings(**settings), np.array(SIZES))
+    sampler = cohort_sampler(Settings(**settings), np.array(SIZES))
     return [sampler.cohort(r).tolist() for r in range(rounds)]
 
 
 def test_cohorts_are_drawn_without_replacement_and_evenly():
-    sampler = Sampler(Settings(rounds=4000, cohort_size=9), MANY)
+    sampler = cohort_sampler(Settings(rounds=4000, cohort_size=9), MANY)
     drawn = np.array([sampler.cohort(r) for r in range(4000)])
     assert all(len(np.unique(cohort)) == 9 for cohort in drawn[:200])
     rates = np.bincount(drawn.ravel(), minlength=40) / 4000
@@ -45,7 +46,7 @@ def test_cohorts_are_drawn_without_replacement_and_evenly():
 
 
 def test_seeds_differ_and_repeat():
-    draw = lambda seed: [Sampler(Settings(seed=seed), MANY).cohort(r).tolist() for r in range(5)]  # noqa: E731
+    draw = lambda seed: [cohort_sampler(Settings(seed=seed), MANY).cohort(r).tolist() for r in range(5)]  # noqa: E731
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
 
@@ -66,7 +67,7 @@ def test_no_poisson_cohort_is_cut():
     """There is room for all, the same for every seed: a new one compiles nothing anew."""
     rooms = set()
     for seed in range(5):
-        sampler = Sampler(
+        sampler = cohort_sampler(
             Settings(rounds=2000, cohort_size=20, participation=Poisson(), seed=seed), np.full(1000, 5, np.int64)
         )
         rooms.add(sampler.largest)
@@ -93,9 +94,7 @@ def test_rounds_that_nobody_takes_part_in_change_nothing(plan: str):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "method", [fedrax.algorithms.QFedAvg(local=LOCAL), fedrax.robust.Robust(fedrax.FedAvg(local=LOCAL))]
-)
+@pytest.mark.parametrize("method", [fedrax.algorithms.QFedAvg(local=LOCAL), Robust(fedrax.FedAvg(local=LOCAL))])
 def test_servers_that_divide_by_what_came_stay_where_they_are(method: fedrax.Algorithm):
     result = run(method, cohort_size=1, participation=Poisson(), rounds=8)
     assert 0 in [event["clients"] for event in result.events]
@@ -121,7 +120,7 @@ def test_a_method_for_cohorts_of_one_size_takes_no_poisson_cohorts():
 
 
 def test_larger_clients_are_drawn_more_often_where_asked_for():
-    sampler = Sampler(Settings(cohort_size=1, participation=WeightedBySamples()), MANY)
+    sampler = cohort_sampler(Settings(cohort_size=1, participation=WeightedBySamples()), MANY)
     rates = np.bincount([sampler.cohort(r)[0] for r in range(4000)], minlength=40) / 4000
     chance = MANY / MANY.sum()
     assert (np.abs(rates - chance) < 5 * np.sqrt(chance / 4000) + 1e-3).all()
@@ -133,11 +132,11 @@ def test_a_fixed_list_limits_the_draw():
     assert cohorts(2, cohort_size=7, participation=chosen) == [[1, 3, 5]] * 2
     drawn = cohorts(40, cohort_size=2, participation=chosen)
     assert {tuple(cohort) for cohort in drawn} == {(1, 3), (1, 5), (3, 5)}
-    sampler = Sampler(Settings(cohort_size=7, participation=chosen), np.array(SIZES))
+    sampler = cohort_sampler(Settings(cohort_size=7, participation=chosen), np.array(SIZES))
     assert (sampler.largest, sampler.varying) == (3, False)
     for wrong in ((), (1, 1), (-1,), (N,)):
         with pytest.raises(FedraxError, match="must hold different clients"):
-            Sampler(Settings(cohort_size=1, participation=FixedList(wrong)), np.array(SIZES))
+            cohort_sampler(Settings(cohort_size=1, participation=FixedList(wrong)), np.array(SIZES))
 
 
 def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):
@@ -150,7 +149,7 @@ def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):
     (tmp_path / "same.csv").write_text("round,client\n0,1\n0,3\n0,5\n1,2\n2,0\n2,7\n2,6\n")
     same = Availability(tmp_path / "same.csv")
     assert cohorts(12, cohort_size=2, participation=same) == drawn
-    assert Sampler(Settings(cohort_size=2, participation=same), np.array(SIZES)).varying
+    assert cohort_sampler(Settings(cohort_size=2, participation=same), np.array(SIZES)).varying
     result = run(fedrax.Scaffold(local=LOCAL), participation=trace, cohort_size=2, rounds=3)
     assert [event["clients"] for event in result.events] == [2, 1, 2]
 
@@ -185,8 +184,10 @@ def test_traces_that_are_refused(text: str | bytes | None, words: str, tmp_path:
 
 def test_a_long_trace_is_read_quickly(tmp_path: Path):
     rows = [(round, client) for round in range(20_000) for client in range(N)]
-    sampler = Sampler(Settings(participation=write_trace(tmp_path / "t.csv", rows), cohort_size=8), np.array(SIZES))
-    assert sampler.trace is not None and len(sampler.trace) == 20_000
+    sampler = cohort_sampler(
+        Settings(participation=write_trace(tmp_path / "t.csv", rows), cohort_size=8), np.array(SIZES)
+    )
+    assert len(sampler.state) == 20_000
     assert sampler.cohort(19_999).tolist() == list(range(N))
 
 
@@ -216,8 +217,8 @@ def test_too_few_given_cohorts_and_too_many_clients():
 
 
 def test_nobody_need_say_that_there_are_few_clients():
-    assert Sampler(Settings(), np.array(SIZES)).largest == len(SIZES) < 10
-    assert Sampler(Settings(), np.ones(30, int)).largest == 10
+    assert cohort_sampler(Settings(), np.array(SIZES)).largest == len(SIZES) < 10
+    assert cohort_sampler(Settings(), np.ones(30, int)).largest == 10
     chosen = run(rounds=2, cohort_size=len(SIZES), participation=Poisson()).events[-1]
     assert run(rounds=2, cohort_size=10, participation=Poisson()).events[-1]["gradients"] == chosen["gradients"]
 
@@ -264,7 +265,7 @@ def test_given_blocks_are_worked_on():
 
 
 def test_stragglers_are_as_many_as_asked_for_and_do_a_uniform_share():
-    sampler = Sampler(Settings(stragglers=0.4), MANY)
+    sampler = cohort_sampler(Settings(stragglers=0.4), MANY)
     works = np.array([sampler.work(r, 10) for r in range(1000)])
     assert ((works < 1).sum(1) == 4).all()
     assert (works > 0).all() and (works <= 1).all()
@@ -290,7 +291,7 @@ def test_methods_without_stragglers_are_warned_of(algorithm: fedrax.Algorithm):
 
 def test_stragglers_are_the_same_for_every_algorithm():
     """Shares come from (seed, round) alone."""
-    sampler = Sampler(Settings(stragglers=0.5, cohort_size=4), np.array(SIZES))
+    sampler = cohort_sampler(Settings(stragglers=0.5, cohort_size=4), np.array(SIZES))
     local = fedrax.LocalSGD(lr=0.02, steps=10, batch_size=2)
     runs = [run(kind(local=local), stragglers=0.5, cohort_size=4) for kind in (fedrax.FedAvg, fedrax.Scaffold)]
     counts = [[event["gradients"] for event in result.events] for result in runs]

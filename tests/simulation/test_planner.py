@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedrax.participation.policies import Poisson
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.participation import Poisson
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.placement.planner import Planner
-from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.settings import Script, Settings, cohort_sampler
 
 SIZES = np.random.default_rng(1).integers(1, 50, 40)
 OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
@@ -19,7 +19,15 @@ def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, 
     """A planner of 20 rounds of 9 clients."""
     defaults: dict[str, Any] = {"rounds": 20, "cohort_size": 9}
     changed = Settings(**(defaults | settings))
-    made = Planner(Sampler(changed, SIZES), OFFSETS, devices=devices, stateful=stateful, by_samples=by_samples)
+    made = Planner(
+        cohort_sampler(changed, SIZES),
+        OFFSETS,
+        devices=devices,
+        stateful=stateful,
+        by_samples=by_samples,
+        weights=changed.weights,
+        dtype=changed.dtype,
+    )
     made.go_side_by_side(chunk)
     return made
 
@@ -111,8 +119,8 @@ def test_a_plan_takes_as_much_memory_for_many_rounds_as_for_few():
         tracemalloc.stop()
     assert most[1] < 1.5 * most[0], most
     with pytest.MonkeyPatch.context() as patch:
-        whole = Sampler.cohort
-        patch.setattr(Sampler, "cohort", lambda self, round: drawn.append(round) or whole(self, round))
+        whole = CohortSampler.cohort
+        patch.setattr(CohortSampler, "cohort", lambda self, round: drawn.append(round) or whole(self, round))
         made = planner(stateful=True, rounds=2000)
     assert len(made.home) == len(SIZES) and max(drawn) < 100
 
@@ -128,7 +136,7 @@ def test_rows_for_large_states_are_as_many_for_every_seed_and_few_more_than_need
     )
     room, needed = [], []
     for seed in range(5):
-        sampler = Sampler(Settings(seed=seed, **chosen), sizes)
+        sampler = cohort_sampler(Settings(seed=seed, **chosen), sizes)
         made = Planner(
             sampler, sizes.cumsum() - sizes, devices=2, stateful=True, by_samples=by_samples, row_bytes=10**6
         )
@@ -144,7 +152,7 @@ def test_room_for_a_round_on_a_device_is_as_much_for_every_seed(devices: int):
     sizes = np.random.default_rng(2).lognormal(3, 1, 1000).astype(int) + 1
     offsets, room, needed = sizes.cumsum() - sizes, set(), set()
     for seed, rounds in enumerate((4, 10, 20, 40)):
-        sampler = Sampler(Settings(seed=seed, rounds=rounds, cohort_size=120), sizes)
+        sampler = cohort_sampler(Settings(seed=seed, rounds=rounds, cohort_size=120), sizes)
         made = Planner(sampler, offsets, devices=devices, stateful=True, by_samples=True, row_bytes=10**6)
         room.add(made.most_places)
         needed.add(made.block(0, rounds, rounds).count.max())
@@ -155,21 +163,23 @@ def test_room_for_a_round_on_a_device_is_as_much_for_every_seed(devices: int):
 def test_where_sizes_are_beyond_all_measure_a_device_has_room_for_all():
     """One client has nearly all rows: all others of a round are newcomers on the other device."""
     sizes = np.array([10**6, *[1] * 40])
-    sampler = Sampler(Settings(rounds=2, cohort_size=20), sizes, Script(cohorts=[np.arange(20), np.arange(20, 40)]))
+    sampler = cohort_sampler(
+        Settings(rounds=2, cohort_size=20), sizes, Script(cohorts=[np.arange(20), np.arange(20, 40)])
+    )
     made = Planner(sampler, sizes.cumsum() - sizes, devices=2, stateful=True, by_samples=True)
     assert made.block(0, 2, 2).count.max() == 19 and made.most_places == 20
 
 
 def test_of_given_cohorts_the_rows_are_counted():
     cohorts = [np.arange(40), np.arange(20, 60), np.arange(40)]
-    sampler = Sampler(Settings(rounds=3, cohort_size=40), np.full(1000, 10), Script(cohorts=cohorts))
+    sampler = cohort_sampler(Settings(rounds=3, cohort_size=40), np.full(1000, 10), Script(cohorts=cohorts))
     made = Planner(sampler, np.arange(1000) * 10, devices=1, stateful=True, by_samples=False, row_bytes=10**6)
     assert made.capacity == 60 == len(made.home)
 
 
 def test_a_seed_that_needs_more_rows_than_others_has_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Sampler, "most_clients", 10)
-    sampler = Sampler(Settings(rounds=20, cohort_size=9), SIZES)
+    monkeypatch.setattr(CohortSampler, "most_clients", 10)
+    sampler = cohort_sampler(Settings(rounds=20, cohort_size=9), SIZES)
     made = Planner(sampler, OFFSETS, devices=2, stateful=True, by_samples=False, row_bytes=10**8)
     rows = list(made.rows().values())
     assert len(set(rows)) == len(rows) == len(made.home) > 2 * 6
@@ -212,7 +222,7 @@ def test_clients_side_by_side_are_of_like_size():
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_everybody_has_one_place_in_a_round(devices: int, stateful: bool):
-    sampler = Sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
+    sampler = cohort_sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
     made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True)
     made.go_side_by_side(2)
     block, homes = made.block(0, 30, 32), {}
@@ -240,7 +250,7 @@ def test_whether_devices_ever_join_is_the_same_for_every_seed(stateful: bool):
     sizes = np.where(np.arange(200) == 7, 1000, 10)
     drawn, found = set(), set()
     for seed in range(20):
-        sampler = Sampler(Settings(rounds=20, cohort_size=2, seed=seed), sizes)
+        sampler = cohort_sampler(Settings(rounds=20, cohort_size=2, seed=seed), sizes)
         drawn.add(any(7 in sampler.cohort(r) for r in range(20)))
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         joins = Planner(sampler, offsets, devices=2, stateful=stateful, by_samples=True).join(2.0)

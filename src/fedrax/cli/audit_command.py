@@ -18,8 +18,7 @@ from fedrax.experiments import experiment
 from fedrax.experiments.audit import Audit, guess_canaries, watch_a_client
 from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import Settings, use_all_cores
-from fedrax.simulation.cohort_sampler import Sampler
-from fedrax.simulation.privacy_ledger import cohorts_of
+from fedrax.simulation.settings import cohort_sampler
 
 DESCRIPTION = """Attack a private experiment: `fedrax audit [FILE.toml] [flags]`.
 
@@ -76,7 +75,7 @@ def main(args: list[str]) -> int:
 
 def _draw(run: Settings, sizes: np.ndarray) -> dict[str, Any]:
     """How the experiment draws a client, as a watcher is told it."""
-    cohorts = cohorts_of(Sampler(run, sizes))
+    cohorts = cohort_sampler(run, sizes).sampling
     if cohorts.drawn not in ("poisson", "fixed"):
         raise FedraxError("--drawn is for cohorts of participation 'poisson' or 'uniform': others hide nobody")
     return {"drawn": cohorts.drawn, "rate": cohorts.rate}

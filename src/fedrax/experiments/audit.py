@@ -26,8 +26,8 @@ from fedrax.privacy.audit.bounds import CONFIDENCE, check_runs, epsilon_of_mu, g
 from fedrax.privacy.audit.game import Drawn, watch
 from fedrax.prng.seeds import START, seeded
 from fedrax.simulation import Settings, simulate
-from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
+from fedrax.simulation.settings import cohort_sampler
 
 Unit = Literal["client", "sample"]
 SHARE = 1 / 3
@@ -202,7 +202,7 @@ def _claims(
     algorithm: Algorithm, releases: tuple, federation: Federation, settings: Settings, rounds: int
 ) -> tuple[float, float | None]:
     """What the ledger of ``rounds`` rounds claims about other data: soundly, and by the paper."""
-    sampler = Sampler(settings, federation.sizes)
+    sampler = cohort_sampler(settings, federation.sizes)
     ledger = ledger_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
     assert ledger is not None
     for r in range(rounds):

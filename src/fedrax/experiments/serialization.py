@@ -133,7 +133,8 @@ def choice_of(field: Field) -> Choice | None:
         return marks[0]
     if field.classes == (Algorithm,):
         return ALGORITHM
-    known = {snake_case(cls.__name__): cls for cls in field.classes if all(map(fits_a_file, fields_of(cls).values()))}
+    concrete = [cls for cls in field.classes if not inspect.isabstract(cls)]  # a base class is no choice itself
+    known = {snake_case(cls.__name__): cls for cls in concrete if all(map(fits_a_file, fields_of(cls).values()))}
     if known and (len(field.kinds) > 1 or field.optional):
         kind = field.name.replace("_", " ")
         alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)

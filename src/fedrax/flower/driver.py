@@ -20,8 +20,8 @@ from fedrax.flower.executor import DeliveryState, FlowerExecutor, ServerComputat
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.persistence import ServerCheckpoint, restored, save
 from fedrax.flower.registry import PAUSE, ClientRegistry, log
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
-from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.persistence.run_directory import owned
 from fedrax.simulation.process import write_environment
@@ -44,7 +44,7 @@ class RoundDriver:
     algorithm: Algorithm
     task: Task
     settings: Settings
-    sampler: Sampler
+    sampler: CohortSampler
     arithmetic: ServerComputation
     traffic: DeliveryState
     key: jax.Array

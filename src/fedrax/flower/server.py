@@ -28,9 +28,9 @@ from fedrax.flower.evaluation import evaluate_on_clients, evaluate_on_server
 from fedrax.flower.executor import DeliveryState, ServerComputation
 from fedrax.flower.registry import ClientRegistry
 from fedrax.flower.schema import message_schemas, needs_initial_parameters, placeholder_assignment, shapes_of_samples
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
 from fedrax.prng.seeds import RUN, START, seeded
-from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.persistence.run_identity import of_method
 from fedrax.simulation.privacy_ledger import ledger_of
 from fedrax.simulation.process import arithmetic
@@ -38,7 +38,7 @@ from fedrax.simulation.results.events import RunInfo, Sink
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import Program
 from fedrax.simulation.run import Callback
-from fedrax.simulation.settings import FederationOptions, Settings
+from fedrax.simulation.settings import FederationOptions, Settings, cohort_sampler
 from fedrax.simulation.traffic import trace_round
 from fedrax.simulation.validate import changed_settings, check_lists
 from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
@@ -164,7 +164,7 @@ def _prepare(
     check_run(algorithm, settings, nodes.sizes)
     drawn, start, statistics, _ = start_and_statistics(task, seeded(settings.seed, START), params, settings.dtype)
     initial, broken = at_first(algorithm, start, statistics)
-    sampler = Sampler(settings, nodes.sizes)
+    sampler = cohort_sampler(settings, nodes.sizes)
     check_needs(algorithm, settings, sampler, task, statistics)
     samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
     check_task(task, variables, samples, _one_sample(samples))
@@ -217,7 +217,7 @@ def _one_sample(samples: Batch) -> Federation:
     return Federation.from_arrays(x, y, [0], num_classes=1)
 
 
-def _ledger(algorithm: Algorithm, settings: Settings, sampler: Sampler, seed: int | None) -> Ledger | None:
+def _ledger(algorithm: Algorithm, settings: Settings, sampler: CohortSampler, seed: int | None) -> Ledger | None:
     """Of a private method whose promises hold here; else nothing."""
     if any(release.apart > 1 for release in algorithm.releases()):
         raise FedraxError(

@@ -1,7 +1,10 @@
-from fedrax.participation.policies import (
+from fedrax.participation.asynchronous import (
+    Arrivals as Arrivals,
+)
+from fedrax.participation.asynchronous import (
     Asynchronous as Asynchronous,
 )
-from fedrax.participation.policies import (
+from fedrax.participation.availability import (
     Availability as Availability,
 )
 from fedrax.participation.policies import (
@@ -21,4 +24,13 @@ from fedrax.participation.policies import (
 )
 from fedrax.participation.policies import (
     WeightedBySamples as WeightedBySamples,
+)
+from fedrax.participation.policy import (
+    CohortSizes as CohortSizes,
+)
+from fedrax.participation.policy import (
+    ParticipationPolicy as ParticipationPolicy,
+)
+from fedrax.participation.policy import (
+    Population as Population,
 )

@@ -1,63 +1,128 @@
-"""Clients that work at their own pace: who begins between two steps of the server, and when its upload arrives.
+"""Asynchronous clients: which start between two server steps, and when their uploads arrive.
 
-An event-driven simulation of FedBuff's server (Nguyen et al. 2022, Algorithm 1), of its times alone. Which upload
-belongs to which step follows from how long clients take, whatever they compute; so a round of the simulator is what
-begins between two steps of the server, and each upload is told how many steps later it arrives.
+An event-driven simulation of the times of FedBuff's server (Nguyen et al. 2022, Algorithm 1). Which upload belongs to
+which server step follows from how long clients take, whatever they compute. A round of the simulator is therefore the
+set of clients that start between two server steps, and each upload has a delay: the number of server steps until it
+arrives.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fedrax.config.hyperparameters import PositiveInt
 from fedrax.data.readers.csv_parquet import read_columns
 from fedrax.errors import FedraxError
-from fedrax.participation.policies import Asynchronous
+from fedrax.participation.policy import ARRIVALS, CohortSizes, ParticipationPolicy, Population
 
-LONGEST = 1000
-"""Steps of the server after a run's last one for which uploads are followed that were begun in it."""
-MOST = 1_000_000
-"""Rounds of a run: all arrivals are known before the first one."""
+MAX_DELAY = 1000
+"""Server steps after the last round of a run for which pending uploads are followed; later ones count as arriving
+then."""
+MAX_ROUNDS = 1_000_000
+"""The most rounds of a run with a trace of durations: all arrivals are computed before the first round."""
 MAX_SECONDS = 1e15
-"""The longest that a client may take: of their sums a float still tells milliseconds apart, or nearly so."""
+"""The longest that a client may take: float64 still resolves about a tenth of a second in sums of such numbers."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Of R rounds: the clients that begin in each, and the steps of the server that pass until each one's upload."""
+    """The clients that start in each of R rounds, and the delays of their uploads."""
 
     cohorts: list[np.ndarray]
-    """int64, sorted."""
+    """The clients that start in each round, int64, sorted."""
     delays: list[np.ndarray]
-    """int32, in the same order; 0: it arrives before the server's next step. An upload that has not arrived more than
-    ``LONGEST`` steps after the run's last one counts as arriving then."""
+    """The delay of each one's upload in server steps, int32, in the same order; 0: it arrives before the next server
+    step. An upload that has not arrived ``MAX_DELAY`` steps after the last round counts as arriving then."""
     clock: np.ndarray
-    """float64 [R]; seconds from the start at which the server takes the step that ends the round."""
+    """Simulated seconds from the start at which the server step of each round is taken, float64 [R]."""
 
     @property
     def longest_awaited(self) -> int:
-        """The longest delay among the uploads that arrive within the run: no step takes the others."""
+        """The longest delay among the uploads that arrive within the run; no server step uses the others."""
         within = [own[r + own < len(self.delays)] for r, own in enumerate(self.delays)]
         return max((int(own.max()) for own in within if len(own)), default=0)
+
+
+class _State(NamedTuple):
+    """What the policy knows before the first round."""
+
+    durations: list[np.ndarray]
+    """Seconds that each client takes, one array a client."""
+    arrivals: Arrivals
+
+
+@dataclass(frozen=True)
+class Asynchronous(ParticipationPolicy):
+    """Clients work at their own pace, for methods whose uploads may arrive late (FedBuff).
+
+    ``concurrency`` clients work at any time: one that finishes is replaced at once by another that is drawn uniformly.
+    A round is a server step, on the next ``cohort_size`` uploads to arrive. The trace is a CSV file with columns
+    ``client`` and ``seconds``, the time from a client's start to the arrival of its upload; several lines of a client
+    are used in order and repeat. Events have the simulated ``clock``.
+
+    Example:
+        >>> fedrax.participation.Asynchronous("durations.csv", concurrency=50).concurrency
+        50
+    """
+
+    trace: Path
+    """The CSV file."""
+    concurrency: PositiveInt = 20
+    """M, the number of clients that work at any time."""
+    uses_sample_counts: ClassVar[bool] = False
+
+    def init(self, population: Population) -> _State:
+        """The trace, and the arrivals of all rounds."""
+        durations, rng = read_durations(self, population.num_clients), population.generator(ARRIVALS)
+        return _State(durations, arrivals(self, durations, population.rounds, population.cohort_size, rng))
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """The clients that start in the round."""
+        return state.arrivals.cohorts[round]
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        """As many as start in a round."""
+        largest = max(len(cohort) for cohort in state.arrivals.cohorts)
+        return CohortSizes(largest, True, float(population.cohort_size))
+
+    def arrivals(self, state: Any) -> Arrivals:
+        """The arrivals of all rounds."""
+        return state.arrivals
+
+    def trace_data(self, state: Any) -> Sequence[np.ndarray]:
+        """The durations of each client."""
+        return state.durations
 
 
 def arrivals(
     participation: Asynchronous, durations: list[np.ndarray], rounds: int, buffer: int, rng: np.random.Generator
 ) -> Arrivals:
-    """``concurrency`` clients at work at any time; the server steps whenever ``buffer`` uploads have arrived.
+    """Simulate ``concurrency`` clients at any time; the server steps whenever ``buffer`` uploads have arrived.
 
-    A client that has finished is replaced at once by one drawn uniformly from those that are neither at work nor
-    waiting in the buffer, which starts from the newest model. Those that finish at one time do so in the order in which
-    they began. Another number of rounds leaves all earlier ones as they are, but for delays that are cut. durations:
-    see :func:`read_durations`.
+    A client that has finished is replaced at once by one that is drawn uniformly from those that are neither working
+    nor in the buffer, and which starts from the newest model. Clients that finish at the same time do so in the order
+    in which they started. A longer run has the same first rounds, except for delays that were cut.
+
+    Args:
+        participation: the policy.
+        durations: seconds that each client takes, see :func:`read_durations`.
+        rounds: R, the number of server steps.
+        buffer: uploads that the server waits for.
+        rng: draws the clients.
+
+    Returns:
+        The cohorts, delays and times of all rounds.
     """
     at_once, num_clients = participation.concurrency, len(durations)
-    if rounds > MOST:
-        raise FedraxError(f"a run with a trace of durations has at most {MOST:,} rounds, not {rounds:,}")
+    if rounds > MAX_ROUNDS:
+        raise FedraxError(f"a run with a trace of durations has at most {MAX_ROUNDS:,} rounds, not {rounds:,}")
     if at_once + buffer - 1 > num_clients:
         raise FedraxError(
             f"{at_once} clients at work and a buffer of {buffer} uploads take {at_once + buffer - 1} clients or more:"
@@ -67,7 +132,7 @@ def arrivals(
     begun: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
     clock, engaged, waiting, unknown = np.zeros(rounds), set(), [], 0
     heap: list[tuple[float, int, int, int]] = []
-    """When it ends, the order of its beginning, who is at work, and since which step of the server."""
+    """The time at which it ends, the order in which it started, the client, and the server step of its start."""
 
     def begin(now: float, step: int, order: int) -> int:
         client = next(c for c in _draws(rng, num_clients) if c not in engaged)
@@ -80,7 +145,7 @@ def arrivals(
         unknown += begin(0.0, step, order)
     order = at_once
     while step < rounds or unknown:
-        if step > rounds + LONGEST:  # clients that are never heard of again are such
+        if step > rounds + MAX_DELAY:  # some clients may take longer than the whole run
             for *_, client, since in heap:
                 if since < rounds:
                     begun[since].append((client, step - since))
@@ -103,13 +168,13 @@ def arrivals(
 
 
 def _draws(rng: np.random.Generator, num_clients: int) -> Iterator[int]:
-    """Clients, drawn uniformly for ever."""
+    """An endless sequence of uniformly drawn clients."""
     while True:
         yield int(rng.integers(num_clients))
 
 
 def read_durations(participation: Asynchronous, num_clients: int) -> list[np.ndarray]:
-    """The seconds that each client takes, time after time: float64, in the order of the file."""
+    """The seconds that each client takes, float64, in the order of the file; raises FedraxError for a malformed one."""
     path = participation.trace
     client, seconds = read_columns(path, "the trace of durations", ["client", "seconds"])
     numbers = client.dtype.is_integer() and seconds.dtype.is_numeric() and not client.null_count()

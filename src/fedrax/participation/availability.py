@@ -1,23 +1,56 @@
-"""Clients that are there: a fixed list, or a trace of each round's."""
+"""Availability traces: which clients can be sampled in each round."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fedrax.data.readers.csv_parquet import read_columns
 from fedrax.errors import FedraxError
-from fedrax.participation.policies import Availability
+from fedrax.participation.policy import CohortSizes, ParticipationPolicy, Population, sample_among
 
 
-def check_list(clients: tuple[int, ...], num_clients: int) -> np.ndarray:
-    """The clients of a fixed list, sorted."""
-    if not clients or len(set(clients)) < len(clients) or min(clients) < 0 or max(clients) >= num_clients:
-        raise FedraxError(f"the list of clients that take part must hold different clients from 0 to {num_clients - 1}")
-    return np.sort(np.array(clients, np.int64))
+@dataclass(frozen=True)
+class Availability(ParticipationPolicy):
+    """Sample the cohort uniformly from the clients that a trace lists as available in the round.
+
+    The trace is a CSV file with columns ``round`` (from 0) and ``client``; it repeats after its last round. A round
+    with fewer than S available clients takes all of them.
+
+    Example:
+        >>> fedrax.participation.Availability("availability.csv").trace
+        'availability.csv'
+    """
+
+    trace: Path
+    """The CSV file."""
+    uses_sample_counts: ClassVar[bool] = False
+
+    def init(self, population: Population) -> list[np.ndarray]:
+        """The available clients of each round of the trace."""
+        return read_trace(self, population.num_clients)
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """S of the available clients."""
+        available = state[round % len(state)]
+        return sample_among(rng, available, min(population.cohort_size, len(available)))
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        """S clients, and fewer where fewer are available."""
+        sizes = {min(population.cohort_size, len(available)) for available in state}
+        return CohortSizes(max(sizes), len(sizes) > 1, float(population.cohort_size))
+
+    def trace_data(self, state: Any) -> Sequence[np.ndarray]:
+        """The available clients of each round."""
+        return state
 
 
 def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:
-    """The available clients of each round of a trace file."""
+    """The available clients of each round of a trace file, sorted; raises FedraxError for a malformed one."""
     path = participation.trace
     table = read_columns(path, "the availability trace", ["round", "client"])
     if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):

@@ -1,74 +1,189 @@
-"""Participation policies: how the cohort of a round is sampled."""
+"""Synchronous policies without files: uniform, weighted and Poisson sampling, fixed order, fixed list."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, ClassVar
 
-from fedrax.config.hyperparameters import PositiveInt
+import numpy as np
+
+from fedrax.errors import FedraxError
+from fedrax.participation.asynchronous import Asynchronous
+from fedrax.participation.availability import Availability
+from fedrax.participation.policy import (
+    COHORT,
+    SHUFFLE,
+    CohortSizes,
+    ParticipationPolicy,
+    Population,
+    sample_among,
+)
+from fedrax.privacy.accounting import Cohorts
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Draw the cohort uniformly without replacement."""
+class Uniform(ParticipationPolicy):
+    """Sample the cohort uniformly without replacement.
 
-
-@dataclass(frozen=True)
-class WeightedBySamples:
-    """Draw the cohort without replacement with chances in proportion to the clients' sample counts."""
-
-
-@dataclass(frozen=True)
-class Poisson:
-    """Each client takes part with chance S / N, independently of all others and of all other rounds.
-
-    S, ``cohort_size``, is then the number of clients in the mean, and a round may have none. It is the sampling that
-    the tightest amplification of privacy is proven for.
+    Example:
+        >>> fedrax.Settings(cohort_size=20, participation=fedrax.participation.Uniform()).cohort_size
+        20
     """
 
+    uses_sample_counts: ClassVar[bool] = False
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """S of N clients."""
+        return sample_among(rng, population.num_clients, population.cohort_size)
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        """S clients in every round."""
+        return CohortSizes(population.cohort_size, distinct=_distinct(population, population.cohort_size))
+
+    def sampling(self, population: Population) -> Cohorts:
+        """A fixed size without replacement."""
+        return Cohorts("fixed", population.cohort_size / population.num_clients)
+
 
 @dataclass(frozen=True)
-class Availability:
-    """Draw the cohort uniformly from the clients that a trace says are available in the round.
+class WeightedBySamples(ParticipationPolicy):
+    """Sample the cohort without replacement, with probabilities in proportion to the clients' sample counts.
 
-    The trace is a CSV file with columns ``round`` (from 0) and ``client``; it repeats after its last round.
+    Example:
+        >>> fedrax.Settings(participation=fedrax.participation.WeightedBySamples()).participation
+        WeightedBySamples()
     """
 
-    trace: Path
-    """The CSV file."""
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """S of N clients."""
+        chances = population.sizes / population.sizes.sum()
+        return np.sort(rng.choice(population.num_clients, population.cohort_size, replace=False, p=chances))
 
 
 @dataclass(frozen=True)
-class Turns:
-    """All clients in turn: once shuffled, then S in each round, from the first ones again after the last.
+class Poisson(ParticipationPolicy):
+    """Poisson sampling: each client takes part with probability S / N, independently of clients and rounds.
 
-    A client's rounds are as far apart as they can be. The last cohort of a turn is smaller where S does not divide N.
+    S, ``cohort_size``, is the expected number of clients; a round may have none. The tightest privacy amplification is
+    proven for this sampling.
+
+    Example:
+        >>> fedrax.Settings(cohort_size=20, participation=fedrax.participation.Poisson()).participation
+        Poisson()
     """
 
+    independent: ClassVar[bool] = True
+    uses_sample_counts: ClassVar[bool] = False
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """A uniform sample of binomial size, which has the same distribution as independent coin flips."""
+        return sample_among(rng, population.num_clients, self._size(population, rng))
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        """S clients in expectation, and room for every round's cohort."""
+        largest = self._largest(population)
+        return CohortSizes(largest, True, float(population.cohort_size), _distinct(population, largest))
+
+    def sampling(self, population: Population) -> Cohorts:
+        """Independent draws at the rate S / N."""
+        return Cohorts("poisson", population.cohort_size / population.num_clients)
+
+    @staticmethod
+    def _size(population: Population, rng: np.random.Generator) -> int:
+        """The size of a round's cohort, drawn before its clients so that it can be found without them."""
+        return int(rng.binomial(population.num_clients, population.cohort_size / population.num_clients))
+
+    def _largest(self, population: Population) -> int:
+        """A size that no cohort of the run exceeds, the same for almost every seed, so that none is recompiled.
+
+        P(more than k) <= exp(-S) (e S / k)^k for k > S, Chernoff's bound, is below 1e-12 at the size found. The sizes
+        of this run's rounds are drawn as well, so that no cohort is ever cut.
+        """
+        mean, k = population.cohort_size, population.cohort_size + 1
+        while k < population.num_clients and k * (np.log(mean / k) + 1) - mean > np.log(1e-12):
+            k += 1
+        drawn = (self._size(population, population.generator(COHORT, r)) for r in range(population.rounds))
+        return max(min(k, population.num_clients), *drawn)
+
 
 @dataclass(frozen=True)
-class FixedList:
-    """Draw the cohort uniformly from a list of clients; all of them take part where it is no longer than the cohort."""
+class Turns(ParticipationPolicy):
+    """All clients in a fixed order: shuffled once, then S in each round, from the first ones again after the last.
+
+    The rounds of a client are as far apart as possible. The last cohort of a pass is smaller where S does not divide N.
+
+    Example:
+        >>> fedrax.Settings(participation=fedrax.participation.Turns()).participation
+        Turns()
+    """
+
+    uses_sample_counts: ClassVar[bool] = False
+
+    def init(self, population: Population) -> list[np.ndarray]:
+        """The cohorts of one pass over all clients."""
+        order = population.generator(SHUFFLE).permutation(population.num_clients)
+        return np.split(order, range(population.cohort_size, population.num_clients, population.cohort_size))
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """The next cohort of the pass."""
+        return np.sort(state[round % len(state)])
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        """S clients, and fewer in the last round of a pass."""
+        sizes = {len(cohort) for cohort in state}
+        return CohortSizes(max(sizes), len(sizes) > 1, float(population.cohort_size))
+
+    def sampling(self, population: Population) -> Cohorts:
+        """Known in advance: nothing is amplified."""
+        return Cohorts()
+
+
+@dataclass(frozen=True)
+class FixedList(ParticipationPolicy):
+    """Sample the cohort uniformly from a list of clients; all of them if the list is no longer than the cohort.
+
+    Example:
+        >>> fedrax.Settings(participation=fedrax.participation.FixedList((0, 3, 4))).participation.clients
+        (0, 3, 4)
+    """
 
     clients: tuple[int, ...]
-    """The clients, by number."""
+    """Client numbers."""
+    uses_sample_counts: ClassVar[bool] = False
+
+    def init(self, population: Population) -> np.ndarray:
+        """The list, checked and sorted."""
+        clients, most = self.clients, population.num_clients
+        if not clients or len(set(clients)) < len(clients) or min(clients) < 0 or max(clients) >= most:
+            raise FedraxError(f"FixedList.clients must hold different clients from 0 to {most - 1}")
+        return np.sort(np.array(clients, np.int64))
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """S of the list's clients."""
+        return sample_among(rng, state, min(population.cohort_size, len(state)))
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        """S clients, or all of the list."""
+        return CohortSizes(min(population.cohort_size, len(state)))
+
+    def sampling(self, population: Population) -> Cohorts:
+        """A fixed size without replacement, among the list's clients."""
+        return Cohorts("fixed", min(1.0, population.cohort_size / len(self.clients)))
 
 
-@dataclass(frozen=True)
-class Asynchronous:
-    """Clients work at their own pace, for methods whose uploads may arrive late (FedBuff).
+def _distinct(population: Population, largest: int) -> int:
+    """Different clients in the whole run where all are equally likely: five standard deviations above the mean.
 
-    ``concurrency`` clients are at work at any time: who finishes is replaced at once by one drawn uniformly. A round is
-    a step of the server, on the next ``cohort_size`` uploads to arrive. The trace is a CSV file with columns ``client``
-    and ``seconds``, how long a client takes from its start to its upload's arrival; of several lines of a client the
-    first is its first time, and they repeat. Events have the simulated ``clock``.
+    A client is absent from all rounds with probability (1 - S / N)^R, and these events are negatively correlated.
     """
+    clients = population.num_clients
+    absent = (1 - population.cohort_size / clients) ** population.rounds
+    likely = int(clients * (1 - absent) + 5 * np.sqrt(clients * absent * (1 - absent))) + 1
+    return min(likely, population.rounds * largest)
 
-    trace: Path
-    """The CSV file."""
-    concurrency: PositiveInt = 20
-    """M, clients at work at any time."""
 
-
-Participation = Uniform | WeightedBySamples | Poisson | Availability | FixedList | Turns | Asynchronous
+Participation = (
+    Uniform | WeightedBySamples | Poisson | Availability | FixedList | Turns | Asynchronous | ParticipationPolicy
+)
+"""Any participation policy: those of the library, or an own subclass of :class:`ParticipationPolicy`."""
 UNIFORM = Uniform()

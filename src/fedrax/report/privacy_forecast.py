@@ -21,10 +21,10 @@ from fedrax.privacy.ledger import Ledger, Spent
 from fedrax.privacy.releases import Release
 from fedrax.report.curves import PALETTE
 from fedrax.report.runs import finite
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
 from fedrax.simulation.results.events import Event
-from fedrax.simulation.settings import Settings
+from fedrax.simulation.settings import Settings, cohort_sampler
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def forecast(
 
     Raises FedraxError for a method that is not private.
     """
-    sampler = Sampler(settings, sizes)
+    sampler = cohort_sampler(settings, sizes)
     ledger = ledger_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
     if ledger is None:
         raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no epsilon to compute")
@@ -103,7 +103,7 @@ def _part(release: Release, whole: Accountant, ledger: Ledger) -> Part:
     return Part(release, epsilon, by, alone.epsilon_paper)
 
 
-def _answer(epsilon: float, ledger: Ledger, sampler: Sampler, most: int) -> Answer:
+def _answer(epsilon: float, ledger: Ledger, sampler: CohortSampler, most: int) -> Answer:
     accountant = ledger.accountant
     try:
         factor = accountant.factor_for(epsilon, ledger.count) if accountant.protects else None

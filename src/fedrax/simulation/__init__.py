@@ -1,7 +1,7 @@
 """The simulator: cohorts, execution plans, evaluation, checkpoints, events."""
 
 from fedrax.devices import join_processes, use_all_cores
-from fedrax.participation.policies import (
+from fedrax.participation import (
     Asynchronous,
     Availability,
     FixedList,

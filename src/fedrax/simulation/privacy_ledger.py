@@ -9,11 +9,10 @@ import numpy as np
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.wrapper import uploads_depend_on_state
 from fedrax.errors import FedraxError, warn
-from fedrax.participation.policies import FixedList, Turns, Uniform, WeightedBySamples
-from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.participation.cohort_sampler import CohortSampler
+from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.releases import Release
-from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import Settings
@@ -27,21 +26,7 @@ def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
     return releases if protected else ()
 
 
-def cohorts_of(sampler: Sampler) -> Cohorts:
-    """How the run's cohorts are drawn, as an accountant sees it."""
-    participation, size = sampler.settings.participation, sampler.settings.cohort_size
-    if sampler.given is not None or isinstance(participation, Turns):
-        return Cohorts()
-    if sampler.by_chance:
-        return Cohorts("poisson", size / sampler.num_clients)
-    if isinstance(participation, Uniform):
-        return Cohorts("fixed", size / sampler.num_clients)
-    if isinstance(participation, FixedList):
-        return Cohorts("fixed", min(1.0, size / len(participation.clients)))
-    return Cohorts("refilled")
-
-
-def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Accountant | None:
+def accountant_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) -> Accountant | None:
     """What counts the run's epsilon; None for a method that is not private."""
     releases = private_releases(algorithm)
     if not releases:
@@ -51,14 +36,21 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) ->
                 f" {settings.epsilon_budget:g} holds; wrap it in a private method, or leave epsilon_budget out"
             )
         return None
-    told = sampler.given is None and isinstance(settings.participation, WeightedBySamples)
-    if told and any(r.seen == "server" and (r.unit == "sample" or r.neighbors == "replacement") for r in releases):
+    name = type(algorithm).__name__
+    if sampler.adaptive:
         raise FedraxError(
-            f"cohorts drawn by numbers of samples tell the server of them, which no noise of {type(algorithm).__name__}"
-            " covers: choose another participation"
+            f"{type(settings.participation).__name__} samples cohorts by what clients report, which depends on their"
+            f" data and which no noise of {name} covers: choose another participation"
+        )
+    protects_counts = any(r.unit == "sample" or r.neighbors == "replacement" for r in releases if r.seen == "server")
+    if sampler.uses_sample_counts and protects_counts:
+        raise FedraxError(
+            f"cohorts that are sampled by numbers of samples tell the server about them, which no noise of {name}"
+            " covers: choose another participation (an own policy that does not use them sets uses_sample_counts ="
+            " False)"
         )
     check_apart(max(release.apart for release in releases), settings.rounds, sampler)
-    accountant = Accountant(releases, settings.delta, cohorts_of(sampler).claimed(settings.amplification))
+    accountant = Accountant(releases, settings.delta, sampler.sampling.claimed(settings.amplification))
     if settings.amplification == "fixed" and accountant.empty_place:
         raise FedraxError(
             f"amplification 'fixed' does not hold for {type(algorithm).__name__}: its clients keep something from round"
@@ -68,7 +60,7 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) ->
     return accountant
 
 
-def check_apart(apart: int, rounds: int, sampler: Sampler) -> None:
+def check_apart(apart: int, rounds: int, sampler: CohortSampler) -> None:
     """FedraxError where a client takes part twice in less than ``apart`` rounds."""
     last = np.full(sampler.num_clients, -apart)
     for r in range(rounds if apart > 1 else 0):
@@ -83,7 +75,7 @@ def check_apart(apart: int, rounds: int, sampler: Sampler) -> None:
         last[cohort] = r
 
 
-def ledger_of(algorithm: Algorithm, settings: Settings, sampler: Sampler) -> Ledger | None:
+def ledger_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) -> Ledger | None:
     """The empty ledger of a private run; None for a method that is not private.
 
     Raises FedraxError for an amplification that the cohorts do not have, and for a budget that no round fits into.
@@ -118,7 +110,7 @@ def _check_room(accountant: Accountant, budget: float | None) -> None:
         )
 
 
-def last_round(ledger: Ledger | None, settings: Settings, sampler: Sampler) -> int:
+def last_round(ledger: Ledger | None, settings: Settings, sampler: CohortSampler) -> int:
     """The last round of the run that the budget allows."""
     rounds = settings.rounds
     return rounds if ledger is None else ledger.last_round(settings.epsilon_budget, rounds, sampler.cohort)

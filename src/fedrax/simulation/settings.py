@@ -10,7 +10,9 @@ import numpy as np
 
 from fedrax.config.hyperparameters import Bound, Fraction, Positive, PositiveInt
 from fedrax.errors import FedraxError, known_fields_only, warn
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.participation.policies import UNIFORM, Participation
+from fedrax.participation.policy import Population
 from fedrax.privacy.accounting import Amplification
 from fedrax.xla.precision import Format
 
@@ -141,3 +143,22 @@ class Script:
     fresh: np.ndarray | None = None
     """[R, S, B]: the rows of the batch besides those of the steps (EPISODE's for G_i); [R, S], its block, where
     ``local.blocks`` are used."""
+
+
+def cohort_sampler(settings: Settings, sizes: np.ndarray, script: Script | None = None) -> CohortSampler:
+    """The sampler of a run's cohorts and stragglers.
+
+    Args:
+        settings: of the run; the default cohort size is cut to the number of clients.
+        sizes: number of training samples of each client, int [N].
+        script: its cohorts, if it has some, replace those of the participation policy.
+
+    Returns:
+        The sampler; raises FedraxError for a cohort size, a policy or cohorts that do not fit the clients.
+    """
+    size = settings.cohort_size
+    if size == Settings.cohort_size:
+        size = min(size, len(sizes))
+    population = Population(sizes, size, settings.rounds, settings.seed)
+    given = None if script is None else script.cohorts
+    return CohortSampler(settings.participation, population, settings.stragglers, given)

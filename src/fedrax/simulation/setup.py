@@ -24,9 +24,9 @@ from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.prng.seeds import RUN, START, seeded
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
-from fedrax.simulation.cohort_sampler import Sampler
 from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
 from fedrax.simulation.executors.choose import choose_plan, clients_at_once, describe, make_mesh
 from fedrax.simulation.executors.compiled import Carry, Engine
@@ -38,7 +38,7 @@ from fedrax.simulation.placement.planner import Planner, rows_on_a_device
 from fedrax.simulation.placement.streaming import choose
 from fedrax.simulation.results.events import RunInfo
 from fedrax.simulation.round import Kept, Program
-from fedrax.simulation.settings import Script, Settings
+from fedrax.simulation.settings import Script, Settings, cohort_sampler
 from fedrax.simulation.traffic import TracedRound, trace_round
 from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
 from fedrax.simulation.validate_script import given_work
@@ -126,13 +126,15 @@ def prepare(
     samples, variables = Batch(*federation.train), with_statistics(start, statistics)
     check_task(task, variables, samples, federation)
     initial, broken = at_first(algorithm, start, statistics)
-    sampler = Sampler(settings, federation.sizes, script)
+    sampler = cohort_sampler(settings, federation.sizes, script)
     check_needs(algorithm, settings, sampler, task, statistics)
     algorithm.traits.check_parts(task, variables, samples.x)
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
     streamed, spilled = _room(algorithm, federation, settings, sampler, initial, mesh, account)
-    planner = _planner(algorithm, federation, sampler, _given(algorithm, script, sampler), initial, mesh.devices.size)
+    planner = _planner(
+        algorithm, federation, settings, sampler, _given(algorithm, script, sampler), initial, mesh.devices.size
+    )
     _check_processes(planner, directory)
     known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(algorithm, task))
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
@@ -146,7 +148,7 @@ def prepare(
     joining = _joining(planner, cuts_in(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
     words = describe(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + widened
-    given_so = (algorithm, settings, federation, script, sampler.from_file)
+    given_so = (algorithm, settings, federation, script, sampler.trace_data)
     return Setup(
         algorithm=algorithm,
         task=task,
@@ -172,7 +174,7 @@ def prepare(
     )
 
 
-def _given(algorithm: Algorithm, script: Script | None, sampler: Sampler) -> dict[str, np.ndarray]:
+def _given(algorithm: Algorithm, script: Script | None, sampler: CohortSampler) -> dict[str, np.ndarray]:
     """What each round has for its clients that is known beforehand."""
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     longest = int(given["delay"].max()) if "delay" in given else 0
@@ -240,7 +242,7 @@ def _info(
     algorithm: Algorithm,
     federation: Federation,
     settings: Settings,
-    sampler: Sampler,
+    sampler: CohortSampler,
     plan: str,
     traced: TracedRound,
     start: Tree,
@@ -266,7 +268,7 @@ def _room(
     algorithm: Algorithm,
     federation: Federation,
     settings: Settings,
-    sampler: Sampler,
+    sampler: CohortSampler,
     initial: Kept,
     mesh: Mesh,
     account: Account,
@@ -288,7 +290,8 @@ def _by_samples(algorithm: Algorithm, federation: Federation) -> bool:
 def _planner(
     algorithm: Algorithm,
     federation: Federation,
-    sampler: Sampler,
+    settings: Settings,
+    sampler: CohortSampler,
     given: dict[str, np.ndarray],
     initial: Kept,
     devices: int,
@@ -301,6 +304,8 @@ def _planner(
         by_samples=_by_samples(algorithm, federation),
         row_bytes=tree.num_bytes(initial),
         given=given,
+        weights=settings.weights,
+        dtype=settings.dtype,
     )
 
 

@@ -19,7 +19,7 @@ from fedrax.contract.checks import check_method
 from fedrax.contract.initialization import start_of
 from fedrax.contract.task import Task, Variables
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.round import Kept
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
@@ -34,7 +34,7 @@ def check_run(algorithm: Algorithm, settings: Settings, sizes: np.ndarray) -> No
         algorithm.local_steps.check_sizes(sizes)
 
 
-def check_needs(algorithm: Algorithm, settings: Settings, sampler: Sampler, task: Task, statistics: Tree) -> None:
+def check_needs(algorithm: Algorithm, settings: Settings, sampler: CohortSampler, task: Task, statistics: Tree) -> None:
     """Refuse a run and a task that the method cannot take, by the name of the one that cannot: wrappers pass on what
     the method inside needs.
     """

@@ -6,14 +6,14 @@ import numpy as np
 
 from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import FedraxError
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.settings import Script
 
 GIVEN = ("steps", "blocks", "batches", "delay", "fresh")
 """The fields of a Script, and of a Place, that hold something for each client of each round: [R, S, ...]."""
 
 
-def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
+def given_work(script: Script | None, sampler: CohortSampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
     """What a script gives of the clients' work, by name; FedraxError where it does not fit the run."""
     given = {name: getattr(script, name, None) for name in GIVEN}
     arrays = {name: np.asarray(value) for name, value in given.items() if value is not None}
@@ -23,7 +23,7 @@ def given_work(script: Script | None, sampler: Sampler, local: LocalSGD | None) 
         raise FedraxError(f"{next(iter(arrays))} are given, but the algorithm has no local steps")
     if "blocks" in arrays and local.blocks is None:
         raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
-    rounds, clients = sampler.settings.rounds, sampler.largest
+    rounds, clients = sampler.rounds, sampler.largest
     for name, array in arrays.items():
         if name == "blocks" and array.dtype.kind in "iu":
             continue  # has a sentence of its own
@@ -66,12 +66,12 @@ def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], most: int) -> None:
         raise FedraxError(f"the given blocks must be from 0 to {most - 1}")
 
 
-def _check_rows(rows: np.ndarray, axes: int, name: str, sampler: Sampler, local: LocalSGD) -> None:
+def _check_rows(rows: np.ndarray, axes: int, name: str, sampler: CohortSampler, local: LocalSGD) -> None:
     if local.blocks is not None or local.batch_size == "full":
         raise FedraxError(f"{name} are given, but the local steps take no batches: set local.batch_size to a number")
     if rows.ndim != axes:
         raise FedraxError(f"the given {name} must have {axes} axes, the last over a batch's rows, not {rows.ndim}")
-    for r in range(sampler.settings.rounds):
+    for r in range(sampler.rounds):
         cohort = sampler.cohort(r)
         inside = rows[r, : len(cohort)] < sampler.sizes[cohort].reshape(-1, *[1] * (axes - 2))
         if not inside.all():

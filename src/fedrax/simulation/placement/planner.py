@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from fedrax.contract.client_data import Place
-from fedrax.simulation.cohort_sampler import Sampler
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.executors.data_parallel import to_join
 from fedrax.simulation.round import Rounds
-from fedrax.simulation.settings import Script
 
 _SMALL_STORE = 64 << 20
 """Bytes of all devices' stores up to which each has a row for every client."""
@@ -28,7 +26,7 @@ def rounded_up(number: int) -> int:
     return -(-number // step) * step
 
 
-def rows_on_a_device(sampler: Sampler, devices: int, row_bytes: int, uneven: bool) -> int:
+def rows_on_a_device(sampler: CohortSampler, devices: int, row_bytes: int, uneven: bool) -> int:
     """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
 
     All clients on every device where that takes little memory; else as many as will take part. Devices that share them
@@ -50,7 +48,7 @@ class Planner:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: CohortSampler,
         offsets: np.ndarray,
         *,
         devices: int,
@@ -58,24 +56,26 @@ class Planner:
         by_samples: bool,
         row_bytes: int = 0,
         given: Mapping[str, np.ndarray] | None = None,
+        weights: Literal["uniform", "samples"] = "uniform",
+        dtype: str = "float32",
     ):
         """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate_script.given_work`."""
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
         self.by_samples, self.given = by_samples, dict(given or {})
         self.chunk = 1
         """Clients of a device side by side."""
-        self.straggling = sampler.settings.stragglers > 0
+        self.straggling = sampler.stragglers > 0
         self.joint_speed: float | None = None
         """How many times as fast as one device all of them together are with a client; None: they never join."""
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
         self.places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
-        self._row_bytes = row_bytes
+        self._row_bytes, self._weights, self._dtype = row_bytes, weights, dtype
         self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
         self._used = [0] * devices
         if stateful:  # homes depend on all rounds before, so lay them out once, from the start
-            for r in range(sampler.settings.rounds):
+            for r in range(sampler.rounds):
                 self._assign(r, sampler.cohort(r))
                 if len(self.home) == sampler.num_clients:
                     break
@@ -92,7 +92,7 @@ class Planner:
         share = self.sampler.largest / self.devices
         spread = share * (1 - 1 / self.devices) * (1 - self.sampler.largest / self.sampler.num_clients)
         room = int(np.ceil(share) + 4 * np.sqrt(spread))
-        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.settings.rounds))
+        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
         most = max(len(places) for r, cohort in cohorts for places in self._assign(r, cohort))
         while most > room:
             room *= 2
@@ -160,17 +160,13 @@ class Planner:
 
     def _like(self, rounds: int) -> Planner:
         """One for so many rounds of another seed, the same for all; of given cohorts no more than there are."""
-        s = self.sampler
-        script, rounds = (
-            (None, rounds) if s.given is None else (Script(cohorts=s.given), min(rounds, s.settings.rounds))
-        )
-        other = Sampler(replace(s.settings, seed=0, rounds=rounds), s.sizes, script)
+        other = self.sampler.for_rounds(rounds)
         kinds = {"devices": self.devices, "stateful": self.stateful, "by_samples": self.by_samples}
         return Planner(other, self.offsets, row_bytes=self._row_bytes, **kinds)
 
     def _ever_joined(self, speed: float) -> bool:
         self.joint_speed = speed
-        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.settings.rounds))
+        cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
         return any(self._joined(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)
 
     def _joined(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
@@ -200,7 +196,7 @@ class Planner:
             slot=room(self.capacity),
             offset=room(0),
             size=room(int(s.sizes[0])),
-            weight=room(0, s.settings.dtype),
+            weight=room(0, self._dtype),
             work=room(1, np.float32) if self.straggling else None,
             joined=None if self.joint_speed is None else room(False, bool),
             **given,
@@ -217,7 +213,7 @@ class Planner:
         assigned = self._assign(round, cohort)
         joined = self._joined(round, cohort, assigned)
         assigned = [sorted(places, key=joined.__contains__) for places in assigned]  # these at the end
-        weight = s.sizes[cohort].astype(float) if s.settings.weights == "samples" else np.ones(len(cohort))
+        weight = s.sizes[cohort].astype(float) if self._weights == "samples" else np.ones(len(cohort))
         found: dict[str, Any] = {
             "client": cohort,
             "offset": self.offsets[cohort],

@@ -1,0 +1,243 @@
+"""Cohorts and stragglers of a run, from a participation policy or from given sequences.
+
+Everything is drawn on the host from counters (seed, stream, round), so that any round can be drawn on its own: a
+resumed run, another algorithm or another number of devices sees the same cohorts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedrax.errors import FedraxError
+from fedrax.participation.asynchronous import Arrivals
+from fedrax.participation.policy import (
+    COHORT,
+    STRAGGLERS,
+    CohortSizes,
+    ParticipationPolicy,
+    Population,
+    generator,
+    sample_among,
+)
+from fedrax.privacy.accounting import Cohorts
+
+
+class CohortSampler:
+    """Draws the cohorts and stragglers of a run.
+
+    Args:
+        policy: which clients are sampled.
+        population: the clients, and the settings of the run.
+        stragglers: the share of each cohort that does only part of its local work.
+        given: the cohort of each round, in place of the policy.
+    """
+
+    def __init__(
+        self,
+        policy: ParticipationPolicy,
+        population: Population,
+        stragglers: float = 0.0,
+        given: Sequence[Any] | np.ndarray | None = None,
+    ):
+        self.policy, self.population, self.stragglers = policy, population, stragglers
+        self.given = None if given is None else [np.asarray(cohort) for cohort in given]
+        self.state: Any = None
+        """The policy's state: of an adaptive one after ``observed`` rounds."""
+        self.observed = 0
+        """Rounds that an adaptive policy has observed."""
+        if self.given is not None:
+            self._check_given(self.given)
+        elif population.cohort_size > self.num_clients:
+            raise FedraxError(
+                f"cannot sample {population.cohort_size} clients a round: there are {self.num_clients}: set cohort_size"
+                f" to {self.num_clients} at most"
+            )
+        else:
+            self.state = self._canonical(policy.init(population))
+        if len(empty := np.flatnonzero(self.sizes == 0)):
+            raise FedraxError(f"client {empty[0]} has no samples ({len(empty)} such clients)")
+
+    def _check_given(self, cohorts: list[np.ndarray]) -> None:
+        if len(cohorts) < self.rounds:
+            raise FedraxError(f"{len(cohorts)} cohorts are given for {self.rounds} rounds")
+        for r, cohort in enumerate(cohorts):
+            if not self._is_cohort(np.sort(cohort)) or not cohort.size:
+                raise FedraxError(
+                    f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}, at"
+                    " least one"
+                )
+
+    def _is_cohort(self, cohort: np.ndarray) -> bool:
+        """Whether a sorted array holds different clients."""
+        if cohort.ndim != 1 or not cohort.size:
+            return cohort.ndim == 1
+        inside = cohort.dtype.kind in "iu" and cohort[0] >= 0 and cohort[-1] < self.num_clients
+        return bool(inside and (cohort[1:] > cohort[:-1]).all())
+
+    def _canonical(self, state: Any) -> Any:
+        """The state of an adaptive policy with arrays of the types that checkpoints keep."""
+        if not self.adaptive:
+            return state
+        return jax.tree.map(lambda a: np.asarray(a, jax.dtypes.canonicalize_dtype(np.asarray(a).dtype)), state)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of training samples of each client, int [N]."""
+        return self.population.sizes
+
+    @property
+    def num_clients(self) -> int:
+        """N, the number of clients."""
+        return self.population.num_clients
+
+    @property
+    def rounds(self) -> int:
+        """R, the number of rounds."""
+        return self.population.rounds
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether cohorts depend on what clients reported in earlier rounds."""
+        return self.given is None and self.policy.adaptive
+
+    @property
+    def independent(self) -> bool:
+        """Whether each client is sampled independently of the others."""
+        return self.given is None and self.policy.independent
+
+    @property
+    def sampling(self) -> Cohorts:
+        """How cohorts are drawn, for privacy amplification by sampling."""
+        return Cohorts() if self.given is not None else self.policy.sampling(self.population)
+
+    @property
+    def uses_sample_counts(self) -> bool:
+        """Whether cohorts depend on the clients' numbers of samples."""
+        return self.given is None and self.policy.uses_sample_counts
+
+    @cached_property
+    def cohort_sizes(self) -> CohortSizes:
+        """How many clients the rounds have."""
+        if self.given is None:
+            return self.policy.cohort_sizes(self.state, self.population)
+        cohorts = self.given[: self.rounds]
+        sizes = {len(cohort) for cohort in cohorts}
+        return CohortSizes(max(sizes), len(sizes) > 1, None, len(np.unique(np.concatenate(cohorts))))
+
+    @property
+    def largest(self) -> int:
+        """The most clients that any round can have."""
+        return self.cohort_sizes.largest
+
+    @property
+    def varying(self) -> bool:
+        """Whether rounds differ in their number of clients."""
+        return self.cohort_sizes.varying
+
+    @property
+    def expected(self) -> float | None:
+        """The expected cohort size where methods are to use it in place of the actual one."""
+        return self.cohort_sizes.expected
+
+    @property
+    def most_clients(self) -> int:
+        """An upper bound on the different clients of the whole run, of almost any seed."""
+        found = self.cohort_sizes.distinct
+        return self.rounds * self.largest if found is None else found
+
+    @property
+    def trace_data(self) -> Sequence[np.ndarray]:
+        """The contents of the file that the policy names; empty without one."""
+        return () if self.given is not None else self.policy.trace_data(self.state)
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """When uploads arrive, where clients work asynchronously."""
+        return None if self.given is not None else self.policy.arrivals(self.state)
+
+    @property
+    def delays(self) -> dict[str, np.ndarray]:
+        """``delay``, int32 [R, S], where uploads arrive late; empty otherwise."""
+        arrivals = self.arrivals
+        if arrivals is None:
+            return {}
+        delays = np.zeros((self.rounds, self.largest), np.int32)
+        for row, own in zip(delays, arrivals.delays, strict=True):
+            row[: len(own)] = own
+        return {"delay": delays}
+
+    @property
+    def clock(self) -> np.ndarray | None:
+        """Simulated seconds at which each round ends, [R]; None where durations are unknown."""
+        arrivals = self.arrivals
+        return None if arrivals is None else arrivals.clock
+
+    def _generator(self, stream: int, round: int) -> np.random.Generator:
+        return generator(self.population.seed, stream, round)
+
+    def cohort(self, round: int) -> np.ndarray:
+        """The clients of a round, int64 [S], sorted unless given; possibly none under Poisson sampling."""
+        if self.given is not None:
+            return self.given[round].astype(np.int64)
+        if self.adaptive and round != self.observed:
+            raise FedraxError(
+                f"{self._name} samples round {round + 1} by what the clients of earlier rounds report, so that its"
+                " cohort is known only during the run: choose another participation"
+            )
+        drawn = np.asarray(self.policy.sample(self.state, round, self.population, self._generator(COHORT, round)))
+        cohort = np.sort(drawn)
+        if not self._is_cohort(cohort) or len(cohort) > self.largest:
+            raise FedraxError(
+                f"{self._name}.sample must return at most {self.largest} different clients from 0 to"
+                f" {self.num_clients - 1}, and returned {drawn.tolist()} in round {round + 1}"
+            )
+        if len(cohort) < self.largest and not self.varying:
+            raise FedraxError(
+                f"{self._name}.sample must return {self.largest} clients, and returned {len(cohort)} in round"
+                f" {round + 1}: return CohortSizes with varying=True from cohort_sizes"
+            )
+        return cohort.astype(np.int64)
+
+    @property
+    def _name(self) -> str:
+        return type(self.policy).__name__
+
+    def observe(self, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> None:
+        """Tell an adaptive policy what the clients of a round reported, see :meth:`ParticipationPolicy.observe`."""
+        self.state = self._canonical(self.policy.observe(self.state, round, clients, info))
+        self.observed = round + 1
+
+    def restore(self, state: Any, rounds: int) -> None:
+        """Continue an adaptive policy from its state after so many rounds."""
+        self.state, self.observed = jax.tree.map(np.asarray, state), rounds
+
+    def cohort_among(self, round: int, clients: np.ndarray) -> np.ndarray:
+        """A uniform cohort of the available ``clients`` (sorted), at most S; of all clients that of ``Uniform``."""
+        return sample_among(self._generator(COHORT, round), clients, min(self.population.cohort_size, len(clients)))
+
+    def work(self, round: int, size: int) -> np.ndarray:
+        """The share of its local work that each of the ``size`` clients of a cohort does, float [S] in (0, 1].
+
+        A fixed share of the cohort are stragglers. Where clients are sampled independently, each is a straggler
+        independently, too: privacy accounting needs that nothing about a client depends on the others' presence.
+        """
+        rng, share = self._generator(STRAGGLERS, round), np.ones(size)
+        if self.independent:
+            slow = np.flatnonzero(rng.random(size) < self.stragglers)
+        else:
+            slow = rng.choice(max(size, 1), int(np.floor(self.stragglers * size + 0.5)), replace=False)
+        share[slow] = 1 - rng.random(len(slow))
+        return share
+
+    def for_rounds(self, rounds: int) -> CohortSampler:
+        """A sampler of the same policy for the seed 0 and so many rounds; of given cohorts at most those there are."""
+        if self.given is not None:
+            rounds = min(rounds, self.rounds)
+        population = replace(self.population, seed=0, rounds=rounds)
+        return CohortSampler(self.policy, population, self.stragglers, self.given)
