@@ -16,12 +16,12 @@ from matplotlib.ticker import MaxNLocator
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
+from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.ledger import Ledger, Spent
 from fedrax.privacy.releases import Release
 from fedrax.report.curves import PALETTE
 from fedrax.report.runs import finite
-from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.settings import Settings, cohort_sampler
