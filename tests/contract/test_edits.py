@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.xla.fingerprint import Code
+from fedrax.xla.fingerprint import CodeFingerprint
 from tests.simulation.problems import FEDERATION, TASK, run
 
 METHOD = """
@@ -123,19 +123,19 @@ class Own:
 def test_what_a_name_may_mean(one: str, other: str):
     cells: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(NAMED.replace("{value}", one), "cell-1.py", "exec"), cells)
-    before = Code(cells["Own"])
-    assert Code(cells["Own"]) == before
+    before = CodeFingerprint(cells["Own"])
+    assert CodeFingerprint(cells["Own"]) == before
     exec(compile(f"VALUE = {other}", "cell-2.py", "exec"), cells)
-    assert Code(cells["Own"]) != before
+    assert CodeFingerprint(cells["Own"]) != before
 
 
 def test_attributes_are_no_names():
     """A loop over ``mu``, or data called ``x``, are not what ``self.mu`` and ``batch.x`` mean."""
     cells: dict[str, Any] = {"__name__": "__main__", "mu": 0.1, "shape": 3}
     exec(compile(NAMED.replace("{value}", "0"), "cell-1.py", "exec"), cells)
-    before = Code(cells["Own"])
+    before = CodeFingerprint(cells["Own"])
     cells |= {"mu": 0.2, "shape": np.zeros(3)}
-    assert Code(cells["Own"]) == before
+    assert CodeFingerprint(cells["Own"]) == before
 
 
 def test_an_edited_metric():
@@ -151,11 +151,13 @@ def test_an_edited_metric():
 def test_what_was_not_edited_is_the_same():
     """Counts, histories and fields are no edits, nor is a cell that is run again as it was."""
     cells, other = notebook(), notebook()
-    assert Code(cells["Mine"]()) == Code(cells["Mine"](local=fedrax.LocalSGD(lr=0.3)))
-    assert hash(Code(cells["Mine"]())) == hash(Code(other["Mine"]())) and Code(cells["Mine"]()) == Code(other["Mine"]())
+    assert CodeFingerprint(cells["Mine"]()) == CodeFingerprint(cells["Mine"](local=fedrax.LocalSGD(lr=0.3)))
+    assert hash(CodeFingerprint(cells["Mine"]())) == hash(CodeFingerprint(other["Mine"]())) and CodeFingerprint(
+        cells["Mine"]()
+    ) == CodeFingerprint(other["Mine"]())
     cells["STRENGTH"] = 2.0
-    assert Code(cells["Mine"]()) != Code(other["Mine"]())
-    assert Code(fedrax.FedAvg()) == Code(fedrax.Scaffold())  # the package's own are not looked at
+    assert CodeFingerprint(cells["Mine"]()) != CodeFingerprint(other["Mine"]())
+    assert CodeFingerprint(fedrax.FedAvg()) == CodeFingerprint(fedrax.Scaffold())  # the package's own are not looked at
 
 
 def test_a_metric_that_was_edited_is_another_run(tmp_path: Any):

@@ -10,8 +10,8 @@ import pytest
 from jax import Array
 
 from fedrax.profiling.hlo import Description, ProgramText
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.linear_algebra import RULES, TURNS
+from fedrax.xla.linear_algebra import LINEAR_ALGEBRA_SCOPE, SEQUENTIAL_RULES
+from fedrax.xla.pipeline import optimize
 from fedrax.xla.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 
 
@@ -115,7 +115,7 @@ def test_operations_belong_to_the_innermost_scope(side_by_side: bool):
 
 
 def test_operations_are_described_by_their_layers():
-    """Convolutions included, whose operations `fast_on_cpu` replaces."""
+    """Convolutions included, whose operations `optimize` replaces."""
 
     def loss(weights: list[Array], x: Array) -> Array:
         with jax.named_scope("net/first"):
@@ -129,7 +129,7 @@ def test_operations_are_described_by_their_layers():
 
     def step(weights: list[Array], x: Array) -> list[Array]:
         with phase_scope(0), scope(GRADIENT):
-            return fast_on_cpu(jax.grad(loss))(weights, x)
+            return optimize(jax.grad(loss))(weights, x)
 
     weights = [jnp.ones((3, 3, 17, 20)), jnp.ones((3, 3, 1, 20)), jnp.ones((20, 20))]
     text = compiled(step, weights, jnp.ones((18, 12, 12, 17)))  # pyright: ignore[reportArgumentType]
@@ -158,15 +158,15 @@ def test_sorts_and_transforms_are_no_passes():
     assert {"sort", "Fourier transform"} <= about
 
 
-@pytest.mark.skipif("lu" not in RULES, reason="batches of matrices are computed at once")
+@pytest.mark.skipif("lu" not in SEQUENTIAL_RULES, reason="batches of matrices are computed at once")
 def test_the_loop_over_matrices_is_not_the_models_own():
     def step(a: Array) -> Array:
         with phase_scope(0), scope(GRADIENT):
-            return jax.grad(lambda a: fast_on_cpu(jax.vmap(lambda a: jnp.linalg.solve(a, a[0])))(a).sum())(a)
+            return jax.grad(lambda a: optimize(jax.vmap(lambda a: jnp.linalg.solve(a, a[0])))(a).sum())(a)
 
     text = compiled(step, jnp.eye(12) + jnp.ones((6, 12, 12)))
-    about = [text.describe(op.name) for op in text.operations.values() if TURNS in op.op_name]
-    assert about and not any(one.looped or TURNS in one.layer for one in about)
+    about = [text.describe(op.name) for op in text.operations.values() if LINEAR_ALGEBRA_SCOPE in op.op_name]
+    assert about and not any(one.looped or LINEAR_ALGEBRA_SCOPE in one.layer for one in about)
 
 
 def test_names_without_scopes():

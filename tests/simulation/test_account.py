@@ -21,7 +21,7 @@ from fedrax.simulation.process import runtime_errors_explained
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import prepare
 from fedrax.tuning import sweep
-from fedrax.xla.peak_memory import most_alive
+from fedrax.xla.peak_memory import peak_bytes
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, run
 
 
@@ -60,20 +60,20 @@ def test_what_a_client_at_work_takes():
         return x.sum()
 
     vector = jnp.zeros(1000)
-    assert most_alive(jax.make_jaxpr(chain)(vector)) == 8000
-    assert most_alive(jax.make_jaxpr(lambda x: jax.lax.scan(lambda a, _: (jnp.sin(a), a), x, None, 9))(vector)) == 44000
+    assert peak_bytes(jax.make_jaxpr(chain)(vector)) == 8000
+    assert peak_bytes(jax.make_jaxpr(lambda x: jax.lax.scan(lambda a, _: (jnp.sin(a), a), x, None, 9))(vector)) == 44000
     conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "VALID")  # noqa: E731
     images, kernel = jnp.zeros((2, 3, 8, 8)), jnp.zeros((4, 3, 3, 3))
-    assert most_alive(jax.make_jaxpr(conv)(images, kernel)) == 4 * (2 * 4 * 36 + 2 * 2 * 36 * 27)
+    assert peak_bytes(jax.make_jaxpr(conv)(images, kernel)) == 4 * (2 * 4 * 36 + 2 * 2 * 36 * 27)
     images, kernel = jnp.zeros((1, 1, 30, 30)), jnp.zeros((1, 1, 15, 15))  # too large to be laid out
-    assert most_alive(jax.make_jaxpr(conv)(images, kernel)) == 4 * 16 * 16
+    assert peak_bytes(jax.make_jaxpr(conv)(images, kernel)) == 4 * 16 * 16
 
 
 def test_what_a_server_makes_is_there_once_for_all_clients():
     """However many updates it remembers, a client at work takes the same."""
     settings = Settings(cohort_size=2)
     few, many = (
-        prepare(fedrax.algorithms.GradMAS(memory=m), TASK, FEDERATION, settings).traced.most_alive for m in (2, 8)
+        prepare(fedrax.algorithms.GradMAS(memory=m), TASK, FEDERATION, settings).traced.peak_bytes for m in (2, 8)
     )
     assert few == many > 0
 

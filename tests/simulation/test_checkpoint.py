@@ -21,7 +21,7 @@ from fedrax import FedraxError
 from fedrax.simulation.executors.choose import make_mesh
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.placement import client_states
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla.microbatch import CLIENT_AXIS
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, bytes_of, run
 
 SCAFFOLD = fedrax.Scaffold(local=LOCAL)
@@ -279,7 +279,7 @@ def test_an_array_on_devices_is_read_a_few_rows_at_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(client_states, "_PIECE_BYTES", 24)
     for dtype in ("float32", "bfloat16"):
         values = np.arange(33).reshape(11, 3)[:10].astype(dtype)
-        array = jax.device_put(values, NamedSharding(make_mesh(2), PartitionSpec(AXIS)))
+        array = jax.device_put(values, NamedSharding(make_mesh(2), PartitionSpec(CLIENT_AXIS)))
         pieces = list(client_states.Shards(array).pieces())
         assert {len(piece) for piece in pieces} <= {1, 2, 4} and len(pieces) > 2
         np.testing.assert_array_equal(np.concatenate(pieces), values)

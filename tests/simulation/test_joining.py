@@ -23,7 +23,7 @@ from fedrax.privacy import ObjectivePerturbation
 from fedrax.robust import Robust
 from fedrax.simulation import MessageSelection, Result, Script
 from fedrax.simulation.executors.data_parallel import to_join
-from fedrax.xla import microbatch
+from fedrax.xla import Limits, Options, use_options
 from tests.thinning import thinned
 
 SIZES = (9, 10, 8, 12, 10, 11, 9)
@@ -36,9 +36,7 @@ KEPT = {"fedsgd", "scaffold", "mimesvrg", "efsign", "gradma", "episode", "ditto"
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
     """Batches of this small model are cut too, into pieces of two samples."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microbatch, "_CACHED", 2 * 3 * 4)
-        patch.setattr(microbatch, "_OF_WEIGHTS", 0)
+    with use_options(Options(limits=Limits(microbatch_bytes=2 * 3 * 4, microbatch_weight_ratio=0))):
         yield
 
 

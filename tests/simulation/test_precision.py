@@ -12,7 +12,7 @@ from jax.extend.core import primitives
 from fedrax import FedAvg, FedraxError, LocalSGD, classification, simulate
 from fedrax.contract.task import Batch
 from fedrax.models import LSTM, LeNet, Model, TwoNN
-from fedrax.xla.precision import Format, with_operands
+from fedrax.xla.precision import OperandFormat, with_operand_format
 from tests.simulation.problems import make_federation
 from tests.thinning import thinned
 
@@ -20,7 +20,7 @@ SHORT = pytest.mark.parametrize("format", ["tensorfloat32", "bfloat16"])
 RNG = np.random.default_rng(0)
 
 
-def rounded(x: np.ndarray, format: Format) -> np.ndarray:
+def rounded(x: np.ndarray, format: OperandFormat) -> np.ndarray:
     """Float32 numbers in the format, in NumPy: ties to even."""
     if format == "bfloat16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -34,9 +34,9 @@ def draw(*shape: int) -> np.ndarray:
 
 
 @SHORT
-def test_both_products_of_a_gradient_are_rounded(format: Format):
+def test_both_products_of_a_gradient_are_rounded(format: OperandFormat):
     x, w, c = draw(5, 7), draw(7, 3), draw(5, 3)
-    value, gradient = with_operands(jax.value_and_grad(lambda w: jnp.sum((x @ w) * c)), format)(w)
+    value, gradient = with_operand_format(jax.value_and_grad(lambda w: jnp.sum((x @ w) * c)), format)(w)
     r = lambda a: rounded(a, format)  # noqa: E731
     np.testing.assert_allclose(value, np.sum((r(x) @ r(w)) * c), rtol=1e-5)
     np.testing.assert_allclose(gradient, r(x).T @ r(c), rtol=1e-5, atol=1e-6)
@@ -44,7 +44,7 @@ def test_both_products_of_a_gradient_are_rounded(format: Format):
 
 
 @SHORT
-def test_products_inside_a_loop_are_rounded(format: Format):
+def test_products_inside_a_loop_are_rounded(format: OperandFormat):
     """Backpropagation through h <- h w, three times, by hand."""
     h0, w, c = draw(4, 6), draw(6, 6), draw(4, 6)
 
@@ -60,14 +60,14 @@ def test_products_inside_a_loop_are_rounded(format: Format):
     for h in reversed(hs[:-1]):
         expected += r(h).T @ r(back)
         back = r(back) @ r(w).T
-    np.testing.assert_allclose(with_operands(jax.grad(loss), format)(w), expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(with_operand_format(jax.grad(loss), format)(w), expected, rtol=2e-3, atol=2e-3)
     exact = jax.grad(loss)(w)
     assert np.abs(exact - expected).max() > 1e-2  # ten times the tolerance: which is a rounding that fell elsewhere
 
 
 @pytest.mark.exhaustive
 @SHORT
-def test_a_gradient_stays_near_the_exact_one(format: Format):
+def test_a_gradient_stays_near_the_exact_one(format: OperandFormat):
     """Through convolutions with gradients of their own, branches for platforms, and a recurrent cell's loop."""
     for model, shape in ((TwoNN(), (30,)), (LeNet(), (28, 28, 1)), (LSTM(), (6, 5))):
         task = classification(model.build(shape, 4))
@@ -75,7 +75,7 @@ def test_a_gradient_stays_near_the_exact_one(format: Format):
         batch = Batch(draw(16, *shape), RNG.integers(0, 4, 16))
         gradient = jax.grad(lambda p, task=task, batch=batch: task.loss(p, batch, jax.random.key(1)).mean())
         flat = lambda f, params=params: np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.jit(f)(params))])  # noqa: E731
-        exact, short = flat(gradient), flat(with_operands(gradient, format))
+        exact, short = flat(gradient), flat(with_operand_format(gradient, format))
         apart = np.linalg.norm(short - exact) / np.linalg.norm(exact)
         assert 1e-6 < apart < (0.05 if format == "tensorfloat32" else 0.2), type(model).__name__
 
@@ -86,23 +86,23 @@ def test_checkpointed_and_branching_functions_keep_their_values():
         return jnp.sum(jax.lax.cond(w[0, 0] > 0, inner, lambda w: w @ w.T, w))
 
     for w in (draw(8, 8), -np.abs(draw(8, 8))):
-        exact, short = jax.grad(f)(w), with_operands(jax.grad(f), "tensorfloat32")(w)
+        exact, short = jax.grad(f)(w), with_operand_format(jax.grad(f), "tensorfloat32")(w)
         np.testing.assert_allclose(short, exact, atol=0.05)
         assert np.any(short != exact)
 
 
 def test_the_highest_precision_and_other_types_are_left_alone():
     f = lambda a: a @ a  # noqa: E731
-    assert with_operands(f, "highest") is f
+    assert with_operand_format(f, "highest") is f
     whole = np.arange(9, dtype=np.int32).reshape(3, 3)
-    np.testing.assert_array_equal(with_operands(f, "bfloat16")(whole), whole @ whole)
+    np.testing.assert_array_equal(with_operand_format(f, "bfloat16")(whole), whole @ whole)
 
 
 @pytest.mark.parametrize(("format", "operands"), [("tensorfloat32", "float32"), ("bfloat16", "bfloat16")])
-def test_accelerators_get_the_formats_themselves(format: Format, operands: str, monkeypatch: pytest.MonkeyPatch):
+def test_accelerators_get_the_formats_themselves(format: OperandFormat, operands: str, monkeypatch: pytest.MonkeyPatch):
     """What is traced where the backend is no CPU: fast products, sums in float32."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    traced = jax.make_jaxpr(with_operands(lambda a: a @ a, format))(draw(3, 3))
+    traced = jax.make_jaxpr(with_operand_format(lambda a: a @ a, format))(draw(3, 3))
     (product,) = [e for e in traced.jaxpr.eqns if e.primitive is primitives.dot_general_p]
     assert [v.aval.dtype.name for v in product.invars] == [operands] * 2
     assert product.outvars[0].aval.dtype == jnp.float32
@@ -113,7 +113,7 @@ def test_accelerators_get_the_formats_themselves(format: Format, operands: str, 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
 @pytest.mark.parametrize("format", thinned(["bfloat16", "tensorfloat32"]))
-def test_runs_on_every_plan(format: Format, plan: str):
+def test_runs_on_every_plan(format: OperandFormat, plan: str):
     task = classification(TwoNN().build((4,), 3))
     algorithm = FedAvg(local=LocalSGD(lr=0.1, batch_size=4))
     run = lambda **settings: simulate(algorithm, task, make_federation(), rounds=3, cohort_size=3, **settings)  # noqa: E731

@@ -15,9 +15,9 @@ from jax import lax
 from fedrax import Episode, FedAvg, Federation, GradMA, LocalSGD, Scaffold, classification, simulate
 from fedrax.algorithms import MimeSVRG
 from fedrax.models import from_linen
-from fedrax.xla import microbatch
-from fedrax.xla.flops import flops_in
-from fedrax.xla.microbatch import Cut, cuts_in, pieces_of, speed_of
+from fedrax.xla import Limits, Options, microbatch, use_options
+from fedrax.xla.flops import count_flops
+from fedrax.xla.microbatch import BatchSplit, batch_splits, device_speedup, plan_microbatches
 
 SIZES = (9, 10, 8, 12, 11)
 LOCAL = LocalSGD(lr=0.05, epochs=2, batch_size=7)
@@ -43,9 +43,7 @@ class Normed(nn.Module):
 @pytest.fixture
 def shared() -> Iterator[None]:
     """However little a batch takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microbatch, "_MOST", float("inf"))
-        patch.setattr(microbatch, "_FLOPS", 1.0)
+    with use_options(Options(limits=Limits(sharing_overhead=float("inf"), sharing_flops=1.0))):
         yield
 
 
@@ -91,7 +89,7 @@ def test_small_batches_are_not_worth_it() -> None:
 def test_arithmetic_is_weighed_against_what_devices_exchange(width: int, rows: int, worth: bool) -> None:
     w = jnp.ones((width, width))
     losses = lambda w, x, key: jnp.tanh(jnp.tanh(x @ w) @ w).sum(1)  # noqa: E731
-    cut = pieces_of(losses, w, jnp.ones((rows, width)), jax.random.key(0), 13)
+    cut = plan_microbatches(losses, w, jnp.ones((rows, width)), jax.random.key(0), 13)
     assert (cut is not None) == worth
     if cut is not None:
         assert cut.rows == rows and cut.lost is not None and 0 < cut.lost < 0.3
@@ -103,7 +101,7 @@ def test_long_programs_are_not_compiled_twice() -> None:
             x = jnp.tanh(x @ w)
         return x.sum(1)
 
-    assert pieces_of(losses, jnp.ones((64, 64)), jnp.ones((8, 64)), jax.random.key(0), 13) is None
+    assert plan_microbatches(losses, jnp.ones((64, 64)), jnp.ones((8, 64)), jax.random.key(0), 13) is None
 
 
 @pytest.mark.parametrize(
@@ -112,33 +110,35 @@ def test_long_programs_are_not_compiled_twice() -> None:
 def test_models_that_compute_with_the_number_of_samples_get_all_of_them(divide: Any, shared: None) -> None:
     losses = lambda w, x, key: (divide(x) @ w).sum(1)  # noqa: E731
     alone = lambda w, x, key: (x @ w).sum(1)  # noqa: E731
-    cut = lambda f: pieces_of(f, jnp.ones((4, 4)), jnp.ones((8, 4)), jax.random.key(0), 13)  # noqa: E731
+    cut = lambda f: plan_microbatches(f, jnp.ones((4, 4)), jnp.ones((8, 4)), jax.random.key(0), 13)  # noqa: E731
     assert cut(losses) is None and cut(alone) is not None
 
 
 def test_no_device_is_given_a_single_sample(shared: None) -> None:
     losses = lambda w, x, key: (x @ w).sum(1)  # noqa: E731
-    cut = lambda rows: pieces_of(losses, jnp.ones((4, 4)), jnp.ones((rows, 4)), jax.random.key(0), 13)  # noqa: E731
+    cut = lambda rows: plan_microbatches(losses, jnp.ones((4, 4)), jnp.ones((rows, 4)), jax.random.key(0), 13)  # noqa: E731
     assert cut(2) is None and cut(3) is not None
 
 
 def test_how_fast_devices_are_together() -> None:
-    assert speed_of([], 2) == 1
-    assert speed_of([Cut(4, 8)], 2) == 2 and speed_of([Cut(5, 8)], 2) == 5 / 3
-    assert speed_of([Cut(1, 0, 0.25)], 2) == pytest.approx(4 / 3)
-    assert speed_of([Cut(4, 8), Cut(1, 0, 0.25)], 2) == pytest.approx(4 / 3)
+    assert device_speedup([], 2) == 1
+    assert device_speedup([BatchSplit(4, 8)], 2) == 2 and device_speedup([BatchSplit(5, 8)], 2) == 5 / 3
+    assert device_speedup([BatchSplit(1, 0, 0.25)], 2) == pytest.approx(4 / 3)
+    assert device_speedup([BatchSplit(4, 8), BatchSplit(1, 0, 0.25)], 2) == pytest.approx(4 / 3)
 
 
 def test_what_may_be_shared_is_found_in_a_program() -> None:
-    cut = microbatch.Pieces(8, jnp.float32, None, 0.125)
+    cut = microbatch.Microbatches(8, jnp.float32, None, 0.125)
     gradient = lambda w, x, counts: jax.value_and_grad(lambda w: (x @ w).sum())(w)  # noqa: E731
-    program = jax.make_jaxpr(lambda w, x: microbatch.summed(gradient, cut, w, x, None))(jnp.ones(3), jnp.ones((8, 3)))
-    assert cuts_in(program) == [Cut(1, 0, 0.125)]
+    program = jax.make_jaxpr(lambda w, x: microbatch.accumulate_gradients(gradient, cut, w, x, None))(
+        jnp.ones(3), jnp.ones((8, 3))
+    )
+    assert batch_splits(program) == [BatchSplit(1, 0, 0.125)]
 
 
 def test_arithmetic_is_counted() -> None:
     a, b = jnp.ones((5, 7)), jnp.ones((7, 3))
-    count = lambda function, *args: flops_in(jax.make_jaxpr(function)(*args))  # noqa: E731
+    count = lambda function, *args: count_flops(jax.make_jaxpr(function)(*args))  # noqa: E731
     assert count(jnp.dot, a, b) == 2 * 5 * 7 * 3
     assert count(lambda a, b: lax.fori_loop(0, 4, lambda i, c: c + a @ b, jnp.zeros((5, 3))), a, b) == 4 * 2 * 5 * 7 * 3
     images, kernel = jnp.ones((2, 9, 9, 6)), jnp.ones((3, 3, 2, 12))

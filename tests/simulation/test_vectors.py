@@ -17,7 +17,7 @@ from fedrax.contract import vectors as module
 from fedrax.contract.vectors import Changes, Vectors, exchanged, fetched, is_vectors, on_axis, padded, settled, watched
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation.executors.compiled import Engine, server_specs
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla.microbatch import CLIENT_AXIS
 from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
 
 K, S = 5, 4
@@ -83,14 +83,14 @@ def test_whole_vectors():
 def test_shares_of_vectors(few: int, monkeypatch):
     """Two devices, each with its share of the held vectors and half of the new ones, exchanged as few or many do it."""
     monkeypatch.setattr(module, "_FEW_DEVICES", few)
-    mesh = Mesh(jax.devices()[:2], (AXIS,))
+    mesh = Mesh(jax.devices()[:2], (CLIENT_AXIS,))
     held = padded(vectors(HELD), 2)
     specs = server_specs(held, mesh)
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, *[P()] * 4), check_vma=False)
+    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(CLIENT_AXIS)), out_specs=(specs, *[P()] * 4), check_vma=False)
     def shared(held: Vectors, mine: Vectors) -> tuple[Any, ...]:
         assert held._parts[0].shape == (K, 5) and mine._parts[0].shape == (S // 2, 9)
-        new, *rest = use(on_axis(held, AXIS), exchanged(mine, AXIS))
+        new, *rest = use(on_axis(held, CLIENT_AXIS), exchanged(mine, CLIENT_AXIS))
         return on_axis(new, None), *rest
 
     new, *rest = jax.jit(shared)(held, vectors(UPDATES))

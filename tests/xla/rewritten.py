@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 
 TOLERANCE = {np.dtype(t): 1e-5 for t in (np.float32, np.complex64)}
 TOLERANCE |= {np.dtype(t): 1e-13 for t in (np.float64, np.complex128)}
@@ -32,7 +32,7 @@ def draw(rng: np.random.Generator, shape: Any, dtype: Any = np.float32) -> np.nd
 
 def assert_same(function: Callable, *args: Any) -> None:
     """``function`` and its rewritten form have the same outputs to rounding, of the same types."""
-    expected, rewritten = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
+    expected, rewritten = jax.jit(function)(*args), jax.jit(optimize(function))(*args)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(rewritten), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[a.dtype] * np.abs(a).max(initial=1))

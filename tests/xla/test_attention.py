@@ -1,5 +1,6 @@
 """Products of places with each other, block by block: the same numbers, and nothing large."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox
@@ -12,21 +13,22 @@ from jax import Array, lax
 
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
 from fedrax.models import from_equinox, from_linen
-from fedrax.xla.attention import has_blocks
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.layer_scan import in_loops
+from fedrax.xla.attention import has_blockwise_attention
+from fedrax.xla.pipeline import optimize, optimize_forward
 
 B, T, H, D = 3, 12, 2, 4
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(limits: Callable[..., None]) -> None:
     """What is large, and what fits the caches, in a test."""
-    monkeypatch.setattr(attention, "_LARGE", 1000)
-    monkeypatch.setattr(attention, "_BLOCK", 300)
-    monkeypatch.setattr(attention, "_ROWS", 4)
-    monkeypatch.setattr(attention, "_GROWN", 1)
-    monkeypatch.setattr(attention, "_GROWN_OF_EACH", 1)
+    limits(
+        attention_bytes=1000,
+        attention_block_bytes=300,
+        attention_block_rows=4,
+        attention_growth=1,
+        attention_batched_growth=1,
+    )
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
@@ -34,7 +36,7 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
 
 
 def is_cut(function: Any, *args: Any) -> bool:
-    return has_blocks(jax.make_jaxpr(in_loops(function))(*args))
+    return has_blockwise_attention(jax.make_jaxpr(optimize_forward(function))(*args))
 
 
 def agrees(function: Any, *args: Any, rtol: float = 2e-5) -> None:
@@ -44,7 +46,7 @@ def agrees(function: Any, *args: Any, rtol: float = 2e-5) -> None:
     twice = lambda f: jax.grad(lambda *args: sum(jnp.sum(g**2) for g in jax.grad(loss(f), real)(*args)), real)  # noqa: E731
     for made in (lambda f: f, lambda f: jax.grad(loss(f), real), twice):
         wanted = jax.jit(made(function))(*args)
-        found = jax.jit(fast_on_cpu(made(in_loops(function))))(*args)
+        found = jax.jit(optimize(made(optimize_forward(function))))(*args)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max() + 1e-3))
@@ -190,12 +192,12 @@ def temporary_bytes(function: Any, *args: Array) -> int:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_does_not_grow_as_the_square_of_the_places(causal: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "_BLOCK", 1 << 18)
+def test_memory_does_not_grow_as_the_square_of_the_places(causal: bool, limits: Callable[..., None]):
+    limits(attention_block_bytes=1 << 18)
     args = [normal(i, 2, 1024, 2, 8) for i in range(3)]
     change = lambda a: jnp.where(jnp.tril(jnp.ones(a.shape[2:], bool)), a, -1e9) if causal else a  # noqa: E731
     loss = lambda *args: jnp.sum(attention(change)(*args) ** 2)  # noqa: E731
-    assert temporary_bytes(in_loops(loss), *args) < 4 << 20 < 32 << 20 < temporary_bytes(loss, *args)
+    assert temporary_bytes(optimize_forward(loss), *args) < 4 << 20 < 32 << 20 < temporary_bytes(loss, *args)
 
 
 def networks() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from fedrax.xla.batch_rng import drawn_together
+from fedrax.xla.batch_rng import batch_random_draws
 from fedrax.xla.tracing import equations_in
 
 KEY = jax.random.key(3)
@@ -79,7 +79,7 @@ def plain(key):
 
 @pytest.mark.parametrize("draw", [linen, of_equinox, of_nnx, plain], ids=lambda draw: draw.__name__)
 def test_what_is_drawn_is_the_same(draw) -> None:
-    together = drawn_together(draw)
+    together = batch_random_draws(draw)
     assert loops_in(together, KEY) > loops_in(draw, KEY)
     assert draws_in(together, KEY) <= draws_in(draw, KEY) - 3
     for key in (KEY, jax.random.key(2**33 + 5)):
@@ -90,8 +90,8 @@ def test_arrays_of_a_kind_share_a_loop() -> None:
     def normal(key):
         return [jax.random.normal(jax.random.fold_in(key, n), (n, 2)) for n in range(1, 12)]
 
-    assert (loops_in(drawn_together(normal), KEY), draws_in(drawn_together(normal), KEY)) == (1, 0)
-    assert_same(jax.jit(drawn_together(normal))(KEY), normal(KEY))
+    assert (loops_in(batch_random_draws(normal), KEY), draws_in(batch_random_draws(normal), KEY)) == (1, 0)
+    assert_same(jax.jit(batch_random_draws(normal))(KEY), normal(KEY))
 
 
 def test_keys_that_are_drawn_from_and_scalars_that_are_drawn() -> None:
@@ -100,8 +100,8 @@ def test_keys_that_are_drawn_from_and_scalars_that_are_drawn() -> None:
         scale = jax.random.uniform(keys[3])  # no scalar that is known before
         return [scale * jax.random.normal(k, (n,)) for n, k in zip((5, 6, 7), keys[:3], strict=True)]
 
-    assert loops_in(drawn_together(scaled), KEY) == 1
-    assert_same(jax.jit(drawn_together(scaled))(KEY), scaled(KEY))
+    assert loops_in(batch_random_draws(scaled), KEY) == 1
+    assert_same(jax.jit(batch_random_draws(scaled))(KEY), scaled(KEY))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
@@ -110,8 +110,8 @@ def test_keys_of_other_kinds_are_left_alone(impl: str) -> None:
         return [jax.random.normal(k, (n,)) for n, k in zip((3, 4, 5), jax.random.split(key, 3), strict=True)]
 
     key = jax.random.key(0, impl=impl)
-    assert loops_in(drawn_together(draw), key) == loops_in(draw, key)
-    assert_same(drawn_together(draw)(key), draw(key))
+    assert loops_in(batch_random_draws(draw), key) == loops_in(draw, key)
+    assert_same(batch_random_draws(draw)(key), draw(key))
 
 
 def test_what_prints_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_what_prints_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
         jax.debug.print("drawing")
         return [jax.random.normal(k, (n,)) for n, k in zip((3, 4, 5), jax.random.split(key, 3), strict=True)]
 
-    assert_same(jax.jit(drawn_together(draw))(KEY), draw(KEY))
+    assert_same(jax.jit(batch_random_draws(draw))(KEY), draw(KEY))
     jax.effects_barrier()
     assert capsys.readouterr().out.count("drawing") == 2
 
@@ -128,8 +128,8 @@ def test_other_widths_and_few_arrays_are_left_alone() -> None:
     short = lambda key: [jax.random.normal(key, (n,), jnp.bfloat16) for n in (3, 4, 5)]  # noqa: E731
     few = lambda key: [jax.random.normal(key, (n,)) for n in (3, 4)]  # noqa: E731
     for draw in (short, few):
-        assert loops_in(drawn_together(draw), KEY) == 0
-        assert_same(jax.jit(drawn_together(draw))(KEY), jax.jit(draw)(KEY))
+        assert loops_in(batch_random_draws(draw), KEY) == 0
+        assert_same(jax.jit(batch_random_draws(draw))(KEY), jax.jit(draw)(KEY))
 
 
 @pytest.mark.parametrize("name", ["signs", "sparse", "finite", "clamped", "bounds", "geometric", "callbacks"])
@@ -147,4 +147,4 @@ def test_numbers_that_are_chosen_from(name: str) -> None:
         "callbacks": lambda k, n: ask(k) * of.normal(k, (n,)),
     }[name]
     every = lambda key: [draw(k, n) for n, k in zip((4, 7, 9000), of.split(key, 3), strict=True)]  # noqa: E731
-    assert_same(jax.jit(drawn_together(every))(KEY), jax.jit(every)(KEY))
+    assert_same(jax.jit(batch_random_draws(every))(KEY), jax.jit(every)(KEY))

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla.conv import kernel_gradient, lowering
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
 from tests.xla.rewritten import EACH_TYPE, assert_same, double_precision, draw, gradients
 
@@ -80,7 +79,7 @@ def test_strides(size: int, step: int, dtype: Any):
     between = partial(conv, lhs_dilation=(step, step), padding=((size - 1, step), (size, size)))
     both = lambda x, w: [gradients(f, 1)(x, w) for f in (strided, between)]  # noqa: E731
     assert_same(both, x, w)
-    found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
+    found = [e for e in equations_in(jax.make_jaxpr(optimize(both))(x, w)) if "conv_general" in e.primitive.name]
     assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # which XLA would make zeros of
 
 
@@ -154,10 +153,10 @@ def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
 @pytest.mark.parametrize("samples", [1, 4, 7])
 @EACH_TYPE
 def test_gradients_of_kernels(
-    channels: tuple, kernel: tuple, options: dict, samples: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    channels: tuple, kernel: tuple, options: dict, samples: int, dtype: Any, limits: Callable[..., None]
 ):
     """In every form, of which some are summed over a few samples at a time."""
-    monkeypatch.setattr(kernel_gradient, "_CACHED", 20_000)
+    limits(kernel_gradient_bytes=20_000)
     rng = np.random.default_rng(0)
     into = channels[0] // options.get("feature_group_count", 1)
     x, w = draw(rng, (samples, 11, 37, channels[0]), dtype), draw(rng, (*kernel, into, channels[1]), dtype)
@@ -165,16 +164,16 @@ def test_gradients_of_kernels(
 
 
 @EACH_TYPE
-def test_many_groups_share_products(dtype: Any, monkeypatch: pytest.MonkeyPatch):
+def test_many_groups_share_products(dtype: Any, limits: Callable[..., None]):
     """Of channels, and of samples with kernels of their own; XLA would take them number by number."""
-    monkeypatch.setattr(lowering, "_MOST_GROUPS", 3)
+    limits(conv_groups=3)
     rng = np.random.default_rng(0)
     x, w = draw(rng, (6, 7, 6, 12), dtype), draw(rng, (3, 2, 2, 18), dtype)
     grouped = gradients(partial(conv, feature_group_count=6, window_strides=(2, 1)), 1)
     assert_same(grouped, x, w)
     own = gradients(lambda x, w: jax.vmap(conv)(x[:, None], w), 1)
     assert_same(own, x, draw(rng, (6, 3, 2, 12, 5), dtype))
-    equations = equations_in(jax.make_jaxpr(fast_on_cpu(grouped))(x, w))
+    equations = equations_in(jax.make_jaxpr(optimize(grouped))(x, w))
     left = [e.params for e in equations if e.primitive.name == "conv_general_dilated"]
     assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
 
@@ -199,7 +198,7 @@ def test_groups_of_few_channels_share_products(groups: int, into: int, out: int,
     x, w = draw(rng, (2, 6, 6, groups * into)), draw(rng, (3, 3, into, groups * out))
     grouped = partial(conv, feature_group_count=groups)
     assert_same(gradients(grouped, 1), x, w)
-    equations = equations_in(jax.make_jaxpr(fast_on_cpu(grouped))(x, w))
+    equations = equations_in(jax.make_jaxpr(optimize(grouped))(x, w))
     assert sum(e.primitive.name == "conv_general_dilated" for e in equations) == products
 
 
@@ -209,7 +208,7 @@ def test_no_dense_convolution_is_left_in_another_form():
     x, w = draw(rng, (2, 3, 8, 8)), draw(rng, (4, 3, 3, 3))
     loss = lambda w: (lax.conv_general_dilated(x, w, (2, 2), "SAME") ** 2).sum()  # noqa: E731
     loop = lambda w: lax.fori_loop(0, 2, lambda _, w: w - 0.1 * jax.grad(loss)(w), w)  # noqa: E731
-    text = str(jax.make_jaxpr(fast_on_cpu(loop))(w))
+    text = str(jax.make_jaxpr(optimize(loop))(w))
     assert "lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1), out_spec=(0, 3, 1, 2)" in text
     assert text.count("lhs_spec") == text.count("lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1)")
 
@@ -220,7 +219,7 @@ def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
     x, w = (draw(np.random.default_rng(0), shape) for shape in ((4, 9, 8, 32), (size, size, 32, 24)))
     gradient = jax.grad(lambda x, w: (conv(x, w, padding="VALID") ** 2).sum(), (0, 1))
     assert_same(gradient, x, w)
-    made = jax.make_jaxpr(fast_on_cpu(gradient))(x, w)
+    made = jax.make_jaxpr(optimize(gradient))(x, w)
     found = [e for e in equations_in(made) if e.primitive.name == "conv_general_dilated"]
     images = [e for e in found if e.params["rhs_dilation"] == (1, 1) == e.params["window_strides"]]
     assert len(images) >= 2
@@ -259,7 +258,7 @@ def test_small_images_of_many_channels_meet_no_padding(channels: tuple, size: tu
     assert_same(gradients(forward, 1), x, w)
     of_kernel = jax.grad(lambda w: (forward(x, w) ** 2).sum())
     for function, args in ((forward, (x, w)), (of_kernel, (w,))):
-        found = equations_in(jax.make_jaxpr(fast_on_cpu(function))(*args))
+        found = equations_in(jax.make_jaxpr(optimize(function))(*args))
         assert all("conv_general" not in e.primitive.name for e in found)
 
 
@@ -268,7 +267,7 @@ def test_padding_of_the_users_own_is_no_kernels():
     x, w = (draw(np.random.default_rng(0), shape) for shape in ((4, 2, 2, 20), (3, 3, 20, 9)))
     padded = lambda x, w: conv(jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), w, padding="VALID")  # noqa: E731
     assert_same(gradients(padded, 1), x, w)
-    loop = jax.jit(lambda x, w: lax.fori_loop(0, 9, lambda i, s: s + fast_on_cpu(padded)(x + s, w).sum(), 0.0))
+    loop = jax.jit(lambda x, w: lax.fori_loop(0, 9, lambda i, s: s + optimize(padded)(x + s, w).sum(), 0.0))
     assert "window={size=3x3}" in (text := loop.lower(x, w).compile().as_text())
     assert "rhs_reversal" not in text and "pad=" not in text
 
@@ -290,7 +289,7 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
     x, w = draw(rng, (4, *size, 20)), draw(rng, (*kernel, 20, 9))
     both = gradients(partial(conv, **options), 1)
     assert_same(both, x, w)
-    found = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(x, w)) if "conv_general" in e.primitive.name]
+    found = [e for e in equations_in(jax.make_jaxpr(optimize(both))(x, w)) if "conv_general" in e.primitive.name]
     assert len(found) >= (1 if options.get("padding") == "VALID" else 2)  # its images' gradient is spread
     for equation in found:
         images, entries = (variable.aval.shape for variable in equation.invars)  # type: ignore[attr-defined]
@@ -314,7 +313,7 @@ def test_padding_of_any_size_on_either_side(pads: Any):
 
 def test_other_types_stay_as_they_are():
     x, w = jnp.ones((1, 4, 4, 2), jnp.int32), jnp.ones((3, 3, 2, 2), jnp.int32)
-    assert str(jax.make_jaxpr(fast_on_cpu(conv))(x, w)) == str(jax.make_jaxpr(conv)(x, w))
+    assert str(jax.make_jaxpr(optimize(conv))(x, w)) == str(jax.make_jaxpr(conv)(x, w))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -325,12 +324,12 @@ def test_numbers_of_16_bits_are_computed_in_float32_and_rounded(dtype: Any):
     into_float32 = partial(conv, preferred_element_type=jnp.float32)
     x, w = draw(rng, (3, 9, 8, 2), dtype), draw(rng, (3, 3, 2, 4), dtype)
     for function in (gradients(layer, 1), into_float32):
-        expected, found = jax.jit(function)(x, w), jax.jit(fast_on_cpu(function))(x, w)
+        expected, found = jax.jit(function)(x, w), jax.jit(optimize(function))(x, w)
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             assert a.dtype == b.dtype
             atol = 2 * float(jnp.finfo(dtype).eps) * float(jnp.abs(a).max())
             np.testing.assert_allclose(np.float32(b), np.float32(a), rtol=0, atol=atol)
-    equations = list(equations_in(jax.make_jaxpr(fast_on_cpu(gradients(layer, 1)))(x, w)))
+    equations = list(equations_in(jax.make_jaxpr(optimize(gradients(layer, 1)))(x, w)))
     kinds = {e.outvars[0].aval.dtype for e in equations if e.primitive.name == "conv_general_dilated"}  # type: ignore[attr-defined]
     assert kinds == {np.dtype(np.float32)}
     assert not any(equation.primitive.name == "select_and_scatter_add" for equation in equations)
@@ -364,12 +363,12 @@ def test_inside_and_outside_of_transformations(dtype: Any):
 def test_rewritten_functions_can_be_transformed():
     rng = np.random.default_rng(0)
     w, x = draw(rng, (3, 3, 2, 4), np.float64), draw(rng, (3, 9, 8, 2), np.float64)
-    fast, slow = fast_on_cpu(jax.grad(small_loss)), jax.grad(small_loss)
+    fast, slow = optimize(jax.grad(small_loss)), jax.grad(small_loss)
 
     @jax.jit
     def differences(w: Array, x: Array) -> list[Array]:
         """As shares of the largest value."""
-        pairs = [(jax.grad(fast_on_cpu(small_loss))(w, x), slow(w, x))]
+        pairs = [(jax.grad(optimize(small_loss))(w, x), slow(w, x))]
         for transform in (
             lambda g: jax.grad(lambda w: (g(w, x) ** 2).sum())(w),
             lambda g: jax.vmap(g, (None, 0))(w, x[:, None]),
@@ -393,5 +392,5 @@ def test_rules_of_derivatives_stay_in_force():
     x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2))
     gradient = jax.grad(lambda x, w: layer(x, w).sum(), argnums=(0, 1))
     expected = gradient(x, w)
-    for form in (fast_on_cpu(gradient), jax.grad(fast_on_cpu(lambda x, w: layer(x, w).sum()), argnums=(0, 1))):
+    for form in (optimize(gradient), jax.grad(optimize(lambda x, w: layer(x, w).sum()), argnums=(0, 1))):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), form(x, w), expected)

@@ -13,9 +13,9 @@ import pytest
 from jax import Array
 from jax.extend import core
 
-from fedrax.xla.cse import computed_once, computes_twice
-from fedrax.xla.layer_scan import in_loops
-from fedrax.xla.rewriting import called_in_place
+from fedrax.xla.cse import eliminate_common_subexpressions, has_common_subexpressions
+from fedrax.xla.pipeline import optimize_forward
+from fedrax.xla.rewriting import inline_calls
 from fedrax.xla.tracing import equations_in
 
 
@@ -78,23 +78,23 @@ def test_one_forward_and_one_backward_pass(rate: float) -> None:
     key = jax.random.key(3)
     loss, params = two_headed(Network(rate), key, key)
     assert number_of("conv_general_dilated", jax.grad(loss), params) == 2 * 5  # the first has no gradient of images
-    assert number_of("conv_general_dilated", jax.grad(in_loops(loss)), params) == 5
-    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+    assert number_of("conv_general_dilated", jax.grad(optimize_forward(loss)), params) == 5
+    close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
 
 
 def test_blocks_of_attention_are_made_once() -> None:
     key = jax.random.key(3)
     (loss, params), single = two_headed(Attending(), key, key), lambda p: jnp.sum(Attending().apply(p, X) ** 2)  # type: ignore[operator]
-    loops = [number_of("scan", in_loops(f), params) for f in (single, loss)]
+    loops = [number_of("scan", optimize_forward(f), params) for f in (single, loss)]
     assert loops[0] == loops[1] > 0
-    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+    close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
 
 
 def test_other_draws_are_other_passes() -> None:
     loss, params = two_headed(Network(0.4), jax.random.key(3), jax.random.key(4))
     # what comes before the draws is the same
-    assert number_of("random_bits", jax.grad(in_loops(loss)), params) == 2
-    close(jax.grad(in_loops(loss))(params), jax.grad(loss)(params))
+    assert number_of("random_bits", jax.grad(optimize_forward(loss)), params) == 2
+    close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
 
 
 def test_second_derivatives() -> None:
@@ -105,7 +105,7 @@ def test_second_derivatives() -> None:
     def twice(loss: Callable) -> Any:
         return jax.grad(lambda p: sum(jax.tree.leaves(jax.tree.map(jnp.vdot, jax.grad(loss)(p), along))))(params)
 
-    close(twice(in_loops(loss)), twice(loss))
+    close(twice(optimize_forward(loss)), twice(loss))
 
 
 def straight_through(slope: float) -> Callable:
@@ -119,8 +119,8 @@ def test_functions_with_other_derivatives_are_not_merged() -> None:
     w = jnp.array([[0.3, -0.2], [0.1, 0.7]])
     loss = lambda w: jnp.sum(one(w @ w) + other(w @ w))  # noqa: E731
     same = lambda w: jnp.sum(one(w @ w) + straight_through(1.0)(w @ w))  # noqa: E731
-    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
-    made = [computed_once(called_in_place(jax.make_jaxpr(f)(w))) for f in (loss, same)]
+    close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
+    made = [eliminate_common_subexpressions(inline_calls(jax.make_jaxpr(f)(w))) for f in (loss, same)]
     assert [sum(e.primitive.name == "custom_jvp_call" for e in closed.jaxpr.eqns) for closed in made] == [2, 1]
     assert all(sum(e.primitive.name == "dot_general" for e in closed.jaxpr.eqns) == 1 for closed in made)
 
@@ -132,7 +132,7 @@ def test_functions_that_hold_other_arrays_are_not_merged() -> None:
     first, second = (scanned(np.eye(2, dtype=np.float32) * s) for s in (2, 3))
     x = jnp.ones((2, 2))
     loss = lambda x: jnp.sum(first(x) * second(x) * first(x))  # noqa: E731
-    close(jax.grad(in_loops(loss))(x), jax.grad(loss)(x))
+    close(jax.grad(optimize_forward(loss))(x), jax.grad(loss)(x))
 
 
 def test_outputs_that_only_one_of_two_reads() -> None:
@@ -146,9 +146,9 @@ def test_outputs_that_only_one_of_two_reads() -> None:
         return jnp.sum(first * 2) + jnp.sum(second**2) + jnp.sum(w @ w) + jnp.sum(last) + jnp.sum(sums**2)
 
     w = jax.random.normal(jax.random.key(0), (3, 3))
-    made = jax.make_jaxpr(in_loops(loss))(w)
+    made = jax.make_jaxpr(optimize_forward(loss))(w)
     assert [sum(e.primitive.name == name for e in made.jaxpr.eqns) for name in ("sort", "scan")] == [1, 1]
-    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
+    close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
 
 
 def test_what_prints_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_what_prints_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
         return total
 
     w = jnp.eye(2)
-    close(jax.grad(in_loops(loss))(w), jax.grad(loss)(w))
+    close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("7") == 4
 
@@ -170,8 +170,8 @@ def test_looking_goes_into_calls() -> None:
     w, v = jnp.ones((2, 2)), jnp.ones((2, 2))
     twice: Callable = lambda w, v: dense(w, v) + jnp.tanh(v @ w)  # noqa: E731
     once: Callable = lambda w, v: dense(w, v) + dense(v, w)  # noqa: E731
-    assert computes_twice(jax.make_jaxpr(twice)(w, v))
-    assert not computes_twice(jax.make_jaxpr(once)(w, v))
+    assert has_common_subexpressions(jax.make_jaxpr(twice)(w, v))
+    assert not has_common_subexpressions(jax.make_jaxpr(once)(w, v))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -195,7 +195,7 @@ def test_random_programs_keep_their_values(seed: int) -> None:
         return jnp.sum(jnp.stack(made))
 
     args = [jnp.asarray(rng.normal(size=(3, 3)), jnp.float32) for _ in range(2)]
-    flat = called_in_place(jax.make_jaxpr(program)(*args))
-    once = core.jaxpr_as_fun(computed_once(flat))
+    flat = inline_calls(jax.make_jaxpr(program)(*args))
+    once = core.jaxpr_as_fun(eliminate_common_subexpressions(flat))
     close(once(*args)[0], program(*args))
     close(jax.grad(lambda *a: once(*a)[0], (0, 1))(*args), jax.grad(program, (0, 1))(*args))

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.layer_scan import in_loops
+from fedrax.xla.pipeline import optimize, optimize_forward
 from fedrax.xla.tracing import equations_in
 
 
@@ -47,8 +46,8 @@ def test_sums_over_leading_axes(left: tuple, right: tuple, axes: int, dtype):
         a, b = jnp.asarray(normal(0, *left, dtype=dtype)), jnp.asarray(normal(1, *right, dtype=dtype))
         numbers = ((tuple(range(axes)), tuple(range(axes))), ((), ()))
         function = lambda a, b: lax.dot_general(a, b, numbers, precision="highest")  # noqa: E731
-        found = jax.jit(fast_on_cpu(function))(a, b)
-        assert products(fast_on_cpu(function), a, b) == [ONE]
+        found = jax.jit(optimize(function))(a, b)
+        assert products(optimize(function), a, b) == [ONE]
         wanted = np.tensordot(np.float64(a), np.float64(b), (range(axes), range(axes)))
         assert (found.shape, found.dtype) == (wanted.shape, dtype)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 if dtype is np.float32 else 1e-12)
@@ -59,8 +58,8 @@ def test_other_products_are_left_alone(spec: str):
     sizes = {"b": 3, "t": 4, "i": 5, "j": 6}
     args = [jnp.asarray(normal(k, *(sizes[c] for c in part))) for k, part in enumerate(spec.split("->")[0].split(","))]
     function = lambda *args: jnp.einsum(spec, *args)  # noqa: E731
-    assert products(fast_on_cpu(function), *args) == products(function, *args) != []
-    np.testing.assert_array_equal(jax.jit(fast_on_cpu(function))(*args), jax.jit(function)(*args))
+    assert products(optimize(function), *args) == products(function, *args) != []
+    np.testing.assert_array_equal(jax.jit(optimize(function))(*args), jax.jit(function)(*args))
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
@@ -70,11 +69,11 @@ def test_the_gradient_of_a_dense_layer_over_places(shape: tuple[int, ...]):
     def loss(w: Array) -> Array:
         return jnp.square(jnp.tanh(jnp.tensordot(x, w, 1))).sum()
 
-    np.testing.assert_allclose(fast_on_cpu(jax.grad(loss))(w), jax.grad(loss)(w), rtol=2e-5, atol=1e-5)
-    assert ONE in products(fast_on_cpu(jax.grad(loss)), w)
+    np.testing.assert_allclose(optimize(jax.grad(loss))(w), jax.grad(loss)(w), rtol=2e-5, atol=1e-5)
+    assert ONE in products(optimize(jax.grad(loss)), w)
     assert ONE not in products(jax.grad(loss), w)
     twice = jax.grad(lambda w: jnp.square(jax.grad(loss)(w)).sum())
-    np.testing.assert_allclose(fast_on_cpu(twice)(w), twice(w), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(optimize(twice)(w), twice(w), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -89,7 +88,7 @@ def test_products_of_a_matrix_and_each_vector_have_rows_first(dtype):
         step = lambda x, _: (jax.vmap(jax.vmap(layer))(x), None)  # noqa: E731
         return jnp.square(lax.scan(step, x, None, length=2)[0]).sum()
 
-    gradient = jax.grad(in_loops(loss), (0, 1))
+    gradient = jax.grad(optimize_forward(loss), (0, 1))
     with jax.enable_x64(True):
         for a, b in zip(
             *(jax.tree.leaves(jax.jit(f)(weights, x)) for f in (jax.grad(loss, (0, 1)), gradient)), strict=True
@@ -107,7 +106,7 @@ def test_other_products_stay_as_they_are():
     """Of a batch by a matrix, and of a matrix by columns."""
     for dims, right in ((((1,), (1,)), (3, 5)), (((1,), (0,)), (5, 3, 2))):
         product = lambda a, b, dims=dims: lax.dot_general(a, b, (dims, ((), ())))  # noqa: E731
-        assert products(in_loops(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]
+        assert products(optimize_forward(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]
 
 
 @pytest.mark.few(6)
@@ -138,7 +137,7 @@ def test_the_narrower_factor_of_a_sum_of_rows_is_first(spec: str, exchanged: boo
         )
         dims = _dimensions(*operands.split(","), output)
         function = lambda a, b: lax.dot_general(a, b, dims, precision="highest")  # noqa: E731
-        fast = fast_on_cpu(function)
+        fast = optimize(function)
         found = jax.jit(fast)(left, right)
         wanted, rounding = function(left, right), 1e-5 if dtype is np.float32 else 1e-13
         np.testing.assert_allclose(found, wanted, rtol=rounding, atol=rounding)
@@ -168,5 +167,5 @@ def test_products_of_rows_are_left_alone(spec: str):
     operands = spec.split("->")[0].split(",")
     args = [jnp.asarray(normal(i, *(sizes[a] for a in axes))) for i, axes in enumerate(operands)]
     function = lambda *args: jnp.einsum(spec, *args)  # noqa: E731
-    made = equations_in(jax.make_jaxpr(fast_on_cpu(function))(*args))
+    made = equations_in(jax.make_jaxpr(optimize(function))(*args))
     assert not any(e.primitive.name == "optimization_barrier" for e in made)

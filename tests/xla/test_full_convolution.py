@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla.conv import full_convolution
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
 from tests.xla.rewritten import assert_same, double_precision, draw, gradients
 
@@ -31,11 +31,9 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
-def test_they_are_those_of_jax(seed: int, monkeypatch: pytest.MonkeyPatch):
+def test_they_are_those_of_jax(seed: int, limits: Callable[..., None]):
     """Any padding, places between pixels and dilation, where these are spread that may be; twelve in a program."""
-    monkeypatch.setattr(full_convolution, "_LESS", math.inf)
-    monkeypatch.setattr(full_convolution, "_FEWEST", 1)
-    monkeypatch.setattr(full_convolution, "_LONGEST", 2)
+    limits(full_conv_useful=math.inf, full_conv_pixels=1, full_conv_taps=2)
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     functions, inputs = [], []
     while len(functions) < 12:
@@ -67,5 +65,5 @@ def test_those_are_that_would_meet_padding_mostly(size: int, entries: int, step:
     x, w = draw(rng, (4, size, size, 32)), draw(rng, (entries, entries, 32, 32))
     gradient = jax.grad(lambda x, w: (conv(x, w, window_strides=(step, step), padding=pads) ** 2).sum())
     assert_same(gradient, x, w)
-    made = list(equations_in(jax.make_jaxpr(fast_on_cpu(gradient))(x, w)))
+    made = list(equations_in(jax.make_jaxpr(optimize(gradient))(x, w)))
     assert any(e.primitive.name == "dynamic_update_slice" for e in made) == is_spread

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedrax.xla import grouped_conv
-from fedrax.xla.grouped_conv import in_products
+from fedrax.xla.grouped_conv import lower_grouped_convs
 from fedrax.xla.tracing import equations_in
 from tests.xla.rewritten import TOLERANCE, double_precision, draw, gradients
 from tests.xla.test_conv_lowering import conv, random_convolution
@@ -31,7 +30,7 @@ def groups_in(function: Callable, *args: Any) -> list[int]:
 
 def assert_products(function: Callable, *args: Any) -> None:
     """Its convolutions in groups become products that give the same."""
-    rewritten = in_products(function)
+    rewritten = lower_grouped_convs(function)
     assert max(groups_in(function, *args)) > 1 and max(groups_in(rewritten, *args), default=1) == 1
     expected, found = jax.jit(function)(*args), jax.jit(rewritten)(*args)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -61,12 +60,12 @@ def test_patches_of_any_size_are_products():
     assert_products(jax.vmap(gradients(partial(conv, window_strides=(16, 16)), 0)), x, w)
 
 
-def test_groups_in_turns_where_they_are_too_large(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grouped_conv, "_MOST_COLUMNS", 3000)
+def test_groups_in_turns_where_they_are_too_large(limits: Callable[..., None]):
+    limits(grouped_conv_bytes=3000)
     rng = np.random.default_rng(0)
     x, w = draw(rng, (5, 2, 6, 6, 3)), draw(rng, (5, 3, 3, 3, 8))
     assert_products(jax.vmap(gradients(conv, 0)), x, w)
-    jaxpr = jax.make_jaxpr(in_products(jax.vmap(conv)))(x, w)
+    jaxpr = jax.make_jaxpr(lower_grouped_convs(jax.vmap(conv)))(x, w)
     assert any(e.primitive.name == "scan" for e in equations_in(jaxpr))
 
 
@@ -80,8 +79,10 @@ def test_inside_loops_and_with_short_operands():
         return lax.scan(lambda w, x: (w - 0.01 * jax.grad(lambda w: (short(w, x) ** 2).sum())(w), None), w, x)[0]
 
     function = jax.vmap(steps)
-    assert max(groups_in(in_products(function), x, w), default=1) == 1
-    np.testing.assert_allclose(jax.jit(in_products(function))(x, w), jax.jit(function)(x, w), rtol=0.02, atol=0.02)
+    assert max(groups_in(lower_grouped_convs(function), x, w), default=1) == 1
+    np.testing.assert_allclose(
+        jax.jit(lower_grouped_convs(function))(x, w), jax.jit(function)(x, w), rtol=0.02, atol=0.02
+    )
 
 
 def test_short_numbers_of_few_channels_are_summed_in_32_bits():
@@ -90,7 +91,7 @@ def test_short_numbers_of_few_channels_are_summed_in_32_bits():
     x, w = draw(rng, (3, 2, 9, 9, 4)).astype("bfloat16"), draw(rng, (3, 7, 7, 1, 4)).astype("bfloat16")
     function = jax.vmap(lambda x, w: conv(x, w, feature_group_count=4))
     exact = function(x.astype("float64"), w.astype("float64"))
-    found = jax.jit(in_products(function))(x, w)
+    found = jax.jit(lower_grouped_convs(function))(x, w)
     assert found.dtype == "bfloat16"
     np.testing.assert_allclose(found.astype("float64"), exact, rtol=2**-8, atol=1e-3)
 
@@ -99,4 +100,4 @@ def test_what_no_client_has_alone_stays_a_convolution():
     rng = np.random.default_rng(2)
     x, w = draw(rng, (3, 2, 6, 6, 3)), draw(rng, (3, 3, 3, 4))
     shared = jax.vmap(conv, in_axes=(0, None))
-    assert groups_in(in_products(shared), x, w) == [1]
+    assert groups_in(lower_grouped_convs(shared), x, w) == [1]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 
 X = np.random.default_rng(0).normal(1, 1, (32, 12, 12, 8))
 WORDS = np.random.default_rng(1).integers(0, 4, X.shape[:-1])
@@ -40,6 +40,6 @@ def in_turn(x: Any) -> Any:
 @pytest.mark.parametrize("function", [bias, table, counted, pooled, in_turn, jax.vmap(bias)])
 def test_sums_are_rounded_once(function: Any, dtype: Any):
     short = jnp.asarray(X, dtype)
-    wanted, found = function(short.astype(jnp.float32)), jax.jit(fast_on_cpu(function))(short)
+    wanted, found = function(short.astype(jnp.float32)), jax.jit(optimize(function))(short)
     assert found.dtype == dtype
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-3)

@@ -15,8 +15,8 @@ from jax import Array
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
 from fedrax.xla import microbatch
-from fedrax.xla.hoist_rng import drawn_before
-from fedrax.xla.per_example import each_by_itself
+from fedrax.xla.hoist_rng import hoist_random_draws
+from fedrax.xla.per_example import analyze_per_example
 
 KEY = jax.random.key(3)
 Losses = Callable[[Any, Array, Array], Array]
@@ -130,7 +130,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 def in_parts(losses: Losses, rows: int, size: int) -> None:
     """Losses and gradient of a batch of ``rows`` are those of parts of ``size``, with the draws cut as it is."""
-    drawn = drawn_before(losses, SQUARE, images(), KEY)
+    drawn = hoist_random_draws(losses, SQUARE, images(), KEY)
     assert drawn is not None
     x, (arrays, others) = images(rows), drawn.draws(SQUARE, images(rows), KEY)
     assert all(len(array) == rows for array in arrays)
@@ -155,18 +155,18 @@ def test_draws_are_cut_with_the_samples(name: str, rows: int, size: int):
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_is_left_treats_samples_alone(name: str):
-    assert each_by_itself(DRAWING[name], SQUARE, images(), KEY) is None
-    seen, drawn = microbatch._look_once(DRAWING[name], SQUARE, images(), KEY)
+    assert analyze_per_example(DRAWING[name], SQUARE, images(), KEY) is None
+    seen, drawn = microbatch._cached_analysis(DRAWING[name], SQUARE, images(), KEY)
     assert seen is not None and drawn is not None
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_others_stay_whole(name: str):
-    assert microbatch._look_once(WHOLE[name], SQUARE, images(), KEY)[0] is None
+    assert microbatch._cached_analysis(WHOLE[name], SQUARE, images(), KEY)[0] is None
 
 
 def test_masks_are_kept_as_truth_values_before_they_are_repeated():
-    drawn = drawn_before(lambda w, x, key: of_each(dropped(x, key, len(x), 1, 1, 4)), SQUARE, images(), KEY)
+    drawn = hoist_random_draws(lambda w, x, key: of_each(dropped(x, key, len(x), 1, 1, 4)), SQUARE, images(), KEY)
     ((mask,), _) = drawn.draws(SQUARE, images(), KEY)  # type: ignore[union-attr]
     assert (mask.shape, mask.dtype) == ((ROWS, 1, 1, 4), bool)
 
@@ -174,7 +174,7 @@ def test_masks_are_kept_as_truth_values_before_they_are_repeated():
 @pytest.mark.few(2)
 @pytest.mark.parametrize("batch_size", [8, "full"])
 @pytest.mark.parametrize("library", MODELS)
-def test_a_run_in_pieces_draws_what_the_run_draws(library: str, batch_size: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_in_pieces_draws_what_the_run_draws(library: str, batch_size: Any, limits: Callable[..., None]):
     """Clients of unlike sizes, batches that are not full, and steps on all of a client's data."""
     owner = np.repeat([0, 1, 2], [11, 16, 7])
     x, y = np.asarray(images(34)), np.random.default_rng(0).integers(0, 3, 34)
@@ -186,8 +186,7 @@ def test_a_run_in_pieces_draws_what_the_run_draws(library: str, batch_size: Any,
         return simulate(FedAvg(local=local), task, federation, rounds=2, cohort_size=2, progress=False)
 
     whole = run()
-    monkeypatch.setattr(microbatch, "_CACHED", 1 << 7)
-    monkeypatch.setattr(microbatch, "_OF_WEIGHTS", 0)
+    limits(microbatch_bytes=1 << 7, microbatch_weight_ratio=0)
     found = run()
     assert "at a time" in found.plan and "at a time" not in whole.plan
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found.params, whole.params)

@@ -13,16 +13,16 @@ from jax import Array
 
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
 from fedrax.models import from_equinox, from_linen
-from fedrax.xla import layer_scan
-from fedrax.xla.layer_scan import in_loops, loops_in
+from fedrax.xla.layer_scan import scanned_layers
+from fedrax.xla.pipeline import optimize_forward
 
 Network = Callable[[Any, Array], Array]
 
 
 @pytest.fixture(autouse=True)
-def short_networks_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_networks_count(limits: Callable[..., None]) -> None:
     """So that networks of a few layers will do."""
-    monkeypatch.setattr(layer_scan, "_WORTH", 10)
+    limits(layer_scan_equations=10)
 
 
 def normal(seed: int, *shape: int) -> Array:
@@ -165,7 +165,7 @@ ALIKE: list[tuple[Network, list[int]]] = [
 
 
 def gradient(network: Network) -> Callable:
-    return jax.value_and_grad(lambda params, x: (in_loops(network)(params, x) ** 2).sum(), argnums=(0, 1))
+    return jax.value_and_grad(lambda params, x: (optimize_forward(network)(params, x) ** 2).sum(), argnums=(0, 1))
 
 
 def plain(network: Network) -> Callable:
@@ -183,7 +183,7 @@ def assert_close(a: Any, b: Any, digits: float) -> None:
 def test_the_same_values_and_gradients(network: Network, turns: list[int]) -> None:
     args = weights(), normal(100, 4, 5)
     traced = jax.make_jaxpr(gradient(network))(*args)
-    assert loops_in(traced) == turns
+    assert scanned_layers(traced) == turns
     assert_close(jax.jit(gradient(network))(*args), jax.jit(plain(network))(*args), 2e-5)
 
 
@@ -253,8 +253,8 @@ def test_layers_whose_derivatives_differ_are_not_alike(one: Callable, other: Cal
         return made
 
     args, same, mixed = (weights(), normal(100, 4, 5)), network([one] * 6), network([one] * 3 + [other] * 3)
-    assert loops_in(jax.make_jaxpr(gradient(same))(*args)) == [6]
-    assert loops_in(jax.make_jaxpr(gradient(mixed))(*args)) == [3, 3]
+    assert scanned_layers(jax.make_jaxpr(gradient(same))(*args)) == [6]
+    assert scanned_layers(jax.make_jaxpr(gradient(mixed))(*args)) == [3, 3]
     for made in (same, mixed):
         assert_close(jax.jit(gradient(made))(*args), jax.jit(plain(made))(*args), 2e-5)
 
@@ -303,18 +303,17 @@ def test_what_is_printed_stays_in_its_place(capfd: pytest.CaptureFixture[str]) -
             jax.debug.print("layer " + str(i))
         return x
 
-    jax.block_until_ready(jax.jit(in_loops(network))(weights(), normal(100, 4, 5)))
+    jax.block_until_ready(jax.jit(optimize_forward(network))(weights(), normal(100, 4, 5)))
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split()) == sorted(f"layer {i}".split()[j] for i in range(6) for j in (0, 1))
 
 
-def test_large_and_short_networks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_and_short_networks_are_left_alone(limits: Callable[..., None]) -> None:
     args = weights(), normal(100, 4, 5)
-    found = lambda: loops_in(jax.make_jaxpr(gradient(chain))(*args))  # noqa: E731
-    monkeypatch.setattr(layer_scan, "_CACHED", 2000)
+    found = lambda: scanned_layers(jax.make_jaxpr(gradient(chain))(*args))  # noqa: E731
+    limits(layer_scan_bytes=2000)
     assert not found()
-    monkeypatch.setattr(layer_scan, "_CACHED", 64 << 20)
-    monkeypatch.setattr(layer_scan, "_WORTH", 250)
+    limits(layer_scan_bytes=64 << 20, layer_scan_equations=250)
     assert not found()
 
 
@@ -359,13 +358,13 @@ class Attending(eqx.Module):
 
 
 @pytest.mark.parametrize("name", ["linen", "equinox"])
-def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, limits: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 12, 12, 1)).astype(np.float32), rng.integers(0, 3, 24)
     federation = Federation.from_arrays(x, y, offsets=[0, 5, 16, 24], test=(x, y), num_classes=3)
     losses, plans = [], []
     for worth in (10, 10**9):
-        monkeypatch.setattr(layer_scan, "_WORTH", worth)
+        limits(layer_scan_equations=worth)
         made = from_linen(Residual(), x[:1]) if name == "linen" else from_equinox(Attending(jax.random.key(0)))
         method = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=4))
         result = simulate(method, classification(made), federation, rounds=2, cohort_size=3, seed=1, progress=False)

@@ -14,10 +14,10 @@ from jax.lax import linalg
 import fedrax
 from fedrax.models import Linear, Model
 from fedrax.simulation.setup import prepare
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.grouped_conv import side_by_side
-from fedrax.xla.linear_algebra import RULES, small_product
-from fedrax.xla.rewriting import rewritten
+from fedrax.xla.grouped_conv import vmap
+from fedrax.xla.linear_algebra import SEQUENTIAL_RULES, lower_small_dot
+from fedrax.xla.pipeline import optimize
+from fedrax.xla.rewriting import rewrite
 from fedrax.xla.tracing import equations_in
 
 FUNCTIONS: dict[str, Callable] = {
@@ -41,30 +41,30 @@ def of_several(function: Callable, *args: Any) -> list[str]:
     found = []
     for equation in equations_in(jax.make_jaxpr(function)(*args)):
         axes = 1 if equation.primitive.name == "tridiagonal_solve" else 2
-        if equation.primitive.name in RULES and np.prod(equation.invars[0].aval.shape[:-axes]) > 1:
+        if equation.primitive.name in SEQUENTIAL_RULES and np.prod(equation.invars[0].aval.shape[:-axes]) > 1:
             found.append(equation.primitive.name)
     return found
 
 
-@pytest.mark.skipif(not RULES, reason="this jaxlib computes them in turn itself")
+@pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_they_are_jaxs_in_turn(name: str):
     """Of a batch in two axes, and of clients at once."""
     function, a = FUNCTIONS[name], jax.random.normal(jax.random.key(0), (3, 2, 4, 4))
     expected = function(a)
     assert of_several(function, a)
-    for fast in (fast_on_cpu(function), side_by_side(fast_on_cpu(function))):
+    for fast in (optimize(function), vmap(optimize(function))):
         assert not of_several(fast, a)
         for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.jit(fast)(a)), strict=True):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(not RULES, reason="this jaxlib computes them in turn itself")
+@pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
 def test_gradients_and_clients_at_once_whose_samples_are_single_matrices():
     loss = lambda w, a: jnp.linalg.cholesky(a * w + jnp.eye(4)).sum() + jnp.linalg.slogdet(a + w * jnp.eye(4))[1]  # noqa: E731
     a = jnp.ones((5, 4, 4)) + jnp.arange(1.0, 6)[:, None, None] * jnp.eye(4)
-    gradient = fast_on_cpu(jax.grad(lambda w, a: loss(w, a).sum()))
-    side = side_by_side(gradient, (None, 0))
+    gradient = optimize(jax.grad(lambda w, a: loss(w, a).sum()))
+    side = vmap(gradient, (None, 0))
     assert of_several(jax.vmap(gradient, (None, 0)), 1.0, a) and not of_several(side, 1.0, a)
     np.testing.assert_allclose(side(1.0, a), jax.vmap(jax.grad(loss), (None, 0))(1.0, a), rtol=1e-4)
 
@@ -79,7 +79,7 @@ def test_small_products_of_a_batch_are_sums(of: str, dtype: str):
         left, right = (rng.normal(size=[sizes[k] for k in part]) for part in of.partition("->")[0].split(","))
         with jax.enable_x64(dtype == "float64"):
             a, b = jnp.asarray(left, dtype), jnp.asarray(right, dtype)
-            made = rewritten(lambda a, b: jnp.einsum(of, a, b, precision="highest"), {"dot_general": small_product})
+            made = rewrite(lambda a, b: jnp.einsum(of, a, b, precision="highest"), {"dot_general": lower_small_dot})
             products = [e for e in equations_in(jax.make_jaxpr(made)(a, b)) if e.primitive.name == "dot_general"]
             assert bool(products) != summed
             tolerance = 1e-13 if dtype == "float64" else 1e-5
@@ -102,7 +102,7 @@ def test_clients_side_by_side_with_three_features_and_three_classes():
     assert side.metric("train_loss")[-1] == pytest.approx(turns.metric("train_loss")[-1], rel=1e-6)
 
 
-@pytest.mark.skipif(not RULES, reason="this jaxlib computes them in turn itself")
+@pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
 @pytest.mark.parametrize("where", ["client", "server"])
 def test_methods_own_factorizations_are_in_turn(where: str):
     """In the program of a round, of which each device runs a copy: they waited for each other for ever."""

@@ -14,8 +14,8 @@ from jax import Array, lax
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
 from fedrax.models import Model, from_linen
 from fedrax.xla import microbatch
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.per_example import each_by_itself
+from fedrax.xla.per_example import analyze_per_example
+from fedrax.xla.pipeline import optimize
 
 B, WIDE = 6, (4, 4, 4)
 Function = Callable[[Any, Array, Array], Array]
@@ -267,7 +267,7 @@ PIECES = {"a threshold": 3, "even numbers alone": 3}
 
 
 @pytest.mark.parametrize("name", OF_THE_NUMBER)
-def test_what_knows_how_many_samples_there_are_stays_whole(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_knows_how_many_samples_there_are_stays_whole(name: str, limits: Callable[..., None]):
     def function(w: Any, x: Array, key: Array) -> Array:
         return OF_THE_NUMBER[name](w, x)
 
@@ -275,20 +275,19 @@ def test_what_knows_how_many_samples_there_are_stays_whole(name: str, monkeypatc
         return of_each(x @ w)
 
     size, rows, key = PIECES.get(name, 4), 24, jax.random.key(0)
-    seen = each_by_itself(plain, SQUARE, images(), key)
+    seen = analyze_per_example(plain, SQUARE, images(), key)
     assert seen is not None
-    monkeypatch.setattr(microbatch, "_OF_WEIGHTS", 0)
-    monkeypatch.setattr(microbatch, "_CACHED", size * seen.bytes)
-    cut = microbatch.pieces_of(plain, SQUARE, images(rows), key, 13)
+    limits(microbatch_weight_ratio=0, microbatch_bytes=size * seen.bytes)
+    cut = microbatch.plan_microbatches(plain, SQUARE, images(rows), key, 13)
     assert cut is not None and cut.rows == size
-    assert microbatch.pieces_of(function, SQUARE, images(rows), key, 14 if "even" in name else 13) is None
+    assert microbatch.plan_microbatches(function, SQUARE, images(rows), key, 14 if "even" in name else 13) is None
 
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize("name", ALONE)
 def test_samples_alone(name: str):
     function, w = drawn(ALONE, name)
-    assert each_by_itself(function, w, images(), jax.random.key(0)) is not None
+    assert analyze_per_example(function, w, images(), jax.random.key(0)) is not None
     (x, key), compiled = (images(), jax.random.key(0)), jax.jit(function)
     np.testing.assert_allclose(compiled(w, x, key)[2:5], compiled(w, x[2:5], key), rtol=2e-6, atol=1e-6)
 
@@ -296,24 +295,26 @@ def test_samples_alone(name: str):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_samples_together(name: str):
     function, w = drawn(TOGETHER, name)
-    assert each_by_itself(function, w, images(), jax.random.key(0)) is None
+    assert analyze_per_example(function, w, images(), jax.random.key(0)) is None
 
 
 def test_what_products_give_is_counted():
-    dense = each_by_itself(lambda w, x, key: merged(w, x, key), SQUARE, images(), jax.random.key(0))
+    dense = analyze_per_example(lambda w, x, key: merged(w, x, key), SQUARE, images(), jax.random.key(0))
     assert dense is not None and (dense.bytes, dense.weights) == (4 * 16 * 4, SQUARE.nbytes)
-    looped = each_by_itself(pixels_in_turn, SQUARE, images(), jax.random.key(0))
+    looped = analyze_per_example(pixels_in_turn, SQUARE, images(), jax.random.key(0))
     assert looped is not None and (looped.bytes, looped.weights) == (4 * 16 * 4, 16 * SQUARE.nbytes)
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("rows", [5, 6, 7, 12])
 @pytest.mark.parametrize("counted", [False, True])
-def test_pieces_add_up(rows: int, counted: bool, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_add_up(rows: int, counted: bool, limits: Callable[..., None]):
     function, w = ALONE["pixels as rows"]
-    monkeypatch.setattr(microbatch, "_OF_WEIGHTS", 0)
-    monkeypatch.setattr(microbatch, "_CACHED", 3 * each_by_itself(function, w, images(), jax.random.key(0)).bytes)  # type: ignore[union-attr]
-    cut = microbatch.pieces_of(function, w, images(rows), jax.random.key(0), 13)
+    limits(
+        microbatch_weight_ratio=0,
+        microbatch_bytes=3 * analyze_per_example(function, w, images(), jax.random.key(0)).bytes,
+    )  # type: ignore[union-attr]
+    cut = microbatch.plan_microbatches(function, w, images(rows), jax.random.key(0), 13)
     assert cut is not None and cut.rows == {5: 3, 6: 3, 7: 3, 12: 3}[rows]
     counts = jnp.arange(rows) != rows - 2 if counted else None
 
@@ -322,13 +323,13 @@ def test_pieces_add_up(rows: int, counted: bool, monkeypatch: pytest.MonkeyPatch
         return jax.value_and_grad(total)(w)
 
     x = images(rows)
-    whole, found = gradient(w, x, counts), microbatch.summed(gradient, cut, w, x, counts)
+    whole, found = gradient(w, x, counts), microbatch.accumulate_gradients(gradient, cut, w, x, counts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, whole)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("batch_size", [8, "full"])
-def test_a_run_in_pieces_is_the_run(batch_size: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_in_pieces_is_the_run(batch_size: Any, limits: Callable[..., None]):
     """Clients of unlike sizes, batches that are not full, and steps on all of a client's data."""
     rng = np.random.default_rng(0)
     owner = np.repeat([0, 1, 2], [11, 16, 7])
@@ -341,17 +342,15 @@ def test_a_run_in_pieces_is_the_run(batch_size: Any, monkeypatch: pytest.MonkeyP
         return simulate(FedAvg(local=local), task, federation, rounds=2, cohort_size=2)
 
     whole = run()
-    monkeypatch.setattr(microbatch, "_CACHED", 1 << 13)
-    monkeypatch.setattr(microbatch, "_OF_WEIGHTS", 0)
+    limits(microbatch_bytes=1 << 13, microbatch_weight_ratio=0)
     found = run()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), found.params, whole.params)
     assert "samples at a time" in found.plan and "at a time" not in whole.plan
 
 
-def test_plan_debug_computes_what_was_written(monkeypatch: pytest.MonkeyPatch):
+def test_plan_debug_computes_what_was_written(limits: Callable[..., None]):
     """Whole batches, in the model's own operations: an error of the faster forms would show beside it."""
-    monkeypatch.setattr(microbatch, "_CACHED", 1 << 13)
-    monkeypatch.setattr(microbatch, "_OF_WEIGHTS", 0)
+    limits(microbatch_bytes=1 << 13, microbatch_weight_ratio=0)
     federation = Federation.from_arrays(np.asarray(images(8)), np.arange(8) % 3, np.zeros(8, int), num_classes=3)
     seen: list[int] = []
 
@@ -380,4 +379,4 @@ def test_plan_debug_computes_what_was_written(monkeypatch: pytest.MonkeyPatch):
     assert seen.count(8) >= 2  # every step; others are traced
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), compiled.params, stepped.params)
     with jax.disable_jit():
-        assert fast_on_cpu(of_each) is of_each
+        assert optimize(of_each) is of_each

@@ -7,13 +7,13 @@ import pytest
 from scipy import stats
 
 from fedrax import FedraxError
-from fedrax.xla.flops import length_of
-from fedrax.xla.normal import _leaf, _log, _quantile, _uniform, normals
+from fedrax.xla.flops import count_equations
+from fedrax.xla.normal import _leaf, _log, _quantile, _uniform, normal_noise
 from fedrax.xla.threefry import threefry
 
 
 def drawn(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    return [np.asarray(z) for z in normals(jax.random.key(seed), [jnp.zeros(shape) for shape in shapes])]
+    return [np.asarray(z) for z in normal_noise(jax.random.key(seed), [jnp.zeros(shape) for shape in shapes])]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_leaves_keys_and_neighbors_are_not_related():
 def test_the_same_numbers_however_they_are_computed():
     keys = jax.random.split(jax.random.key(3), 3)
     like = {"a": jnp.zeros((4, 5)), "b": jnp.zeros(()), "c": jnp.zeros((0, 2))}
-    together = jax.jit(jax.vmap(lambda key: normals(key, like)))(keys)
+    together = jax.jit(jax.vmap(lambda key: normal_noise(key, like)))(keys)
     for i, key in enumerate(keys):
-        for a, b in zip(jax.tree.leaves(normals(key, like)), jax.tree.leaves(together), strict=True):
+        for a, b in zip(jax.tree.leaves(normal_noise(key, like)), jax.tree.leaves(together), strict=True):
             assert a.dtype == jnp.float32
             np.testing.assert_allclose(a, b[i], rtol=1e-6)
-    other = normals(jax.random.key(3, impl="rbg"), like)
+    other = normal_noise(jax.random.key(3, impl="rbg"), like)
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, like)
 
 
@@ -86,18 +86,18 @@ def test_many_leaves_are_drawn_by_one_loop_and_are_the_same_numbers():
     small = [(3, 5), (4096,), (4097,), (), (0,), (100, 99), (1,), (2, 3, 4), (8192,)]
     shapes = [*small[:4], (513, 512), *small[4:]]  # one that is drawn by itself
     key = jax.random.key(7)
-    draw = lambda key, shapes: normals(key, [jnp.zeros(shape) for shape in shapes])  # noqa: E731
+    draw = lambda key, shapes: normal_noise(key, [jnp.zeros(shape) for shape in shapes])  # noqa: E731
     found = jax.jit(draw, static_argnums=1)(key, tuple(shapes))
     words = jax.random.bits(key, (2,), jnp.uint32)
     for i, (z, shape) in enumerate(zip(found, shapes, strict=True)):
         assert z.shape == shape
         np.testing.assert_allclose(z, jax.jit(_leaf, static_argnums=(0, 2))(shape, words, i), rtol=1e-6)
-    lengths = [length_of(jax.make_jaxpr(draw, static_argnums=1)(key, tuple(small * times))) for times in (1, 4)]
+    lengths = [count_equations(jax.make_jaxpr(draw, static_argnums=1)(key, tuple(small * times))) for times in (1, 4)]
     assert lengths[1] - lengths[0] <= 3 * len(small) * 3  # a slice, and a shape
 
 
 def test_an_array_of_more_numbers_than_counters_is_refused():
     with pytest.raises(FedraxError, match="would repeat itself"):
         jax.eval_shape(
-            lambda key: normals(key, jax.ShapeDtypeStruct((1 << 16, 1 << 16), jnp.float32)), jax.random.key(0)
+            lambda key: normal_noise(key, jax.ShapeDtypeStruct((1 << 16, 1 << 16), jnp.float32)), jax.random.key(0)
         )

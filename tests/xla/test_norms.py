@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core
 
 from fedrax import tree
-from fedrax.xla.norms import length, of_differences
+from fedrax.xla.norms import fuse_norms_of_differences, norm
 
 
 def vectors(dtype: str = "float32") -> tuple[dict, dict]:
@@ -26,10 +26,10 @@ def test_the_length_of_a_difference_is_asked_of_the_two():
 
     def function(a, b):
         gap = tree.sub(a, b)
-        return gap, length(gap), length(a)
+        return gap, norm(gap), norm(a)
 
     made = jax.make_jaxpr(function)(a, b)
-    mended = of_differences(made)
+    mended = fuse_norms_of_differences(made)
     names = [e.params["name"] for e in mended.jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
     assert names == ["fedrax_square_of_difference"] * 5 + ["fedrax_square"] * 5
     *gap, of_gap, of_a = core.jaxpr_as_fun(mended)(*jax.tree.leaves((a, b)))
@@ -44,8 +44,8 @@ def test_no_other_operation_is_taken_for_a_difference():
     a, _ = vectors()
     del a["c"]
     for other in (lambda a: 2.0 - a, lambda a: a + a, lambda a: a):
-        made = jax.make_jaxpr(lambda a, other=other: length(jax.tree.map(other, a)))(a)
-        same = of_differences(made)
+        made = jax.make_jaxpr(lambda a, other=other: norm(jax.tree.map(other, a)))(a)
+        same = fuse_norms_of_differences(made)
         assert all(e.params.get("name") != "fedrax_square_of_difference" for e in same.jaxpr.eqns if e.invars)
 
 

@@ -12,8 +12,8 @@ import pytest
 from fedrax import classification, tree
 from fedrax.contract.task import Batch
 from fedrax.models import CNN, MLP, Logistic
-from fedrax.xla.per_example_clipping import _outer_product, clipped_sum
-from fedrax.xla.rewriting import laid_out
+from fedrax.xla.per_example_clipping import _match_outer_product, clipped_gradient_sum
+from fedrax.xla.rewriting import trace_inlined
 
 B, BOUND = 6, 0.9
 COUNTS = np.array([True, True, False, True, True, True])
@@ -48,7 +48,9 @@ def one_by_one(gradient: Any, params: Any, samples: Any) -> tuple[list[np.ndarra
 @pytest.mark.parametrize("network", NETWORKS)
 def test_sums_are_those_of_single_gradients(network: str):
     gradient, params, samples = gradient_of(network)
-    summed = jax.jit(lambda p, s: clipped_sum(gradient, p, s, bound=BOUND, counts=jnp.asarray(COUNTS)))(params, samples)
+    summed = jax.jit(lambda p, s: clipped_gradient_sum(gradient, p, s, bound=BOUND, counts=jnp.asarray(COUNTS)))(
+        params, samples
+    )
     expected, lengths = one_by_one(gradient, params, samples)
     assert max(lengths) > BOUND
     for leaf, other in zip(jax.tree.leaves(summed), expected, strict=True):
@@ -58,10 +60,10 @@ def test_sums_are_those_of_single_gradients(network: str):
 @pytest.mark.parametrize("network", NETWORKS)
 def test_dense_layers_are_never_written_out(network: str):
     gradient, params, samples = gradient_of(network)
-    jaxpr = laid_out(jax.vmap(gradient, (None, 0)), params, samples)[0].jaxpr
+    jaxpr = trace_inlined(jax.vmap(gradient, (None, 0)), params, samples)[0].jaxpr
     makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     names = zip(tree.leaf_names(params), jaxpr.outvars, strict=True)
-    assert {name for name, v in names if _outer_product(v, makers)} == NETWORKS[network][1]
+    assert {name for name, v in names if _match_outer_product(v, makers)} == NETWORKS[network][1]
 
 
 def test_weights_used_again_and_transposed():
@@ -71,7 +73,7 @@ def test_weights_used_again_and_transposed():
 
     params = {"again": jnp.eye(4) * 0.5, "turned": jnp.arange(12.0).reshape(4, 3) / 10}
     samples = jnp.asarray(np.random.default_rng(1).normal(size=(B, 5, 4)), jnp.float32)
-    summed = jax.jit(lambda p, s: clipped_sum(jax.grad(loss), p, s, bound=BOUND, counts=jnp.asarray(COUNTS)))(
+    summed = jax.jit(lambda p, s: clipped_gradient_sum(jax.grad(loss), p, s, bound=BOUND, counts=jnp.asarray(COUNTS)))(
         params, samples
     )
     for leaf, other in zip(jax.tree.leaves(summed), one_by_one(jax.grad(loss), params, samples)[0], strict=True):
@@ -86,7 +88,7 @@ def test_no_sample_breaks_the_bound():
         return jax.grad(lambda w: (sample[1] * (jnp.full((1, 3), sample[0]) @ w)).sum())(params)
 
     sums = jax.jit(
-        lambda bound: clipped_sum(gradient, jnp.zeros((3, 2)), samples, bound=bound, counts=jnp.ones(5, bool))
+        lambda bound: clipped_gradient_sum(gradient, jnp.zeros((3, 2)), samples, bound=bound, counts=jnp.ones(5, bool))
     )
     for bound in (1e-4, 10.0):
         summed = sums(bound)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
 from tests.xla.rewritten import EACH_TYPE, assert_same, double_precision, draw
 
@@ -68,7 +68,7 @@ def test_there_is_no_more_to_compile_for_more_samples():
         images, upstream = draw(rng, (samples, 10, 10, 8)), draw(rng, (samples, 10, 10, 32))
         options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         gradients = of_each(upstream, **options)
-        made = list(equations_in(jax.make_jaxpr(fast_on_cpu(gradients))(images, kernel)))
+        made = list(equations_in(jax.make_jaxpr(optimize(gradients))(images, kernel)))
         left = [e.params for e in made if e.primitive.name == "conv_general_dilated"]
         assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
         lengths.add(len(made))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
 from tests.xla.rewritten import EACH_TYPE, assert_same, double_precision, draw, gradients
 
@@ -43,7 +43,7 @@ def test_random_max_pooling(seed: int):
         functions.append(gradients(pool, len(functions)))
         inputs.append(rng.integers(0, 5, size=[choose.randint(4, 8) for _ in axes]).astype(np.float64))
     everything = lambda inputs: [f(x) for f, x in zip(functions, inputs, strict=True)]  # noqa: E731
-    assert "select_and_scatter_add" not in str(jax.make_jaxpr(fast_on_cpu(everything))(inputs))
+    assert "select_and_scatter_add" not in str(jax.make_jaxpr(optimize(everything))(inputs))
     assert_same(everything, inputs)
 
 
@@ -57,7 +57,7 @@ def test_average_pooling_and_sums_over_scattered_axes():
     ):
         pool = gradients(partial(nn.avg_pool, window_shape=how[0], strides=how[1], padding=how[2]), 0)
         assert_same(pool, x)
-        sums = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(pool))(x)) if "window_sum" in e.primitive.name]
+        sums = [e for e in equations_in(jax.make_jaxpr(optimize(pool))(x)) if "window_sum" in e.primitive.name]
         large = [e for e in sums if math.prod(e.params["window_dimensions"]) > 8]
         assert all(max(e.params["window_strides"]) > 1 for e in large)  # at every place, as gradients are: axis by axis
     assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
@@ -76,7 +76,7 @@ def test_sums_and_maxima_know_no_axes_of_length_one(dtype: Any):
     assert_same(everything, x)
     for seed in range(2):
         assert_same(gradients(lambda x: jax.nn.softmax(x).sum((0, 1)), seed), x)
-    made = equations_in(jax.make_jaxpr(fast_on_cpu(everything))(x))
+    made = equations_in(jax.make_jaxpr(optimize(everything))(x))
     read = [e.invars[0].aval.shape for e in made if e.primitive.name in ("reduce_sum", "reduce_max")]
     assert len(read) > 8
     assert not any(1 in shape for shape in read)
@@ -88,6 +88,6 @@ def test_many_sums_stay_as_they_are(places: int, kept: bool):
     x = jax.random.normal(jax.random.key(0), (places // 16, 4, 16))
     weight = jax.random.normal(jax.random.key(1), (64, 2))
     product = lambda x: (x * jnp.sin(x)).sum(1).reshape(-1, 64) @ weight  # noqa: E731
-    made = [equation.primitive.name for equation in equations_in(jax.make_jaxpr(fast_on_cpu(product))(x))]
+    made = [equation.primitive.name for equation in equations_in(jax.make_jaxpr(optimize(product))(x))]
     assert ("optimization_barrier" in made) == kept
     assert_same(product, x)

@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla import recurrent
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 
 WIDTH = 16
 
 
 @pytest.fixture(autouse=True)
-def everything_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def everything_is_taken_out(limits: Callable[..., None]) -> Iterator[None]:
     """However small it is."""
-    monkeypatch.setattr(recurrent, "_LARGE", 1)
-    monkeypatch.setattr(recurrent, "_WORTH", 1)
-    monkeypatch.setattr(recurrent, "_TURNS", 1)
+    limits(recurrent_weight_ratio=1, recurrent_product_ratio=1, recurrent_steps=1)
     with jax.enable_x64(True):
         yield
 
@@ -85,7 +82,7 @@ def test_drawn_scans_and_their_gradients(seed: int) -> None:
     function, args = drawn_scan(seed)
     loss = lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*args)))  # noqa: E731
     for each in (function, jax.grad(loss, (0, 1, 2))):
-        wanted, found = jax.jit(each)(*args), jax.jit(fast_on_cpu(each))(*args)
+        wanted, found = jax.jit(each)(*args), jax.jit(optimize(each))(*args)
         for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-10)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.tracing import parts_of_scan
+from fedrax.xla.pipeline import optimize
+from fedrax.xla.tracing import scan_counts
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def carried_shapes(function: Callable, *args: Any) -> set[tuple[int, ...]]:
     def walk(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "scan":
-                fixed, carried = parts_of_scan(equation)
+                fixed, carried = scan_counts(equation)
                 found.update(v.aval.shape for v in equation.invars[fixed : fixed + carried])
             for value in equation.params.values():
                 walk(value.jaxpr) if hasattr(value, "jaxpr") else None
@@ -59,7 +59,7 @@ def products_within(function: Callable, *args: Any) -> list[tuple[int, ...]]:
 
 
 def assert_same(function: Callable, *args: Any) -> None:
-    expected, given = jax.jit(function)(*args), jax.jit(fast_on_cpu(function))(*args)
+    expected, given = jax.jit(function)(*args), jax.jit(optimize(function))(*args)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(given), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12)
@@ -75,7 +75,7 @@ def test_recurrent_networks_of_flax(cell: Any, how: dict) -> None:
     gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
     assert_same(gradient, weights, x)
     assert (24, 24) in carried_shapes(gradient, weights, x)
-    assert not {(24, 24), (24, 96)} & carried_shapes(fast_on_cpu(gradient), weights, x)
+    assert not {(24, 24), (24, 96)} & carried_shapes(optimize(gradient), weights, x)
 
 
 def summed_products(body: Callable) -> Callable:
@@ -104,7 +104,7 @@ def summed_products(body: Callable) -> Callable:
 def test_only_what_is_added_and_nothing_else(body: Callable, is_taken_out: bool) -> None:
     function, a, b = summed_products(body), drawn(6, 2, 30), drawn(6, 2, 20)
     assert_same(function, a, b)
-    assert ((30, 20) in carried_shapes(fast_on_cpu(function), a, b)) is not is_taken_out
+    assert ((30, 20) in carried_shapes(optimize(function), a, b)) is not is_taken_out
 
 
 def test_factors_larger_than_their_product_stay() -> None:
@@ -114,7 +114,7 @@ def test_factors_larger_than_their_product_stay() -> None:
         drawn(6, 90, 2),
     )
     assert_same(function, a, b)
-    assert (3, 2) in carried_shapes(fast_on_cpu(function), a, b)
+    assert (3, 2) in carried_shapes(optimize(function), a, b)
 
 
 def test_a_scan_in_a_scan() -> None:
@@ -133,7 +133,7 @@ def test_inputs_are_multiplied_before_and_their_gradients_after() -> None:
     gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
     for function in (gradient, jax.jit(gradient)):
         assert len(products_within(function, weights, x)) == 6
-        assert products_within(fast_on_cpu(function), weights, x) == [(3, 64), (3, 256)]
+        assert products_within(optimize(function), weights, x) == [(3, 64), (3, 256)]
         assert_same(function, weights, x)
     many = jax.vmap(gradient, (None, 0))
     assert_same(many, weights, jnp.stack([x, 2 * x]))
@@ -152,7 +152,7 @@ def test_what_is_kept_of_every_step_is_kept_once_and_not_computed_otherwise() ->
         return len({v for v in last.invars if v.aval.shape == (7, 3, 64)})  # type: ignore[attr-defined]
 
     assert read(gradient) == 13
-    assert read(fast_on_cpu(gradient)) == read(fast_on_cpu(jax.jit(gradient))) == 8  # and the gradient of the outputs
+    assert read(optimize(gradient)) == read(optimize(jax.jit(gradient))) == 8  # and the gradient of the outputs
     assert_same(gradient, weights)
 
 
@@ -186,7 +186,7 @@ def wide(h: Array) -> Array:
 )
 def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> None:
     function, w, rows = of_rows(body, **how), drawn(64, 48) / 8, drawn(7, 2, 64)
-    assert len(products_within(fast_on_cpu(function), w, rows)) == left
+    assert len(products_within(optimize(function), w, rows)) == left
     assert_same(function, w, rows)
     assert_same(jax.grad(lambda w, rows: sum(a.sum() for a in jax.tree.leaves(function(w, rows))), (0, 1)), w, rows)
 
@@ -209,7 +209,7 @@ def test_weights_of_products_that_stay_are_laid_out(body: Callable, axes: list[i
     w, c = jnp.asarray(drawn(12, 12)) / 4, jnp.asarray(drawn(3, 12))
     for each, times in ((function, 1), (jax.grad(function, 1), 2)):
         assert_same(each, w, c)
-        assert summed_axes_of((12, 12), fast_on_cpu(each), w, c) == axes * times
+        assert summed_axes_of((12, 12), optimize(each), w, c) == axes * times
     assert_same(jax.grad(function), w, c)
 
 
@@ -221,7 +221,7 @@ def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> li
         for equation in jaxpr.eqns:
             if equation.primitive.name == "scan":
                 body = equation.params["jaxpr"].jaxpr
-                fixed = body.invars[: parts_of_scan(equation)[0]]
+                fixed = body.invars[: scan_counts(equation)[0]]
                 for product in (e for e in body.eqns if e.primitive.name == "dot_general"):
                     place = next(i for i, v in enumerate(product.invars) if v.aval.shape == shape)
                     assert product.invars[place] in fixed
@@ -235,7 +235,7 @@ def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> li
 
 def test_small_weights_are_read_where_they_are() -> None:
     function, w, rows = of_rows(lambda w, h, row: (jnp.tanh(row @ w) + h, ())), drawn(9, 9), drawn(7, 20, 9)
-    assert len(products_within(fast_on_cpu(function), w, rows)) == 1
+    assert len(products_within(optimize(function), w, rows)) == 1
     assert_same(function, w, rows)
 
 
@@ -246,7 +246,7 @@ def test_what_is_printed_in_every_turn_stays() -> None:
 
     seen: list[float] = []
     rows = drawn(7, 2, 64)
-    jax.block_until_ready(jax.jit(fast_on_cpu(of_rows(body)))(drawn(64, 48), rows))
+    jax.block_until_ready(jax.jit(optimize(of_rows(body)))(drawn(64, 48), rows))
     jax.effects_barrier()
     assert seen == rows[:, 0, 0].tolist()
 
@@ -267,7 +267,7 @@ def test_arrays_that_take_many_operations_are_kept() -> None:
         scans = [e for e in jax.make_jaxpr(function)(drawn(5, 2, 3)).jaxpr.eqns if e.primitive.name == "scan"]
         return len({v for v in scans[-1].invars if v.aval.shape == (5, 2, 3)})  # type: ignore[attr-defined]
 
-    assert 10 < read(fast_on_cpu(jax.grad(gradient))) < read(jax.grad(gradient)) / 2
+    assert 10 < read(optimize(jax.grad(gradient))) < read(jax.grad(gradient)) / 2
     assert_same(jax.grad(gradient), drawn(5, 2, 3))
 
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 
 KEY = jax.random.key(5)
 
 
 def same(function, *args, ulps: int = 0):
     """Also in a loop, and compiled; ulps: by how many of the last place numbers may differ."""
-    rewritten = fast_on_cpu(function)
+    rewritten = optimize(function)
     assert str(jax.make_jaxpr(rewritten)(*args)) != str(jax.make_jaxpr(function)(*args))
     for found, wanted in ((rewritten(*args), function(*args)), (jax.jit(rewritten)(*args), jax.jit(function)(*args))):
         assert found.dtype == wanted.dtype
@@ -38,7 +38,7 @@ def test_bits_of_many_keys(keys: tuple[int, ...], size: int):
     for _ in keys:
         draw = jax.vmap(draw)
     if many.size * size < 4096:
-        np.testing.assert_array_equal(fast_on_cpu(draw)(many), draw(many))
+        np.testing.assert_array_equal(optimize(draw)(many), draw(many))
     else:
         same(draw, many)
 
@@ -60,10 +60,10 @@ def test_a_gradient_draws_the_same():
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
 def test_keys_of_other_kinds_are_left_alone(kind: str):
     key, draw = jax.random.key(0, impl=kind), lambda key: jax.random.bits(key, (5000,))
-    assert str(jax.make_jaxpr(fast_on_cpu(draw))(key)) == str(jax.make_jaxpr(draw)(key))
+    assert str(jax.make_jaxpr(optimize(draw))(key)) == str(jax.make_jaxpr(draw)(key))
 
 
 def test_a_few_bits_and_long_ones_are_left_alone():
     with jax.enable_x64(True):
         for draw in (lambda key: jax.random.bits(key, (4095,)), lambda key: jax.random.bits(key, (5000,), jnp.uint64)):
-            assert str(jax.make_jaxpr(fast_on_cpu(draw))(KEY)) == str(jax.make_jaxpr(draw)(KEY))
+            assert str(jax.make_jaxpr(optimize(draw))(KEY)) == str(jax.make_jaxpr(draw)(KEY))

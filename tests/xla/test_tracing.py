@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fedrax
-from fedrax.xla.tracing import IN_PLACE, computed, sources, traced_once
+from fedrax.xla.tracing import INLINE, output_sources, run_cached, trace_once
 from tests.simulation.problems import LOCAL, TASK, run
 
 
@@ -43,7 +43,7 @@ def test_one_trace_a_run(plan: str, dtype: str):
 
 
 def test_a_function_laid_out_where_it_is_traced_hands_its_inputs_on_as_themselves():
-    inner = jax.jit(lambda x, y: (x, 2 * y), inline=IN_PLACE)
+    inner = jax.jit(lambda x, y: (x, 2 * y), inline=INLINE)
     handed_on = []
 
     def outer(x: jax.Array, y: jax.Array) -> tuple:
@@ -59,7 +59,7 @@ def test_what_calls_hand_on_is_known_by_its_source():
     swapped = jax.jit(lambda a, b: (b, a, a + b))
     made = jax.make_jaxpr(lambda x, y: (*swapped(y, jax.jit(lambda y: y)(x)), x, *swapped(x, x)[2:]))(1.0, 2.0)
     x, y = made.jaxpr.invars
-    first, second, third, fourth, last = sources(made)
+    first, second, third, fourth, last = output_sources(made)
     assert (first, second, fourth) == (x, y, x)
     assert third not in (x, y, last) and last not in (x, y)
 
@@ -67,7 +67,7 @@ def test_what_calls_hand_on_is_known_by_its_source():
 def test_found_again_in_a_mesh_and_under_vmap():
     calls = []
 
-    @traced_once(fixed=1)
+    @trace_once(fixed=1)
     def scaled(by: float, x: dict) -> dict:
         calls.append(by)
         return {"y": by * x["x"], "n": x["n"]}
@@ -106,7 +106,7 @@ def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):
         wanted = jax.jit(make(2.0))(x)
         with jax.log_compiles():
             caplog.clear()
-            ours = [computed(make(2.0), x) for _ in range(2)]
+            ours = [run_cached(make(2.0), x) for _ in range(2)]
             if name in ("arguments", "new"):
                 said = [record.getMessage() for record in caplog.records]
                 assert sum("Compiling jit(jaxpr_as_fun)" in line for line in said) == (name == "new")
@@ -116,7 +116,7 @@ def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
                 assert isinstance(a, jax.Array) and jax.typeof(a) == jax.typeof(b)
                 np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(computed(makers["new"](3.0), x)["some"], 3 * x["w"])
+    np.testing.assert_array_equal(run_cached(makers["new"](3.0), x)["some"], 3 * x["w"])
 
 
 def test_what_a_program_s_text_does_not_show_is_not_shared():
@@ -136,7 +136,7 @@ def test_what_a_program_s_text_does_not_show_is_not_shared():
         ]
 
     for one, other in zip(makers(1.0), makers(2.0), strict=True):
-        a, b = computed(one, x), computed(other, x)
+        a, b = run_cached(one, x), run_cached(other, x)
         np.testing.assert_array_equal(a, jax.jit(one)(x))
         np.testing.assert_array_equal(b, jax.jit(other)(x))
         assert (a != b).any()
@@ -145,7 +145,7 @@ def test_what_a_program_s_text_does_not_show_is_not_shared():
 def test_the_debugger_runs_it_every_time():
     calls = []
 
-    @traced_once(fixed=0)
+    @trace_once(fixed=0)
     def plain(x: Any) -> Any:
         calls.append(float(x))
         return x

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 from tests.xla.rewritten import assert_same, double_precision, draw, gradients
 
 __all__ = ["double_precision"]
@@ -18,14 +18,14 @@ BOTH = pytest.mark.parametrize("name", ["sin", "cos"])
 
 
 def compiled(function: Callable, *args: object) -> str:
-    return jax.jit(fast_on_cpu(function)).lower(*args).as_text()
+    return jax.jit(optimize(function)).lower(*args).as_text()
 
 
 @BOTH
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 30.0, 1e3, 9999.0, 1e6, 1e30])
 def test_numbers_of_any_size_are_right_to_two_units_of_the_last_place(name: str, scale: float) -> None:
     x = (np.random.default_rng(0).uniform(-1, 1, (64, 4096)) * scale).astype(np.float32)
-    found = jax.jit(fast_on_cpu(getattr(jnp, name)))(x)
+    found = jax.jit(optimize(getattr(jnp, name)))(x)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, getattr(np, name)(x.astype(np.float64)), rtol=2.4e-7, atol=1e-38)
 
@@ -34,7 +34,7 @@ def test_numbers_of_any_size_are_right_to_two_units_of_the_last_place(name: str,
 def test_multiples_of_a_quarter_turn(name: str) -> None:
     """Where one of the two is nearly zero, and what is left of the number decides."""
     x = (np.arange(-4096, 4096) * np.pi / 2).astype(np.float32)
-    found, expected = jax.jit(fast_on_cpu(getattr(jnp, name)))(x), getattr(np, name)(x.astype(np.float64))
+    found, expected = jax.jit(optimize(getattr(jnp, name)))(x), getattr(np, name)(x.astype(np.float64))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-10)
 
 
@@ -43,7 +43,7 @@ def test_multiples_of_a_quarter_turn(name: str) -> None:
 def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) -> None:
     x = draw(np.random.default_rng(1), (4096,))
     x[17] = odd
-    found, expected = jax.jit(fast_on_cpu(getattr(jnp, name)))(x), jax.jit(getattr(jnp, name))(x)
+    found, expected = jax.jit(optimize(getattr(jnp, name)))(x), jax.jit(getattr(jnp, name))(x)
     np.testing.assert_allclose(found, expected, rtol=2.4e-7)
 
 
@@ -52,7 +52,7 @@ def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) 
 def test_values_and_gradients_of_every_type(name: str, dtype: type) -> None:
     x = jnp.asarray(3 * draw(np.random.default_rng(2), (8, 1024)), dtype)
     one = getattr(jnp, name)
-    expected, found = (jax.jit(f(gradients(lambda x: one(one(x) * 3), 3)))(x) for f in (lambda f: f, fast_on_cpu))
+    expected, found = (jax.jit(f(gradients(lambda x: one(one(x) * 3), 3)))(x) for f in (lambda f: f, optimize))
     digits = {2: 0.02, 4: 2e-6, 8: 1e-14}[jnp.dtype(dtype).itemsize]
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         assert a.dtype == b.dtype == dtype

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
 
 X = np.random.default_rng(0).normal(size=(1024, 4, 16))
@@ -53,7 +53,7 @@ def test_they_are_what_they_are_without_a_compiler(name: str, dtype: Any):
         x, s = jnp.asarray(X, dtype), jnp.asarray(1.25, dtype)
         with jax.disable_jit():
             wanted = jax.tree.map(np.asarray, function(x.astype(jnp.float64), s.astype(jnp.float64)))
-        found = jax.jit(fast_on_cpu(function))(x, s)
+        found = jax.jit(optimize(function))(x, s)
         tolerance = {jnp.float32: 1e-5, jnp.float64: 1e-12, jnp.bfloat16: 2**-7}[dtype]  # two roundings to 8 bits
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=tolerance, atol=tolerance)
@@ -61,7 +61,7 @@ def test_they_are_what_they_are_without_a_compiler(name: str, dtype: Any):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_product_is_left(name: str):
-    made = jax.make_jaxpr(fast_on_cpu(FUNCTIONS[name]))(jnp.float32(X), jnp.float32(1.25))
+    made = jax.make_jaxpr(optimize(FUNCTIONS[name]))(jnp.float32(X), jnp.float32(1.25))
     assert not [e for e in equations_in(made) if e.primitive.name == "dot_general"]
 
 
@@ -69,7 +69,7 @@ def test_gradients_of_means():
     """What goes back from the mean of a layer's outputs is one number everywhere."""
     w = np.random.default_rng(1).normal(size=(16, 2))
     gradient = jax.grad(lambda w, x: (largest(x) @ w).mean())
-    found = jax.jit(fast_on_cpu(gradient))(jnp.float32(w), jnp.float32(X))
+    found = jax.jit(optimize(gradient))(jnp.float32(w), jnp.float32(X))
     np.testing.assert_allclose(found, np.tile((X**2).max(1).mean(0)[:, None] / 2, 2), rtol=1e-5)
 
 
@@ -83,8 +83,8 @@ def test_a_function_is_called_with_such_a_factor_and_with_others(held: Callable)
     w = jnp.arange(32.0).reshape(16, 2)
     with jax.disable_jit():
         wanted = both(jnp.float32(X), w)
-    np.testing.assert_allclose(jax.jit(fast_on_cpu(both))(jnp.float32(X), w), wanted, rtol=1e-5)
-    left = [e for e in equations_in(jax.make_jaxpr(fast_on_cpu(both))(X, w)) if e.primitive.name == "dot_general"]
+    np.testing.assert_allclose(jax.jit(optimize(both))(jnp.float32(X), w), wanted, rtol=1e-5)
+    left = [e for e in equations_in(jax.make_jaxpr(optimize(both))(X, w)) if e.primitive.name == "dot_general"]
     assert len(left) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_function_is_called_with_such_a_factor_and_with_others(held: Callable)
     ids=["other numbers", "chosen", "around", "changed in turns", "of one number"],
 )
 def test_others_are_left_alone(other: Callable):
-    fast = fast_on_cpu(other)
+    fast = optimize(other)
     made = jax.make_jaxpr(fast)(jnp.float32(X), jnp.float32(2))
     assert [e for e in equations_in(made) if e.primitive.name == "dot_general"]
     with jax.disable_jit():

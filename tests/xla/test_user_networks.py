@@ -11,14 +11,13 @@ import pytest
 from flax import linen as nn
 from jax import lax
 
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.cse import computed_once
-from fedrax.xla.equivalence import is_of_jax
-from fedrax.xla.layer_scan import in_loops
-from fedrax.xla.microbatch import as_traced
-from fedrax.xla.per_example import each_by_itself
-from fedrax.xla.precision import with_operands
-from fedrax.xla.tracing import computed, equations_in
+from fedrax.xla.cse import eliminate_common_subexpressions
+from fedrax.xla.equivalence import is_jax_derivative
+from fedrax.xla.microbatch import replay_trace
+from fedrax.xla.per_example import analyze_per_example
+from fedrax.xla.pipeline import optimize, optimize_forward
+from fedrax.xla.precision import with_operand_format
+from fedrax.xla.tracing import equations_in, run_cached
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 
@@ -37,7 +36,7 @@ CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 )
 def test_values(function: Any):
     x = jax.random.normal(jax.random.key(0), (2, 4, 4, 3))
-    np.testing.assert_allclose(jax.jit(fast_on_cpu(function))(x), function(x), **CLOSE)
+    np.testing.assert_allclose(jax.jit(optimize(function))(x), function(x), **CLOSE)
 
 
 def test_random_numbers_of_a_setting_inside():
@@ -46,7 +45,7 @@ def test_random_numbers_of_a_setting_inside():
             return jax.random.bernoulli(key, 0.5, (64, 128))
 
     key = jax.random.key(0)
-    np.testing.assert_array_equal(jax.jit(fast_on_cpu(masked))(key), masked(key))
+    np.testing.assert_array_equal(jax.jit(optimize(masked))(key), masked(key))
 
 
 def test_large_convolutions_of_64_bits_are_not_laid_out():
@@ -56,9 +55,9 @@ def test_large_convolutions_of_64_bits_are_not_laid_out():
         convolved = lambda x, k: lax.conv_general_dilated(  # noqa: E731
             x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        names = [e.primitive.name for e in equations_in(jax.make_jaxpr(fast_on_cpu(convolved))(x, kernel))]
+        names = [e.primitive.name for e in equations_in(jax.make_jaxpr(optimize(convolved))(x, kernel))]
         assert names == ["conv_general_dilated"]
-        names = [e.primitive.name for e in equations_in(jax.make_jaxpr(fast_on_cpu(convolved))(*small))]
+        names = [e.primitive.name for e in equations_in(jax.make_jaxpr(optimize(convolved))(*small))]
         assert "conv_general_dilated" not in names
 
 
@@ -81,9 +80,9 @@ def test_backward_passes_that_call_python_are_like_no_other():
         return x.sum()
 
     x = jnp.linspace(-1, 1, 5)
-    np.testing.assert_allclose(jax.grad(in_loops(loss))(x), jax.grad(loss)(x), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(optimize_forward(loss))(x), jax.grad(loss)(x), rtol=1e-5)
     both = jax.make_jaxpr(lambda x: layers[0](x) + layers[1](x))(x)
-    twice = lambda x: jax.core.eval_jaxpr(computed_once(both).jaxpr, both.consts, x)[0].sum()  # noqa: E731
+    twice = lambda x: jax.core.eval_jaxpr(eliminate_common_subexpressions(both).jaxpr, both.consts, x)[0].sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(twice)(x), np.full(5, 3.0))
 
 
@@ -98,7 +97,7 @@ def test_a_sample_that_overflows_stays_by_itself():
     """Its gradient is not finite; the others' are, by which privacy's bound holds for each."""
     w = {"a": jnp.float32(1), "k": 0.01 * jax.random.normal(jax.random.key(0), (200, 1, 2))}
     x = jax.random.normal(jax.random.key(1), (8, 400)).at[3, 7].set(1e4)
-    found = jax.jit(fast_on_cpu(jax.vmap(jax.grad(long_kernel), (None, 0)), apart=True))(w, x)
+    found = jax.jit(optimize(jax.vmap(jax.grad(long_kernel), (None, 0)), per_example=True))(w, x)
     wanted = jax.vmap(jax.grad(long_kernel), (None, 0))(w, x)
     others = np.arange(8) != 3
     assert not np.isfinite(found["k"][3]).all() and np.isfinite(found["k"][others]).all()
@@ -117,7 +116,7 @@ def test_references_in_loops():
         return last.sum() + seen[...]
 
     x = jnp.linspace(0, 1, 5000)
-    np.testing.assert_allclose(jax.jit(fast_on_cpu(total))(x), jax.jit(total)(x), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(optimize(total))(x), jax.jit(total)(x), rtol=1e-5)
 
 
 def test_sums_of_short_integers_in_loops():
@@ -125,7 +124,7 @@ def test_sums_of_short_integers_in_loops():
     count = lambda masks: lax.scan(  # noqa: E731
         lambda n, m: (n + m.sum(1, dtype=m.dtype), None), jnp.zeros(4, jnp.int8), masks
     )[0]
-    np.testing.assert_array_equal(jax.jit(fast_on_cpu(count))(masks), count(masks))
+    np.testing.assert_array_equal(jax.jit(optimize(count))(masks), count(masks))
 
 
 # -- derivatives that someone wrote ---------------------------------------------------------------------------------
@@ -142,12 +141,12 @@ def test_whose_derivative_it_is(function: Any):
     """The rule of somebody for a function of JAX's looks at all samples; it lies within a function of JAX's."""
     closed = jax.make_jaxpr(lambda x: function(x) + 0)(jnp.ones((4, 3)))
     (own,) = [e for e in equations_in(closed) if e.primitive.name == "custom_jvp_call"]
-    assert is_of_jax(own) == (function is jax.nn.relu)
+    assert is_jax_derivative(own) == (function is jax.nn.relu)
 
     def losses(w: Any, batch: Any, key: Any) -> Any:
         return (function(batch @ w) ** 2).sum(1)
 
-    apart = each_by_itself(losses, jnp.ones((3, 2)), jnp.ones((8, 3)), jax.random.key(0))
+    apart = analyze_per_example(losses, jnp.ones((3, 2)), jnp.ones((8, 3)), jax.random.key(0))
     assert (apart is not None) == (function is jax.nn.relu)
 
 
@@ -175,7 +174,7 @@ def test_dropout_before_a_product_in_a_loop(weights: Any, kind: str):
 
     x = jax.random.normal(jax.random.key(1), (6, 4, 256))
     loss = lambda w: recurrent(w, x, dropped, jax.random.split(jax.random.key(2, impl=kind), 6))  # noqa: E731
-    found, wanted = jax.jit(fast_on_cpu(jax.grad(loss)))(weights), jax.grad(loss)(weights)
+    found, wanted = jax.jit(optimize(jax.grad(loss)))(weights), jax.grad(loss)(weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
@@ -187,7 +186,7 @@ def test_calls_of_python_before_a_product_in_a_loop(weights: Any):
 
     x = jax.random.normal(jax.random.key(1), (6, 4, 256))
     loss = lambda w: recurrent(w, x, called, jnp.zeros(6))  # noqa: E731
-    found, wanted = jax.jit(fast_on_cpu(jax.grad(loss)))(weights), jax.grad(loss)(weights)
+    found, wanted = jax.jit(optimize(jax.grad(loss)))(weights), jax.grad(loss)(weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
@@ -201,7 +200,7 @@ def test_networks_before_a_product_in_a_loop_stay_there():
         return jnp.tanh(y).reshape(2, -1)
 
     x = jax.random.normal(jax.random.key(1), (10, 2, 16 * 16 * 3))
-    closed = jax.make_jaxpr(fast_on_cpu(lambda w: recurrent(w, x, seen, jnp.zeros(10))))(w)
+    closed = jax.make_jaxpr(optimize(lambda w: recurrent(w, x, seen, jnp.zeros(10))))(w)
     largest = max(v.aval.size for e in equations_in(closed) for v in e.outvars if hasattr(v.aval, "size"))
     assert largest < 10 * 2 * 16 * 16 * 8
 
@@ -220,7 +219,7 @@ def test_a_first_product_that_grows_before_attention():
     x = jax.random.normal(jax.random.key(0), (16, 400, 16))
     network = Network()
     params = network.init(jax.random.key(1), x[:1])
-    found = jax.jit(fast_on_cpu(in_loops(network.apply)))(params, x)
+    found = jax.jit(optimize(optimize_forward(network.apply)))(params, x)
     np.testing.assert_allclose(found, network.apply(params, x), rtol=1e-4, atol=1e-5)
 
 
@@ -237,7 +236,7 @@ def test_arrays_that_stand_in_a_program():
         before = getattr(jax.config, name)
         jax.config.update(name, True)
         try:
-            found = [computed(lambda x, table=table: jnp.sin(x) + table, jnp.zeros(3)) for table in tables]
+            found = [run_cached(lambda x, table=table: jnp.sin(x) + table, jnp.zeros(3)) for table in tables]
         finally:
             jax.config.update(name, before)
     np.testing.assert_array_equal(found, tables)
@@ -252,7 +251,7 @@ def at_first(x: Any, factors: Any) -> Any:
 at_first.defvjp(lambda x, factors: (at_first(x, factors), factors), lambda f, g: (g * f[jnp.argmin(g)], 0 * f))
 
 
-@pytest.mark.parametrize("around", [fast_on_cpu, in_loops, as_traced], ids=["fast", "in loops", "as traced"])
+@pytest.mark.parametrize("around", [optimize, optimize_forward, replay_trace], ids=["fast", "in loops", "as traced"])
 @pytest.mark.parametrize("sine", [False, True], ids=["alone", "beside what is rewritten"])
 def test_arrays_of_a_program_that_derivatives_index(around: Any, sine: bool):
     def function(x: Any) -> Any:
@@ -267,4 +266,4 @@ def test_arrays_of_a_program_that_derivatives_index(around: Any, sine: bool):
 def test_types_that_products_ask_for():
     """As they are said, not those of shorter operands."""
     product = lambda x, w: jnp.einsum("bi,ij->bj", x, w, preferred_element_type=jnp.bfloat16)  # noqa: E731
-    assert with_operands(product, "bfloat16")(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype == jnp.bfloat16
+    assert with_operand_format(product, "bfloat16")(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype == jnp.bfloat16

@@ -21,8 +21,7 @@ from fedrax.errors import FedraxError
 from fedrax.prng.seeds import DIAGNOSIS, START, seeded
 from fedrax.simulation.round import Keys, Program, Rounds, client_data, turn_of
 from fedrax.tree import Tree
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.fingerprint import Code
+from fedrax.xla import CodeFingerprint, optimize
 
 AT_ONCE = 32
 """Samples whose single gradients are taken side by side: their memory is so many times that of the parameters."""
@@ -130,7 +129,7 @@ class Clients:
         self.weights = jnp.asarray(np.ones(federation.num_clients) if weights is None else weights, float)
         still = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
         self.still, self.training = (
-            Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(of))
+            Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(of))
             for of in (still, task)
         )
         self.samples = Batch(*map(jnp.asarray, federation.train))
@@ -204,7 +203,7 @@ class Clients:
 
     def _noise(self, samples: Batch, params: Tree, rows: Array, sizes: Array) -> Array:
         one = lambda params, sample: jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))  # noqa: E731
-        single = fast_on_cpu(jax.vmap(one, (None, 0)))
+        single = optimize(jax.vmap(one, (None, 0)))
 
         def of_client(own: Array) -> Array:
             parts = jnp.pad(own, (0, -len(own) % AT_ONCE), constant_values=-1).reshape(-1, AT_ONCE)

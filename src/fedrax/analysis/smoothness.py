@@ -15,7 +15,7 @@ from fedrax.data import Federation
 from fedrax.data.dataset import generator
 from fedrax.prng.seeds import CURVATURE, seeded
 from fedrax.tree import Tree
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla import optimize
 
 ITERATIONS = 20
 """Of Lanczos's method. Its estimate only grows with them."""
@@ -44,7 +44,7 @@ def curvature(
         def product(v: Tree) -> Tree:
             def add(total: Tree, part: tuple[Batch, Array]) -> tuple[Tree, None]:
                 loss = lambda p: jnp.vdot(part[1], task.evaluation_loss(p, part[0]))  # noqa: E731
-                image = fast_on_cpu(lambda p, v: jax.jvp(jax.grad(loss), (p,), (v,))[1])
+                image = optimize(lambda p, v: jax.jvp(jax.grad(loss), (p,), (v,))[1])
                 return tree.add(total, image(params, v)), None
 
             return jax.lax.scan(add, tree.zeros_like(params), (samples, weights))[0]

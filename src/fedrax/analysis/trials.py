@@ -25,7 +25,7 @@ from fedrax.simulation.settings import SettingsOptions
 from fedrax.simulation.validate import changed_settings
 from fedrax.tuning import sweep
 from fedrax.tuning.selection import is_lower_better, selection_metric
-from fedrax.xla.flops import flops_in
+from fedrax.xla import count_flops
 
 SHARE = 0.2
 """Of each client's rows that are held out."""
@@ -169,7 +169,7 @@ def operations(
 
     def forward(rows: int) -> float:
         samples: Any = Batch(*(jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in federation.train))  # type: ignore[arg-type]
-        return flops_in(jax.make_jaxpr(task.evaluation_loss)(params, samples))
+        return count_flops(jax.make_jaxpr(task.evaluation_loss)(params, samples))
 
     points = sum(len(METHODS[name].points()) for name in methods)
     cohort = min(settings.cohort_size, federation.num_clients)

@@ -17,8 +17,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, summed_dtype
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.wrapper import Wrapper
 from fedrax.tree import Tree
-from fedrax.xla.batch_rng import SMALL, drawn_together
-from fedrax.xla.cpu import fast_on_cpu
+from fedrax.xla import MAX_BATCHED_DRAW, batch_random_draws, optimize
 
 _TYPES = {4: jnp.int4, 8: jnp.int8, 16: jnp.int16}
 
@@ -111,9 +110,9 @@ def _chances(keys: Array, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Ar
     def drawn(which: Sequence[int], keys: Array) -> dict[int, Array]:
         return {i: jax.random.uniform(keys[i], shapes[i], jnp.float32) for i in which}
 
-    small = [i for i, shape in shapes.items() if math.prod(shape) <= SMALL]
+    small = [i for i, shape in shapes.items() if math.prod(shape) <= MAX_BATCHED_DRAW]
     large = [i for i in shapes if i not in small]
-    return fast_on_cpu(drawn_together(partial(drawn, small)))(keys) | fast_on_cpu(partial(drawn, large))(keys)
+    return optimize(batch_random_draws(partial(drawn, small)))(keys) | optimize(partial(drawn, large))(keys)
 
 
 def _values(parts: Tree) -> Tree:

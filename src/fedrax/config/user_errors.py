@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from fedrax.errors import FedraxError
-from fedrax.xla.fingerprint import is_foreign
+from fedrax.xla import is_library_code
 
 _SENTENCES = {
     jax.errors.TracerBoolConversionError: "asks for the truth of a traced value: use jnp.where or jax.lax.cond"
@@ -149,4 +149,6 @@ def _place(algorithm: Any, error: Exception) -> str:
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The last place on an error's way that lies in code of the user's own, in no package."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((frame for frame in frames if not (is_foreign(frame.filename) or frame.filename.startswith("<"))), None)
+    return next(
+        (frame for frame in frames if not (is_library_code(frame.filename) or frame.filename.startswith("<"))), None
+    )

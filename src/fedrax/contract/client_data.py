@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.contract.assignment import Carried, Layout, Place
-from fedrax.contract.gradient import batch_gradient, quick, scaled_sum
+from fedrax.contract.gradient import batch_gradient, scaled_sum
 from fedrax.contract.hooks import GradientRule, Ruled, one_a_sample, sums
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch
@@ -26,11 +26,6 @@ from fedrax.errors import FedraxError
 from fedrax.prng.permutation import shuffled_index, uniform_index
 from fedrax.prng.streams import FRESH, stream_key
 from fedrax.tree import Tree
-from fedrax.xla.layer_scan import in_loops
-from fedrax.xla.microbatch import AXIS, TRACED, as_traced, pieces_of, summed
-from fedrax.xla.precision import Format
-from fedrax.xla.scopes import GATHER, GRADIENT, scope
-from fedrax.xla.tracing import untraced
 
 Order = Literal["shuffle", "stored", "replacement"]
 Reduction = Literal["mean", "sum"]
@@ -72,14 +67,14 @@ class ClientData(Ruled):
         phase: int = 0,
         carried: Carried | None = None,
         unroll: bool = False,
-        precision: Format = "highest",
+        precision: xla.OperandFormat = "highest",
     ):
         """Made in one place for all executors, :func:`fedrax.simulation.round.client_data`, and by :meth:`alone`."""
         self.task, self.layout, self.samples, self.place = task, layout, samples, place
         self.size, self.work = place.size, place.work
         self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
         self.unroll, self.carried = unroll, carried or Carried()
-        self.precision: Format = precision
+        self.precision: xla.OperandFormat = precision
         self._stepping = self._fresh = False
         self._phase = phase
         self._key, self.words = key, jax.random.key_data(key)
@@ -175,7 +170,7 @@ class ClientData(Ruled):
 
     # -- samples -----------------------------------------------------------------------------------------------
 
-    @scope(GATHER)
+    @xla.scope(xla.GATHER)
     def batch(self, step: Array | int, batch_size: int, order: Order) -> tuple[Tree, Array | None]:
         """The samples of local step ``step`` and their weights: (leaves [B, ...], None or float [B]).
 
@@ -216,7 +211,7 @@ class ClientData(Ruled):
             return -(-self.layout.largest // size)
         return (self.size + size - 1) // size
 
-    @scope(GATHER)
+    @xla.scope(xla.GATHER)
     def block_index(self, step: Array | int, num_blocks: int) -> Array:
         """The block of step ``step``, drawn uniformly from {0, ..., M - 1} unless the experiment fixes it."""
         if self._fresh and self.place.fresh is not None:
@@ -250,7 +245,7 @@ class ClientData(Ruled):
             loss = one_a_sample(rule(loss))
         return loss
 
-    @scope(GRADIENT)
+    @xla.scope(xla.GRADIENT)
     def loss_and_gradient(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree, Tree]:
@@ -294,34 +289,34 @@ class ClientData(Ruled):
             losses = self.losses(recorded)(params, samples, key)
             return scaled_sum(losses, weights, scale, count), recorded[0] if recorded else self.carried.statistics
 
-        (loss, statistics), gradient = quick(jax.value_and_grad(in_loops(objective), has_aux=True), self.precision)(
-            params
-        )
+        (loss, statistics), gradient = xla.value_and_grad(objective, self.precision, has_aux=True)(params)
         return loss, gradient, statistics
 
     def _of_batch(self, losses: Callable | None = None) -> Callable:
         """As :func:`batch_gradient`, of ``losses`` or the local loss and with the run's precision."""
         if self._loss_rules or self.carried.statistics:  # which hold arrays of this place in the program
-            return partial(untraced(batch_gradient), losses or self.losses(), self.precision)
+            return partial(xla.untraced(batch_gradient), losses or self.losses(), self.precision)
         return partial(batch_gradient, losses or self.task.loss, self.precision)
 
     def _in_pieces(self, params: Tree, samples: Tree, counts: Array | None, key: Array, *scaled: Any) -> Tree:
         """As :func:`batch_gradient`, of the batch cut as is best for this machine; ``scaled``: its last arguments."""
         # a rule may hold arrays of as many rows
-        losses, traced = (self.losses(), None) if self._loss_rules else (self.task.loss, TRACED)
+        losses, traced = (self.losses(), None) if self._loss_rules else (self.task.loss, xla.TRACE_BATCH)
         joined = self.place.joined
-        pieces = pieces_of(losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(AXIS))
+        pieces = xla.plan_microbatches(
+            losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(xla.CLIENT_AXIS)
+        )
         drawn: Any = key
         if pieces is not None and pieces.drawn is not None and (pieces.lost is None or joined is not None):
             arrays, drawn = pieces.drawn.draws(params, samples, key)
             losses, samples = pieces.drawn.losses, (samples, arrays)
         elif pieces is not None and traced is not None:
-            losses = as_traced(losses)
+            losses = xla.replay_trace(losses)
         of_batch = self._of_batch(losses)
         gradient = lambda *batch: of_batch(*batch, drawn, *scaled)  # noqa: E731
-        return summed(gradient, pieces, params, samples, counts, joined)
+        return xla.accumulate_gradients(gradient, pieces, params, samples, counts, joined)
 
-    @scope(GRADIENT)
+    @xla.scope(xla.GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
         """Summed loss and its gradient over the client's rows ``start`` to ``start + rows``, in passes.
 
@@ -371,7 +366,7 @@ class ClientData(Ruled):
         """total / n_i. (Times 1 / n_i would round to float32 even where the losses are float64.)."""
         return jax.tree.map(lambda t: (t / self.size).astype(t.dtype), total)
 
-    @scope(GATHER)
+    @xla.scope(xla.GATHER)
     def _slice(self, start: Array | int, rows: int) -> Tree:
         """Consecutive rows. XLA computes a slice anew in every operation that reads it, a gather once."""
         if not is_wide(self.samples):
@@ -379,7 +374,7 @@ class ClientData(Ruled):
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.place.offset + start, rows)  # noqa: E731
         return jax.tree.map(take, self.samples)
 
-    @scope(GATHER)
+    @xla.scope(xla.GATHER)
     def gather(self, positions: Array) -> Tree:
         """The client's samples at ``positions``, counted from its first."""
         return jax.tree.map(lambda a: a.at[self.place.offset + positions].get(mode="clip"), self.samples)

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax import xla
 from fedrax.tree import Tree
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.layer_scan import in_loops
-from fedrax.xla.precision import Format, with_operands
-from fedrax.xla.tracing import traced_once
-
-
-def quick(gradient: Callable, precision: Format) -> Callable:
-    """The same function, its products as the run asks, its operations as this machine is fast at."""
-    return fast_on_cpu(with_operands(gradient, precision))
 
 
 def scaled_sum(losses: Array, counts: Array | None, scale: Any = None, count: Any = None) -> Array:
@@ -30,10 +21,10 @@ def scaled_sum(losses: Array, counts: Array | None, scale: Any = None, count: An
     return total if scale is None else scale * (total / count)
 
 
-@traced_once(fixed=2)
+@xla.trace_once(fixed=2)
 def batch_gradient(
     losses: Callable,
-    precision: Format,
+    precision: xla.OperandFormat,
     params: Tree,
     samples: Tree,
     counts: Array | None,
@@ -47,4 +38,4 @@ def batch_gradient(
     traced; one that does is for ``untraced(batch_gradient)``.
     """
     objective = lambda params, samples, counts: scaled_sum(losses(params, samples, key), counts, scale, count)  # noqa: E731
-    return quick(jax.value_and_grad(in_loops(objective)), precision)(params, samples, counts)
+    return xla.value_and_grad(objective, precision)(params, samples, counts)

@@ -12,15 +12,12 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.background_thread import begun
 from fedrax.contract.model import Params, Variables
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
 from fedrax.host_memory import host_memory
-from fedrax.xla.batch_rng import values_drawn_together
-from fedrax.xla.rewriting import laid_out
-from fedrax.xla.tracing import KEPT, Text, settings, shape_of
 
 _QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """Random numbers take long to compile and are drawn once; what is drawn does not depend on the level."""
@@ -51,7 +48,7 @@ def shapes_of(task: Task) -> Params:
 def start_of(task: Task, key: Array, given: Params | None) -> Start:
     """As :func:`starting_parameters`; what draws them is compiled in the background."""
     try:
-        made, structure = laid_out(task.init, key)
+        made, structure = xla.trace_inlined(task.init, key)
         own = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in made.out_avals])
         _check_size(own)
         _check_kinds(own)
@@ -83,24 +80,24 @@ def _arrays(params: Params) -> Params:
 
 def _drawing(made: core.ClosedJaxpr, key: Array) -> Future[Any]:
     """What gives the values of ``made``, a function of a key; of runs that start alike it is compiled once."""
-    text, kind = Text.of(made), shape_of(key)
+    text, kind = xla.JaxprText.of(made), xla.shape_struct(key)
     if text is None:
         return _in_background(made, kind)
-    found = _known(text, kind, settings())
+    found = _known(text, kind, xla.trace_settings())
     if found.done() and found.exception() is not None:  # as for want of memory, of which there may be enough by now
         _known.cache_clear()
-        found = _known(text, kind, settings())
+        found = _known(text, kind, xla.trace_settings())
     return found
 
 
-@lru_cache(KEPT)
-def _known(text: Text, key: Any, _: tuple) -> Future[Any]:
+@lru_cache(xla.CACHE_SIZE)
+def _known(text: xla.JaxprText, key: Any, _: tuple) -> Future[Any]:
     return _in_background(text.made, key)
 
 
 def _in_background(made: core.ClosedJaxpr, key: Any) -> Future[Any]:
     """XLA leaves Python alone while it compiles: another core can, and the caller traces the run meanwhile."""
-    drawing = jax.jit(lambda key: values_drawn_together(made, [key]), **_QUICK).trace(key).lower()
+    drawing = jax.jit(lambda key: xla.evaluate_with_batched_draws(made, [key]), **_QUICK).trace(key).lower()
     return begun(drawing.compile)
 
 

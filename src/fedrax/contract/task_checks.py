@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import use_abstract_mesh
 
+from fedrax import xla
 from fedrax.config.user_errors import in_words, own_frame
 from fedrax.errors import FedraxError
-from fedrax.xla.microbatch import TRACED
-from fedrax.xla.tracing import NO_MESH
 
-MANY = 16 * TRACED
+MANY = 16 * xla.TRACE_BATCH
 """Samples for models that take them in groups of two, four, eight or sixteen only."""
 
 
@@ -44,7 +43,7 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
     check_words(task, federation)
     _within(task, samples.y)
     try:
-        _check_of(TRACED, task, variables, samples, federation)
+        _check_of(xla.TRACE_BATCH, task, variables, samples, federation)
     except FedraxError as error:
         if not isinstance(error.__cause__, TypeError | ValueError):
             raise
@@ -115,7 +114,7 @@ def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:
 def traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
     """What the task's ``what`` gives, in shapes; FedraxError, with ``about``, where it cannot be computed."""
     try:
-        with use_abstract_mesh(NO_MESH):  # so that the trace is found again when gradients are laid out
+        with use_abstract_mesh(xla.NO_MESH):  # so that the trace is found again when gradients are laid out
             return jax.eval_shape(function, *arguments)
     except FedraxError:
         raise
@@ -126,8 +125,8 @@ def traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
         notes = [note.removeprefix("fedrax: ") for note in getattr(error, "__notes__", ()) if note.startswith("fedrax")]
         said = "; ".join([f"{type(error).__name__}: {_said(error)}".rstrip(" :"), *notes])
         raise FedraxError(
-            f"the task's {what} cannot be computed{_place(error)} of {TRACED} samples, as of any other number, with"
-            f" {about}: {said}"
+            f"the task's {what} cannot be computed{_place(error)} of {xla.TRACE_BATCH} samples, as of any other number,"
+            f" with {about}: {said}"
         ) from error
 
 

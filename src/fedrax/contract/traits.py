@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.contract.task_checks import MANY, traced
 from fedrax.errors import FedraxError, known_fields_only, warn
-from fedrax.xla.tracing import dependent
 
 
 @known_fields_only
@@ -103,7 +102,7 @@ class Traits:
         about = f"x {some.dtype} {list(some.shape[1:])}"
         if self.features:
             traced("features", about, task.features, variables, some, key)
-            if not dependent(task.features, variables, some):
+            if not xla.dependent_leaves(task.features, variables, some):
                 warn(
                     "the method compares features, and the model's are made of the samples alone, whatever its"
                     " parameters are: there is nothing to compare"

@@ -39,7 +39,7 @@ from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
 from fedrax.simulation.validate_run import at_first, start_and_statistics
 from fedrax.tree import Tree
 from fedrax.version import VERSION
-from fedrax.xla.fingerprint import Code
+from fedrax.xla import CodeFingerprint
 
 Data = Callable[[Context], Any] | Federation
 """What a client's own samples come from."""
@@ -177,7 +177,7 @@ class _Client:
         for kind, model in models.items():
             for first in range(0, len(own.test.y), _ROWS):
                 part = jax.tree.map(lambda a, first=first: jnp.asarray(a[first : first + _ROWS]), Batch(*own.test))
-                for name, values in _values(self.task, Code(self.task))(model, part).items():
+                for name, values in _values(self.task, CodeFingerprint(self.task))(model, part).items():
                     sums[f"{kind}{name}"] = sums.get(f"{kind}{name}", 0.0) + float(np.asarray(values, float).sum())
         return sums
 
@@ -207,7 +207,7 @@ class _ClientSetup:
         if broken:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))
-        program = Program(task, layout, order.num_clients, chunk=0, code=Code(algorithm, task))
+        program = Program(task, layout, order.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
         phases = message_schemas(program, algorithm, params, statistics, shapes_of_samples(samples))
         down = () if algorithm.traits.personal_statistics else statistics
         return cls(program, phases, params, statistics, initial, down)
@@ -282,5 +282,5 @@ def _compiled(program: Program, p: int) -> Callable:
 
 
 @lru_cache(maxsize=8)
-def _values(task: Task, code: Code) -> Callable:
+def _values(task: Task, code: CodeFingerprint) -> Callable:
     return jax.jit(partial(sample_values, task))

@@ -14,7 +14,7 @@ from fedrax.contract.assignment import Place
 from fedrax.contract.task import Batch
 from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round
 from fedrax.tree import Tree
-from fedrax.xla.tracing import dependent
+from fedrax.xla import dependent_leaves
 
 
 class MessageSchema(NamedTuple):
@@ -76,4 +76,4 @@ def shapes_of_samples(samples: Any) -> Batch:
 def needs_initial_parameters(algorithm: Algorithm, params: Tree, statistics: Tree) -> bool:
     """Whether what a client keeps at first is made of the starting parameters, and not of their shapes alone."""
     at_first = lambda start: Kept.at_first(algorithm, *start)  # noqa: E731
-    return bool(dependent(at_first, (params, statistics)))
+    return bool(dependent_leaves(at_first, (params, statistics)))

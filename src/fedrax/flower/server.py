@@ -43,8 +43,7 @@ from fedrax.simulation.traffic import trace_round
 from fedrax.simulation.validate import changed_settings, check_lists
 from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
 from fedrax.tree import Tree
-from fedrax.xla.fingerprint import Code
-from fedrax.xla.tracing import computed
+from fedrax.xla import CodeFingerprint, run_cached
 
 _OURS = tuple(FederationOptions.__annotations__)
 """Settings that mean something here; the others are a simulator's."""
@@ -169,7 +168,7 @@ def _prepare(
     samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
     check_task(task, variables, samples, _one_sample(samples))
     algorithm.traits.check_parts(task, variables, samples.x)
-    program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=Code(algorithm, task))
+    program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(program, algorithm, start, statistics, initial, samples, placeholder_assignment(), broken)
     phases = message_schemas(program, algorithm, start, statistics, samples)
@@ -178,7 +177,7 @@ def _prepare(
     start, statistics = drawn()
     traffic = DeliveryState()
     traffic.begin((start, statistics) if wanted else ())
-    server = computed(lambda params: algorithm.init(params, nodes.num_clients), start)
+    server = run_cached(lambda params: algorithm.init(params, nodes.num_clients), start)
     checked_init(algorithm, start, server)
     require_finite_start(algorithm, server)
     here = None if test is None else evaluate_on_server(task, test, samples)

@@ -21,7 +21,6 @@ from fedrax.config.annotations import Converter, Leaf, Static
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
-from fedrax.xla.fingerprint import enclosed
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("kind",))
@@ -216,7 +215,7 @@ def _is_finished(transform: Any) -> bool:
 def described(value: Any) -> str:
     """The names of functions and what they enclose: the same text in every process, without addresses."""
     if inspect.isfunction(value):
-        return f"{value.__module__}.{value.__qualname__}({', '.join(map(described, enclosed(value)))})"
+        return f"{value.__module__}.{value.__qualname__}({', '.join(map(described, closure_values(value)))})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(described, value))})"
     return repr(value)

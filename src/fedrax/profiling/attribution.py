@@ -10,7 +10,7 @@ import numpy as np
 from fedrax.profiling.hlo import Cost, Description, ProgramText
 from fedrax.profiling.measurement import Traced
 from fedrax.profiling.trace import waits
-from fedrax.xla.scopes import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
+from fedrax.xla import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
 
 NAMES = {
     GATHER: "gather batches",

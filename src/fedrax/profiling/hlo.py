@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from fedrax.xla.layer_scan import NAME
-from fedrax.xla.linear_algebra import TURNS
-from fedrax.xla.scopes import GATHER, GRADIENT, read_scope
+from fedrax.xla import GATHER, GRADIENT, LAYER_SCAN_SCOPE, LINEAR_ALGEBRA_SCOPE, read_scope
 
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -28,7 +26,7 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Which operand holds what is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-_STRUCTURE |= {TURNS, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
+_STRUCTURE |= {LINEAR_ALGEBRA_SCOPE, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
 """What names of operations hold besides scopes: how JAX executes them, and what `fast_on_cpu` makes others of."""
 
 
@@ -204,7 +202,9 @@ class ProgramText:
             largest, side = max(read, key=lambda o: o.bytes, default=op), 0
             shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
         # a loop over layers or matrices is ours, as those of a convolution are
-        own = re.split(rf"conv_general_dilated|\d{NAME}|{TURNS}", title.rpartition(f"{GRADIENT}/")[2])[0]
+        own = re.split(
+            rf"conv_general_dilated|\d{LAYER_SCAN_SCOPE}|{LINEAR_ALGEBRA_SCOPE}", title.rpartition(f"{GRADIENT}/")[2]
+        )[0]
         looped = "while" in own.split("/")
         return Description(what, layer, direction, shapes, looped and direction != "", side)
 

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax.xla.microbatch import AXIS
-from fedrax.xla.precision import Format, with_operands
+from fedrax.xla import CLIENT_AXIS, OperandFormat, with_operand_format
 
 
 class Limits(NamedTuple):
@@ -26,7 +25,7 @@ class Limits(NamedTuple):
     """10^9 bytes a second, read and written, of arrays too large for caches, changed in place."""
 
 
-def measure(mesh: Mesh, dtype: str = "float32", precision: Format = "highest", budget: float = 0.5) -> Limits:
+def measure(mesh: Mesh, dtype: str = "float32", precision: OperandFormat = "highest", budget: float = 0.5) -> Limits:
     """The limits of the mesh's devices, of products in a run's precision; ``budget`` seconds each and time to compile.
 
     Arrays are changed in place: into new ones, the operating system's work for fresh pages would be measured.
@@ -34,7 +33,7 @@ def measure(mesh: Mesh, dtype: str = "float32", precision: Format = "highest", b
     devices, on_cpu = mesh.devices.size, mesh.devices.flat[0].platform == "cpu"
     size = max(2**29 // devices, 2**25) if on_cpu else 2**30  # bytes on each device
     n, columns = 1024 if on_cpu else 8192, 4096 // np.dtype(dtype).itemsize
-    product = _best_seconds(with_operands(lambda a: a @ a, precision), (n, n), dtype, mesh, budget, donate=())
+    product = _best_seconds(with_operand_format(lambda a: a @ a, precision), (n, n), dtype, mesh, budget, donate=())
     streaming = _best_seconds(jnp.negative, (size // 4096, columns), dtype, mesh, budget, donate=(0,))
     return Limits(2 * n**3 * devices / product / 1e9, 2 * devices * size / streaming / 1e9)
 
@@ -48,8 +47,10 @@ def _best_seconds(
     """
     rows, columns = shape
     whole = (rows * mesh.devices.size, columns)
-    fill = jax.jit(lambda: jnp.full(whole, 1 / columns, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))
-    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), donate_argnums=donate)
+    fill = jax.jit(lambda: jnp.full(whole, 1 / columns, dtype), out_shardings=NamedSharding(mesh, P(CLIENT_AXIS)))
+    run = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=P(CLIENT_AXIS), out_specs=P(CLIENT_AXIS)), donate_argnums=donate
+    )
     held, best, times, end = run(fill()).block_until_ready(), math.inf, 0, time.perf_counter() + budget
     while times < 3 or time.perf_counter() < end:
         start = time.perf_counter()

@@ -42,7 +42,7 @@ from fedrax.simulation.results.result import PersonalMetrics, Result
 from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla import CLIENT_AXIS
 
 if TYPE_CHECKING:
     import polars as pl
@@ -173,7 +173,7 @@ class PersonalEvaluator:
 
         samples = jax.tree.map(gather, Batch(*self.federation.train))
         starts = self._offsets[mine] - first[:, None]
-        return starts.reshape(-1), jax.device_put(samples, NamedSharding(self.engine.mesh, P(AXIS)))
+        return starts.reshape(-1), jax.device_put(samples, NamedSharding(self.engine.mesh, P(CLIENT_AXIS)))
 
     def _most_rows(self, each: int) -> int:
         """The most samples of ``each`` clients that follow one another."""
@@ -194,7 +194,7 @@ class PersonalEvaluator:
 
     @cached_property
     def _compiled(self) -> Callable:
-        mesh, by_client = self.engine.mesh, P(AXIS)
+        mesh, by_client = self.engine.mesh, P(CLIENT_AXIS)
         train = self.engine.samples if "finetuned" in self.kinds else ()
         of_samples = by_client if self._streamed else P()
         where = (P(), P(), P(), by_client, by_client, by_client, by_client, of_samples, P())

@@ -17,10 +17,7 @@ from fedrax.contract.task import OfOutputs
 from fedrax.errors import FedraxError
 from fedrax.simulation.placement.streaming import release
 from fedrax.tree import Tree
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.fingerprint import Code
-from fedrax.xla.layer_scan import in_loops
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla import CLIENT_AXIS, CodeFingerprint, optimize, optimize_forward
 
 _ROWS_ON_CPU, _ROWS = 16, 100
 """Of one chunk. What a network makes of 16 images mostly stays in a core's cache; accelerators want more at a time."""
@@ -36,7 +33,7 @@ def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
 
 def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """The values of each sample, and the model's outputs where metrics of all samples ask for them."""
-    return fast_on_cpu(in_loops(partial(_found, task)))(params, samples)
+    return optimize(optimize_forward(partial(_found, task)))(params, samples)
 
 
 def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
@@ -65,7 +62,10 @@ def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> 
     made = [jax.make_jaxpr(partial(_found, task))(variables, few)]
     if task.measures is not None:
         made.append(jax.make_jaxpr(task.measures)(params))
-    names = sorted(task.metrics), {name: Code(metric).described() for name, metric in sorted(task.whole_set.items())}
+    names = (
+        sorted(task.metrics),
+        {name: CodeFingerprint(metric).describe() for name, metric in sorted(task.whole_set.items())},
+    )
     return TracedEvaluation(tuple(made), repr(names))
 
 
@@ -73,11 +73,11 @@ def parameter_metrics(task: Any, params: Tree) -> dict[str, float]:
     """What the task says of parameters without any data."""
     if task.measures is None:
         return {}
-    return {name: float(value) for name, value in _compiled_measures(task, Code(task))(params).items()}
+    return {name: float(value) for name, value in _compiled_measures(task, CodeFingerprint(task))(params).items()}
 
 
 @lru_cache(maxsize=16)
-def _compiled_measures(task: Any, code: Code) -> Callable:
+def _compiled_measures(task: Any, code: CodeFingerprint) -> Callable:
     return jax.jit(task.measures)
 
 
@@ -93,7 +93,7 @@ def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
 
 
 @lru_cache(maxsize=16)
-def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: Code) -> tuple[Callable, np.ndarray]:
+def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint) -> tuple[Callable, np.ndarray]:
     """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk)."""
     chunk, starts = chunk_starts(rows, mesh.devices.size)
 
@@ -103,22 +103,22 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: Code) -> tuple[C
             return evaluated(task, params, part)
 
         # gathered, so that every process of several has all values
-        return jax.lax.all_gather(jax.lax.map(one, starts), AXIS, tiled=True)
+        return jax.lax.all_gather(jax.lax.map(one, starts), CLIENT_AXIS, tiled=True)
 
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(CLIENT_AXIS)), out_specs=P(), check_vma=False)
     # int32 whatever jax_enable_x64 is: given int64, JAX crashes where threads that differ in that call it at once
     return jax.jit(sharded), starts.astype(np.int32)
 
 
 @lru_cache(maxsize=16)
-def compiled_piece(task: Any, mesh: Mesh, code: Code) -> Callable:
+def compiled_piece(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
     """Function (params, samples in chunks [chunks, rows of a chunk, ...]) -> values by name, shaped alike."""
 
     def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
         return jax.lax.map(lambda part: evaluated(task, params, part), chunks)
 
     return jax.jit(
-        jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False),
+        jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(CLIENT_AXIS)), out_specs=P(CLIENT_AXIS), check_vma=False),
     )
 
 
@@ -129,7 +129,7 @@ class Evaluator:
         self.rows = len(jax.tree.leaves(samples)[0])
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
         self.task, self.offsets = task, offsets
-        self._run, self._starts = compiled_evaluation(task, mesh, self.rows, Code(task))
+        self._run, self._starts = compiled_evaluation(task, mesh, self.rows, CodeFingerprint(task))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
         """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where they are asked for."""
@@ -225,7 +225,10 @@ class StreamedEvaluator(Evaluator):
         self.task, self.offsets = task, offsets
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
-        self._run, self._sharding = compiled_piece(task, mesh, Code(task)), NamedSharding(mesh, P(AXIS))
+        self._run, self._sharding = (
+            compiled_piece(task, mesh, CodeFingerprint(task)),
+            NamedSharding(mesh, P(CLIENT_AXIS)),
+        )
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
         # two at least: a loop of a single trip is compiled to other code, which may round otherwise
         at_once = max(2, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))

@@ -21,11 +21,7 @@ from fedrax.contract.checks import checked_client, checked_output, checked_recei
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
 from fedrax.contract.vectors import holds_vectors
 from fedrax.tree import Tree
-from fedrax.xla import linear_algebra
-from fedrax.xla.fingerprint import Code
-from fedrax.xla.microbatch import AXIS
-from fedrax.xla.precision import Format
-from fedrax.xla.tracing import traced_once, untraced
+from fedrax.xla import CLIENT_AXIS, SEQUENTIAL_RULES, CodeFingerprint, OperandFormat, trace_once, untraced
 
 SERVER_KEY, SHARED_KEY = 0xFFFFFFFF, 0xFFFFFFFE
 """Of the keys of a round, by client's number, the server's, and the one that all clients know."""
@@ -40,7 +36,7 @@ class Program(NamedTuple):
     chunk: int
     """Clients side by side; 0: one after another (plan scan)."""
     unroll: bool = False
-    precision: Format = "highest"
+    precision: OperandFormat = "highest"
     """Operands of the gradients' matrix products."""
     own_samples: bool = False
     """Each device holds samples of its own clients only, instead of all."""
@@ -48,7 +44,7 @@ class Program(NamedTuple):
     """Clients of a round in the mean, where each joins by chance."""
     joining: int = 0
     """Devices that work together on some clients; 0: each client is one device's."""
-    code: Code | None = None
+    code: CodeFingerprint | None = None
     """Of the user's own functions: edited ones make another program."""
 
 
@@ -193,7 +189,7 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
     return mean if anyone else jax.device_put(before, mean.sharding)  # outside of a compiled round it may lie elsewhere
 
 
-@traced_once(2, rules=linear_algebra.RULES)
+@trace_once(2, rules=SEQUENTIAL_RULES)
 def serve(
     program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
@@ -250,7 +246,7 @@ def client_data(program: Program, samples: Tree, turn: Turn, phase: int = 0) -> 
     )
 
 
-@traced_once(2, lambda program, p: [(AXIS, program.joining)] if program.joining else [], linear_algebra.RULES)
+@trace_once(2, lambda program, p: [(CLIENT_AXIS, program.joining)] if program.joining else [], SEQUENTIAL_RULES)
 def run_client(
     program: Program,
     p: int,

@@ -14,7 +14,7 @@ from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.participation.policies import UNIFORM, Participation
 from fedrax.participation.policy import Population
 from fedrax.privacy.accounting import Amplification
-from fedrax.xla.precision import Format
+from fedrax.xla import OperandFormat
 
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
 
@@ -73,7 +73,7 @@ class Settings:
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and arithmetic. A model's parameters of a shorter type are held in it, too, as the run's
     first line says."""
-    precision: Format = "highest"
+    precision: OperandFormat = "highest"
     """Operands of the matrix products and convolutions of local gradients: float32, or a shorter format that an
     accelerator multiplies faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU operands are
     rounded in the same way, at no gain in speed."""
@@ -116,7 +116,7 @@ class SettingsOptions(FederationOptions, total=False):
     states: Literal["auto", "resident", "spilled"]
     devices: PositiveInt | None
     chunk: PositiveInt | None
-    precision: Format
+    precision: OperandFormat
     checkpoint_every: PositiveInt | None
 
 

@@ -43,9 +43,7 @@ from fedrax.simulation.traffic import TracedRound, trace_round
 from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
 from fedrax.simulation.validate_script import given_work
 from fedrax.tree import Tree
-from fedrax.xla.fingerprint import Code
-from fedrax.xla.microbatch import Cut, cuts_in, speed_of
-from fedrax.xla.tracing import computed, uncollected
+from fedrax.xla import BatchSplit, CodeFingerprint, batch_splits, device_speedup, garbage_collection_paused, run_cached
 
 ENGINES = {"scan": Engine, "vmap": Engine, "loop": LoopEngine, "debug": DebugEngine}
 
@@ -109,7 +107,7 @@ class Setup:
         return EvaluationMetrics(metrics | own.overall, own.personal_metrics)
 
 
-@uncollected()
+@garbage_collection_paused()
 def prepare(
     algorithm: Algorithm,
     task: Task,
@@ -136,16 +134,18 @@ def prepare(
         algorithm, federation, settings, sampler, _given(algorithm, script, sampler), initial, mesh.devices.size
     )
     _check_processes(planner, directory)
-    known = Program(task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=Code(algorithm, task))
+    known = Program(
+        task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(algorithm, task)
+    )
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
     program = _side_by_side(program, settings, planner, account, traced) if plan == "vmap" else program
     start, statistics = drawn()  # until here shapes were enough
-    initial = computed(partial(Kept.at_first, algorithm), start, statistics)
+    initial = run_cached(partial(Kept.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
-    joining = _joining(planner, cuts_in(traced.program), initial) if plan == "scan" and not streamed else 0
+    joining = _joining(planner, batch_splits(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
     words = describe(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + widened
     given_so = (algorithm, settings, federation, script, sampler.trace_data)
@@ -193,7 +193,7 @@ def _side_by_side(
     program: Program, settings: Settings, planner: Planner, account: Account, traced: TracedRound
 ) -> Program:
     """The program with as many clients side by side as there is room for, of which the planner is told."""
-    chunk = clients_at_once(settings, planner.devices, planner.sampler.largest, account, traced.most_alive)
+    chunk = clients_at_once(settings, planner.devices, planner.sampler.largest, account, traced.peak_bytes)
     planner.go_side_by_side(chunk)
     return program._replace(chunk=chunk)
 
@@ -309,10 +309,10 @@ def _planner(
     )
 
 
-def _joining(planner: Planner, cuts: Sequence[Cut], initial: Kept) -> int:
+def _joining(planner: Planner, cuts: Sequence[BatchSplit], initial: Kept) -> int:
     """How many devices work together on some clients; tables stay on one device, and processes wait for nobody."""
     alone = holds_tables(initial) or jax.process_count() > 1
-    return 0 if alone else planner.join(speed_of(cuts, planner.devices))
+    return 0 if alone else planner.join(device_speedup(cuts, planner.devices))
 
 
 def _on_training_samples(settings: Settings, federation: Federation) -> bool:

@@ -16,9 +16,7 @@ from fedrax.contract.client_data import Place
 from fedrax.errors import FedraxError, warn
 from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, Sums, run_round
 from fedrax.tree import Tree
-from fedrax.xla.peak_memory import most_alive
-from fedrax.xla.scopes import phase_scope, read_scope
-from fedrax.xla.tracing import dependent, sources
+from fedrax.xla import dependent_leaves, output_sources, peak_bytes, phase_scope, read_scope
 
 
 class Counting(Alone):
@@ -78,11 +76,11 @@ class TracedRound(NamedTuple):
     """What the algorithm and the task compute."""
 
     @property
-    def most_alive(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes that a client at work takes; what the server makes is there once for all of them."""
         made = self.program.jaxpr
         of_client = [e for e in made.eqns if read_scope(str(e.source_info.name_stack))[0] is not None]
-        return most_alive(made.replace(eqns=of_client))
+        return peak_bytes(made.replace(eqns=of_client))
 
 
 def trace_round(
@@ -121,9 +119,9 @@ def trace_round(
         raise
     refuse(broken)
     outcome = lambda work, p, v, k, x: one_round(p, v, k, x, place._replace(work=work))[1:]  # noqa: E731
-    if place.work is not None and not dependent(outcome, place.work, *shapes):
+    if place.work is not None and not dependent_leaves(outcome, place.work, *shapes):
         warn(f"no client of {type(algorithm).__name__} does less work for being slow: stragglers count for nothing")
-    return TracedRound(_bytes_once(received, sources(made)), tree.num_bytes(sent), made)
+    return TracedRound(_bytes_once(received, output_sources(made)), tree.num_bytes(sent), made)
 
 
 def _bytes_once(received: list[Tree], origins: list) -> int:

@@ -46,8 +46,7 @@ from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
 from fedrax.simulation.timer import clock
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
 from fedrax.tree import Tree
-from fedrax.xla.grouped_conv import side_by_side
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla import CLIENT_AXIS, vmap
 
 Mode = Literal["auto", "vectorized", "sequential"]
 _SMALL = 60_000
@@ -157,7 +156,7 @@ def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
     server = jax.eval_shape(lambda: setup.algorithm.init(setup.params, setup.info.num_clients))
     states = tree.num_bytes(server) + setup.planner.capacity * tree.num_bytes(setup.initial)
     clients = max(setup.engine.program.chunk, 1)
-    return account.has_room(lanes * (seeds * states + clients * setup.traced.most_alive))
+    return account.has_room(lanes * (seeds * states + clients * setup.traced.peak_bytes))
 
 
 def _mesh(devices: int | None, count: int) -> Mesh:
@@ -219,7 +218,7 @@ class _Together:
         program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())
         self.samples = jax.device_put(setups[0].samples, everywhere)  # read in place where devices can
         self.evaluators = make_evaluators(setups[0].task, self.settings, federation, mesh, self.samples)
-        grid = side_by_side(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
+        grid = vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 
         def on_device(
             algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
@@ -227,12 +226,12 @@ class _Together:
             one_seed = lambda c: grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])  # noqa: E731
             return jax.lax.map(one_seed, (carry, keys, xs, alive))
 
-        lanes = P(None, AXIS)
+        lanes = P(None, CLIENT_AXIS)
         self._lanes = NamedSharding(mesh, lanes)
         sharded = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(P(AXIS), lanes, P(), P(), P(), P(), lanes),
+            in_specs=(P(CLIENT_AXIS), lanes, P(), P(), P(), P(), lanes),
             out_specs=(lanes, lanes),
             check_vma=False,
         )

@@ -14,21 +14,21 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from fedrax.xla.equivalence import derivative_of, is_of_jax
-from fedrax.xla.rewriting import OWN_DERIVATIVE
+from fedrax.xla.equivalence import is_jax_derivative, tangent_jaxpr
+from fedrax.xla.rewriting import CUSTOM_DERIVATIVE_PRIMITIVES
 
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 
 
-def alike_but_for_rows(first: core.ClosedJaxpr, second: core.ClosedJaxpr, rows: tuple[int, int]) -> bool:
+def is_batch_size_invariant(first: core.ClosedJaxpr, second: core.ClosedJaxpr, rows: tuple[int, int]) -> bool:
     """Whether two traces of a function, with so many samples each, are the same but for lengths in proportion to them.
 
     In doubt they are not. Backward passes that someone wrote (``jax.custom_vjp``) are not looked at.
     """
-    return _Compared(*rows).functions(first, second)
+    return _Comparison(*rows).functions(first, second)
 
 
-class _Compared:
+class _Comparison:
     """Two programs, equation by equation."""
 
     def __init__(self, rows: int, others: int, derived: bool = False):
@@ -46,7 +46,7 @@ class _Compared:
         for one, other in zip(a.eqns, b.eqns, strict=True):
             same = one.primitive is other.primitive and self._atoms(known, one.invars, other.invars)
             same = same and self._params(one, other) and self._named(known, one.outvars, other.outvars)
-            if not same or _adds_up(one, other):
+            if not same or _reduces_batch_axis(one, other):
                 return False
         return self._atoms(known, a.outvars, b.outvars)
 
@@ -63,7 +63,7 @@ class _Compared:
         def same(v: Any, w: Any) -> bool:
             if isinstance(v, core.Literal) or isinstance(w, core.Literal):
                 literals = isinstance(v, core.Literal) and isinstance(w, core.Literal)
-                return literals and v.aval == w.aval and _equal(v.val, w.val)
+                return literals and v.aval == w.aval and _identical(v.val, w.val)
             return known.get(v) is w
 
         return len(a) == len(b) and all(map(same, a, b))
@@ -71,7 +71,7 @@ class _Compared:
     def _params(self, a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
         if a.params.keys() != b.params.keys():
             return False
-        own = a.primitive.name in OWN_DERIVATIVE
+        own = a.primitive.name in CUSTOM_DERIVATIVE_PRIMITIVES
         for name, value in a.params.items():
             if own and not isinstance(value, (*_FUNCTIONS, bool, int, tuple)):
                 continue  # what makes the derivative, anew for every trace
@@ -80,11 +80,11 @@ class _Compared:
         return a.primitive.name != "custom_jvp_call" or self.derived or self._derivatives(a, b)
 
     def _derivatives(self, a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
-        if is_of_jax(a) and is_of_jax(b):
+        if is_jax_derivative(a) and is_jax_derivative(b):
             return True
-        one, other = derivative_of(a), derivative_of(b)
+        one, other = tangent_jaxpr(a), tangent_jaxpr(b)
         known = one is not None and other is not None
-        return known and _Compared(self.rows, self.others, derived=True).functions(one, other)
+        return known and _Comparison(self.rows, self.others, derived=True).functions(one, other)
 
     def values(self, a: Any, b: Any) -> bool:
         """Of a parameter, or a part of one."""
@@ -97,7 +97,7 @@ class _Compared:
         if isinstance(a, np.ndarray | jax.Array):
             if a is b:
                 return True
-            return not isinstance(a, Tracer) and _equal(a, b)
+            return not isinstance(a, Tracer) and _identical(a, b)
         return bool(a == b or (a != a and b != b))
 
     def _parts(self, a: Any, b: Any) -> bool:
@@ -106,7 +106,7 @@ class _Compared:
         return lengths or self.values(a, b)
 
 
-def _adds_up(a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
+def _reduces_batch_axis(a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
     """Whether numbers along an axis of other length meet: of ones that may be to count them."""
     params: Any = a.params
     name, inputs = a.primitive.name, list(zip(a.invars, b.invars, strict=True))
@@ -125,7 +125,7 @@ def _adds_up(a: core.JaxprEqn, b: core.JaxprEqn) -> bool:
     return any(v.shape[i] != w.shape[i] for (v, w), along in zip(avals, axes, strict=False) for i in along)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _identical(a: Any, b: Any) -> bool:
     """Whether two numbers or arrays are the same, those that are none among them."""
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

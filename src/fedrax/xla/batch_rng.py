@@ -17,48 +17,51 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.flops import NUMBER_BY_NUMBER
-from fedrax.xla.rewriting import evaluated, laid_out, needed, outputs_of, replayed
-from fedrax.xla.threefry import bits_from, is_threefry
+from fedrax.xla.flops import ELEMENTWISE
+from fedrax.xla.options import is_enabled
+from fedrax.xla.rewriting import dependency_slice, evaluate_equation, evaluate_jaxpr, evaluate_subgraph, trace_inlined
+from fedrax.xla.threefry import counter_bits, is_threefry
 
 _CHUNK = 1 << 13
 """Numbers a turn of the loop draws; arrays are filled up to a multiple of it."""
-SMALL = 1 << 18
+MAX_BATCHED_DRAW = 1 << 18
 """Numbers of an array that may be drawn with others where memory counts: in the end all of them are there at once."""
-_STEPS = NUMBER_BY_NUMBER | frozenset(["bitcast_convert_type"])
+_TRANSFORMS = ELEMENTWISE | frozenset(["bitcast_convert_type"])
 """What may be made of random bits, to numbers of the same shape."""
-_KEYS = "random_fold_in random_seed random_split random_unwrap random_wrap"
-_SIDE_BY_SIDE = NUMBER_BY_NUMBER.union(_KEYS.split(), ["broadcast_in_dim", "reshape", "slice", "squeeze"])
+_KEY_PRIMITIVES = "random_fold_in random_seed random_split random_unwrap random_wrap"
+_BATCHABLE = ELEMENTWISE.union(_KEY_PRIMITIVES.split(), ["broadcast_in_dim", "reshape", "slice", "squeeze"])
 """What is known to compute several rows as it does each; keys and scales are made so."""
-_LEAST = 3
+_MIN_GROUP = 3
 """Arrays of a kind that are worth a loop."""
 
 
-def drawn_together(function: Callable) -> Callable:
+def batch_random_draws(function: Callable) -> Callable:
     """``function`` with random arrays that are made alike, whatever their shapes, drawn in one loop, on a CPU.
 
     Random bits are what they were, and what is made of them differs by rounding at most.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not is_enabled("batch_rng"):
         return function
 
     def wrapped(*args: Any) -> Any:
-        closed, structure = laid_out(function, *args)
-        return jax.tree.unflatten(structure, values_drawn_together(closed, jax.tree.leaves(args)))
+        closed, structure = trace_inlined(function, *args)
+        return jax.tree.unflatten(structure, evaluate_with_batched_draws(closed, jax.tree.leaves(args)))
 
     return wrapped
 
 
-def values_drawn_together(closed: core.ClosedJaxpr, arguments: list) -> list:
+def evaluate_with_batched_draws(closed: core.ClosedJaxpr, arguments: list) -> list:
     """The same of a function that is laid out: its values, of arguments in a list."""
-    if jax.default_backend() != "cpu" or closed.jaxpr.effects:  # such as printing, in an order
-        return replayed(closed, arguments, {})
+    if (
+        jax.default_backend() != "cpu" or not is_enabled("batch_rng") or closed.jaxpr.effects
+    ):  # such as printing, in an order
+        return evaluate_jaxpr(closed, arguments, {})
     known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
-    known |= _drawn(closed, known)
-    return evaluated(closed, known, closed.jaxpr.outvars)
+    known |= _batched_values(closed, known)
+    return evaluate_subgraph(closed, known, closed.jaxpr.outvars)
 
 
-class _Array(NamedTuple):
+class _Draw(NamedTuple):
     """A random array: bits of a key, and what is made of them number by number."""
 
     shape: tuple[int, ...]
@@ -73,22 +76,24 @@ class _Array(NamedTuple):
     """What it has in common with arrays made alike."""
 
 
-def _drawn(closed: core.ClosedJaxpr, known: dict) -> dict:
+def _batched_values(closed: core.ClosedJaxpr, known: dict) -> dict:
     """The values of the random arrays that have enough of their kind."""
-    kinds: dict[Hashable, list[_Array]] = defaultdict(list)
-    for array in _arrays(closed):
+    kinds: dict[Hashable, list[_Draw]] = defaultdict(list)
+    for array in _find_draws(closed):
         kinds[array.kind].append(array)
-    groups = [group for group in kinds.values() if len(group) >= _LEAST]
-    scalars = _Values(closed, known, [a for group in groups for one in group for a in (one.key, *one.scalars)])
+    groups = [group for group in kinds.values() if len(group) >= _MIN_GROUP]
+    scalars = _BatchedEvaluator(
+        closed, known, [a for group in groups for one in group for a in (one.key, *one.scalars)]
+    )
     found = {}
     for group in groups:
-        found.update(zip((one.out for one in group), _loop(group, scalars), strict=True))
+        found.update(zip((one.out for one in group), _draw_group(group, scalars), strict=True))
     return found
 
 
-def _arrays(closed: core.ClosedJaxpr) -> list[_Array]:
+def _find_draws(closed: core.ClosedJaxpr) -> list[_Draw]:
     """All random arrays of a function whose calls are laid out."""
-    equations = needed(closed, closed.jaxpr.outvars)
+    equations = dependency_slice(closed, closed.jaxpr.outvars)
     users: dict[Any, list[core.JaxprEqn]] = defaultdict(list)
     made = {variable: equation for equation in equations for variable in equation.outvars}
     for equation in equations:
@@ -96,11 +101,11 @@ def _arrays(closed: core.ClosedJaxpr) -> list[_Array]:
             users[variable].append(equation)
     order = {id(equation): i for i, equation in enumerate(equations)}
     outputs = {v for v in closed.jaxpr.outvars if not isinstance(v, core.Literal)}
-    found = [_array(e, users, made, outputs, order) for e in equations if e.primitive.name == "random_bits"]
+    found = [_find_draw(e, users, made, outputs, order) for e in equations if e.primitive.name == "random_bits"]
     return [array for array in found if array is not None]
 
 
-def _array(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order: dict[int, int]) -> _Array | None:
+def _find_draw(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order: dict[int, int]) -> _Draw | None:
     """What is made of random bits, as far as it is one array and number by number; None for bits of another sort."""
     (key,), shape = bits.invars, tuple(bits.params["shape"])
     fits = bits.params["bit_width"] == 32 and 0 < math.prod(shape) < 2**31
@@ -112,26 +117,26 @@ def _array(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order: di
         step = waiting.pop(0)
         if step in steps:
             continue
-        if not _fits(step, inside, shape, made):
+        if not _extends_draw(step, inside, shape, made):
             break
         steps.append(step)
         inside.add(step.outvars[0])
         waiting += users[step.outvars[0]]
     # cut back to the last place where one array is all that others need
-    while not _closed(steps, users, outputs):
+    while not _is_self_contained(steps, users, outputs):
         steps.pop()
-    return _of_steps(key, shape, steps, made)
+    return _make_draw(key, shape, steps, made)
 
 
-def _fits(step: core.JaxprEqn, inside: set, shape: tuple[int, ...], made: dict) -> bool:
+def _extends_draw(step: core.JaxprEqn, inside: set, shape: tuple[int, ...], made: dict) -> bool:
     """Whether an equation makes of arrays inside, and of scalars known before, another array number by number."""
     rest = [v for v in step.invars if isinstance(v, core.Literal) or v not in inside]
-    if step.primitive.name not in _STEPS or len(step.outvars) != 1 or _shape(step.outvars[0]) != shape:
+    if step.primitive.name not in _TRANSFORMS or len(step.outvars) != 1 or _shape(step.outvars[0]) != shape:
         return False
-    return all(_scalar(v, made) is not None for v in rest)
+    return all(_broadcast_scalar(v, made) is not None for v in rest)
 
 
-def _scalar(atom: Any, made: dict) -> Any:
+def _broadcast_scalar(atom: Any, made: dict) -> Any:
     """The one number that an input is, or is full of; None for other arrays and for what comes from random ones."""
     while not isinstance(atom, core.Literal) and math.prod(_shape(atom)) > 1:
         if atom not in made or made[atom].primitive.name != "broadcast_in_dim":
@@ -148,7 +153,7 @@ def _scalar(atom: Any, made: dict) -> Any:
     return atom
 
 
-def _closed(steps: list[core.JaxprEqn], users: dict, outputs: set) -> bool:
+def _is_self_contained(steps: list[core.JaxprEqn], users: dict, outputs: set) -> bool:
     """Whether nothing but the last of the steps is used by others."""
     within = {id(step) for step in steps}
     return not any(
@@ -157,7 +162,7 @@ def _closed(steps: list[core.JaxprEqn], users: dict, outputs: set) -> bool:
     )
 
 
-def _of_steps(key: Any, shape: tuple[int, ...], steps: list[core.JaxprEqn], made: dict) -> _Array:
+def _make_draw(key: Any, shape: tuple[int, ...], steps: list[core.JaxprEqn], made: dict) -> _Draw:
     places = {step.outvars[0]: i for i, step in enumerate(steps)}
     scalars, kind = [], []
     for step in steps[1:]:
@@ -166,13 +171,13 @@ def _of_steps(key: Any, shape: tuple[int, ...], steps: list[core.JaxprEqn], made
             if not isinstance(v, core.Literal) and v in places:
                 inputs.append(places[v])
             else:
-                scalars.append(_scalar(v, made))
-                inputs.append(str(_type(scalars[-1])))
-        kind.append((step.primitive.name, str(step.params), str(_type(step.outvars[0])), tuple(inputs)))
-    return _Array(shape, key, tuple(steps), tuple(scalars), steps[-1].outvars[0], tuple(kind))
+                scalars.append(_broadcast_scalar(v, made))
+                inputs.append(str(_dtype(scalars[-1])))
+        kind.append((step.primitive.name, str(step.params), str(_dtype(step.outvars[0])), tuple(inputs)))
+    return _Draw(shape, key, tuple(steps), tuple(scalars), steps[-1].outvars[0], tuple(kind))
 
 
-def _loop(group: Sequence[_Array], scalars: _Values) -> list[Array]:
+def _draw_group(group: Sequence[_Draw], scalars: _BatchedEvaluator) -> list[Array]:
     """The arrays of a group."""
     words = jax.random.key_data(scalars.column([one.key for one in group]))
     given = [scalars.column(atoms).reshape(len(group)) for atoms in zip(*(o.scalars for o in group), strict=True)]
@@ -183,7 +188,7 @@ def _loop(group: Sequence[_Array], scalars: _Values) -> list[Array]:
 
     def turn(place: tuple[Array, Array]) -> Array:
         mine, start = place
-        made = {steps[0].outvars[0]: bits_from(words[mine], start, _CHUNK)}
+        made = {steps[0].outvars[0]: counter_bits(words[mine], start, _CHUNK)}
         rest = iter([jnp.broadcast_to(column[mine], _CHUNK) for column in given])
         for step in steps[1:]:
             inputs = [made[v] if not isinstance(v, core.Literal) and v in made else next(rest) for v in step.invars]
@@ -198,25 +203,25 @@ def _loop(group: Sequence[_Array], scalars: _Values) -> list[Array]:
     ]
 
 
-class _Row(NamedTuple):
+class _RowOf(NamedTuple):
     """A value that is a row of an array of several."""
 
     of: Array
     number: int
 
 
-class _Values:
+class _BatchedEvaluator:
     """Values of variables, where equations that are alike and ready at once are one equation of several rows."""
 
     def __init__(self, closed: core.ClosedJaxpr, known: dict, wanted: Sequence) -> None:
         self._found = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | known
-        waiting = needed(closed, [v for v in wanted if not isinstance(v, core.Literal)], self._found)
+        waiting = dependency_slice(closed, [v for v in wanted if not isinstance(v, core.Literal)], self._found)
         while waiting:
             ready: dict[Hashable, list[core.JaxprEqn]] = defaultdict(list)
             later = []
             for equation in waiting:
                 if all(isinstance(v, core.Literal) or v in self._found for v in equation.invars):
-                    ready[_kind(equation)].append(equation)
+                    ready[_batch_key(equation)].append(equation)
                 else:
                     later.append(equation)
             for alike in ready.values():
@@ -227,44 +232,44 @@ class _Values:
         """The values of several atoms of one size, on top of one another."""
         found = [self._found.get(v) if not isinstance(v, core.Literal) else None for v in atoms]
         first = found[0]
-        if isinstance(first, _Row) and all(isinstance(row, _Row) and row.of is first.of for row in found):
-            numbers = [row.number for row in found if isinstance(row, _Row)]
+        if isinstance(first, _RowOf) and all(isinstance(row, _RowOf) and row.of is first.of for row in found):
+            numbers = [row.number for row in found if isinstance(row, _RowOf)]
             return first.of if numbers == list(range(len(first.of))) else first.of[np.asarray(numbers)]
         if all(isinstance(v, core.Literal) for v in atoms):
-            return jnp.asarray(np.asarray([np.reshape(v.val, ()) for v in atoms], _type(atoms[0])))
+            return jnp.asarray(np.asarray([np.reshape(v.val, ()) for v in atoms], _dtype(atoms[0])))
         found = [self._read(v) for v in atoms]
         return jnp.stack([x.reshape(found[0].shape) for x in found])
 
     def _read(self, atom: Any) -> Any:
         if isinstance(atom, core.Literal):
-            return jnp.asarray(atom.val, _type(atom))
+            return jnp.asarray(atom.val, _dtype(atom))
         value = self._found[atom]
-        return value.of[value.number] if isinstance(value, _Row) else value
+        return value.of[value.number] if isinstance(value, _RowOf) else value
 
     def _evaluate(self, alike: Sequence[core.JaxprEqn]) -> None:
         """Equations that are alike, their outputs then known."""
         if len(alike) == 1:
-            outputs: list = outputs_of(alike[0], [self._read(v) for v in alike[0].invars], {})
+            outputs: list = evaluate_equation(alike[0], [self._read(v) for v in alike[0].invars], {})
             self._found.update(zip(alike[0].outvars, outputs, strict=True))
             return
         columns = list(zip(*(equation.invars for equation in alike), strict=True))
-        shared = [len({_name(v) for v in column}) == 1 for column in columns]
+        shared = [len({_identity(v) for v in column}) == 1 for column in columns]
         inputs = [self._read(c[0]) if same else self.column(c) for c, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        row = lambda *inputs: outputs_of(alike[0], list(inputs), {})  # noqa: E731
+        row = lambda *inputs: evaluate_equation(alike[0], list(inputs), {})  # noqa: E731
         if all(shared):
             outputs = [[output] * len(alike) for output in row(*inputs)]
         else:
-            outputs = [[_Row(of, i) for i in range(len(alike))] for of in jax.vmap(row, axes)(*inputs)]
+            outputs = [[_RowOf(of, i) for i in range(len(alike))] for of in jax.vmap(row, axes)(*inputs)]
         for equation, own in zip(alike, zip(*outputs, strict=True), strict=True):
             self._found.update(zip(equation.outvars, own, strict=True))
 
 
-def _kind(equation: core.JaxprEqn) -> Hashable:
+def _batch_key(equation: core.JaxprEqn) -> Hashable:
     """What equations have in common that may be evaluated side by side; others are like no other."""
-    if equation.primitive.name not in _SIDE_BY_SIDE:
+    if equation.primitive.name not in _BATCHABLE:
         return id(equation)
-    shapes = tuple((_shape(v), str(_type(v))) for v in equation.invars)
+    shapes = tuple((_shape(v), str(_dtype(v))) for v in equation.invars)
     return equation.primitive.name, str(equation.params), shapes
 
 
@@ -272,10 +277,10 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
 
 
-def _type(atom: Any) -> Any:
+def _dtype(atom: Any) -> Any:
     return atom.aval.dtype
 
 
-def _name(atom: Any) -> Hashable:
+def _identity(atom: Any) -> Hashable:
     """What tells an atom from others."""
     return (str(atom.val), str(atom.aval)) if isinstance(atom, core.Literal) else atom

@@ -13,23 +13,25 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from fedrax.xla.equivalence import kind_of
-from fedrax.xla.rewriting import CALLS
-from fedrax.xla.tracing import functions_in
+from fedrax.xla.equivalence import equivalence_key
+from fedrax.xla.rewriting import CALL_PRIMITIVES
+from fedrax.xla.tracing import sub_jaxprs
 
 _COSTLY = ("dot_general", "conv_general_dilated", "scan")
 
 
-def computed_once(closed: core.ClosedJaxpr, same: Mapping[Any, Any] | None = None) -> core.ClosedJaxpr:
+def eliminate_common_subexpressions(
+    closed: core.ClosedJaxpr, same: Mapping[Any, Any] | None = None
+) -> core.ClosedJaxpr:
     """``closed`` with one equation in the place of all that are alike; ``same``: variables and what stands for them."""
     jaxpr = closed.jaxpr
     names, equations = dict(same or {}), []
-    seen: dict[Hashable, list[_Seen]] = {}
+    seen: dict[Hashable, list[_Candidate]] = {}
     name = lambda atom: atom if isinstance(atom, core.Literal) else names.get(atom, atom)  # noqa: E731
     for equation in jaxpr.eqns:
         inputs = [name(v) for v in equation.invars]
-        mine = _Seen(equation)
-        others = seen.setdefault((equation.primitive, *map(_of_atom, inputs)), [])
+        mine = _Candidate(equation)
+        others = seen.setdefault((equation.primitive, *map(_atom_key, inputs)), [])
         found = None if equation.effects else next((other for other in others if mine.is_like(other)), None)
         if found is None:
             equations.append(equation.replace(invars=inputs))
@@ -40,49 +42,49 @@ def computed_once(closed: core.ClosedJaxpr, same: Mapping[Any, Any] | None = Non
     return core.ClosedJaxpr(changed.replace(eqns=equations, outvars=[name(v) for v in jaxpr.outvars]), closed.consts)
 
 
-class _Seen:
+class _Candidate:
     """An equation, to be compared with others that have its inputs."""
 
     def __init__(self, equation: core.JaxprEqn):
         self.equation = equation
         self.kind: Hashable = None
 
-    def is_like(self, other: _Seen) -> bool:
+    def is_like(self, other: _Candidate) -> bool:
         """Whether both compute the same, and whether their derivatives do; in doubt they do not."""
         mine, theirs = self.equation, other.equation
         if [str(v.aval) for v in mine.outvars] != [str(v.aval) for v in theirs.outvars]:
             return False
-        if functions_in(mine):
+        if sub_jaxprs(mine):
             return self._kind() == other._kind()
-        ours = _params(mine)
-        return ours is not None and ours == _params(theirs)
+        ours = _comparable_params(mine)
+        return ours is not None and ours == _comparable_params(theirs)
 
     def _kind(self) -> Hashable:
         if self.kind is None:
-            self.kind = kind_of(self.equation)
+            self.kind = equivalence_key(self.equation)
         return self.kind
 
 
-def computes_twice(closed: core.ClosedJaxpr) -> bool:
+def has_common_subexpressions(closed: core.ClosedJaxpr) -> bool:
     """Whether a product, a convolution or a loop stands twice in a program and in what it calls, of the same inputs."""
     fresh = itertools.count()
     known: dict[Any, Any] = {v: next(fresh) for v in closed.jaxpr.invars}
-    return any(_repeats(closed, known, {}, fresh))
+    return any(_costly_duplicates(closed, known, {}, fresh))
 
 
-def _repeats(closed: core.ClosedJaxpr, known: dict, seen: dict, fresh: Iterator[int]) -> Iterator[bool]:
+def _costly_duplicates(closed: core.ClosedJaxpr, known: dict, seen: dict, fresh: Iterator[int]) -> Iterator[bool]:
     """Of each costly equation, whether it was there before. known: variables and the numbers of their values."""
     known.update((v, ("constant", id(c))) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    of = lambda atom: _of_atom(atom) if isinstance(atom, core.Literal) else known[atom]  # noqa: E731
+    of = lambda atom: _atom_key(atom) if isinstance(atom, core.Literal) else known[atom]  # noqa: E731
     for equation in closed.jaxpr.eqns:
         inputs = tuple(map(of, equation.invars))
-        if equation.primitive.name in CALLS:
+        if equation.primitive.name in CALL_PRIMITIVES:
             inner: core.ClosedJaxpr = equation.params["jaxpr"]
             known.update(zip(inner.jaxpr.invars, inputs, strict=True))
-            yield from _repeats(inner, known, seen, fresh)
+            yield from _costly_duplicates(inner, known, seen, fresh)
             known.update(zip(equation.outvars, map(of, inner.jaxpr.outvars), strict=True))
             continue
-        params = None if equation.effects else _params(equation)
+        params = None if equation.effects else _comparable_params(equation)
         values = None if params is None else seen.get((equation.primitive, params, inputs))
         if equation.primitive.name in _COSTLY:
             yield values is not None
@@ -93,7 +95,7 @@ def _repeats(closed: core.ClosedJaxpr, known: dict, seen: dict, fresh: Iterator[
         known.update(zip(equation.outvars, values, strict=True))
 
 
-def _params(equation: core.JaxprEqn) -> Hashable:
+def _comparable_params(equation: core.JaxprEqn) -> Hashable:
     """The equation's parameters, or None where they cannot be compared."""
     params = tuple(sorted(equation.params.items(), key=lambda item: item[0]))
     try:
@@ -103,7 +105,7 @@ def _params(equation: core.JaxprEqn) -> Hashable:
     return params
 
 
-def _of_atom(atom: Any) -> Hashable:
+def _atom_key(atom: Any) -> Hashable:
     if not isinstance(atom, core.Literal):
         return atom
     value = np.asarray(atom.val)

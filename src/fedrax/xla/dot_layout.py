@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.extend import core
 
 
-def has_rows_last(equation: core.JaxprEqn) -> bool:
+def is_batched_matvec(equation: core.JaxprEqn) -> bool:
     """Whether it is the product of a matrix [D, C] and several axes [..., C], as ``vmap`` makes of matrix @ vector."""
     if equation.primitive.name != "dot_general":
         return False
@@ -25,20 +25,20 @@ def has_rows_last(equation: core.JaxprEqn) -> bool:
     return last and not batch and left.ndim == 2 and right.ndim > 2  # type: ignore[attr-defined]
 
 
-def rows_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
+def lower_batched_matvec(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``dot_general`` before a function is differentiated: such a product as [..., D], then as [D, ...].
 
     What comes next has the axes turned back, which leaves nothing to be done. As JAX writes it XLA makes transposed
     copies, in the products of the gradient too.
     """
-    if not has_rows_last(equation):
+    if not is_batched_matvec(equation):
         return None
     ((of_left, of_right), batch), (left, right) = equation.params["dimension_numbers"], inputs
     wanted = [equation.params[name] for name in ("precision", "preferred_element_type")]
     return jnp.moveaxis(lax.dot_general(right, left, ((of_right, of_left), batch), *wanted), -1, 0)
 
 
-def narrower_first(inputs: list, equation: core.JaxprEqn) -> Array | None:
+def lower_dot_general(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``dot_general``: several leading axes to sum over are one, and the narrower factor comes first.
 
     XLA would turn a product whose result is transposed next: there is a barrier.

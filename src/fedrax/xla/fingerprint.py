@@ -18,26 +18,26 @@ from typing import Any
 import jax
 import numpy as np
 
-_PLACES = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-_FOREIGN = tuple(
+_LIBRARY_DIRS = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+_LIBRARY_PATHS = tuple(
     path.rstrip(os.sep) + os.sep
-    for path in (str(Path(__file__).parents[1]), *_PLACES, *site.getsitepackages(), site.getusersitepackages())
+    for path in (str(Path(__file__).parents[1]), *_LIBRARY_DIRS, *site.getsitepackages(), site.getusersitepackages())
 )
 """Where code lies that is nobody's own."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set)
-_MOST, _OF_EACH = 5_000, 100
+_MAX_OBJECTS, _MAX_ITEMS = 5_000, 100
 """Objects that are looked at, and of each that holds others: what a method of one's own names is a handful."""
-_HIDDEN = ("__wrapped__", "fun", "jvp", "fwd", "bwd")
+_WRAPPED_ATTRIBUTES = ("__wrapped__", "fun", "jvp", "fwd", "bwd")
 """Where JAX's transformations and decorators keep the functions they are of."""
 
 
-def is_foreign(path: str) -> bool:
+def is_library_code(path: str) -> bool:
     """Whether a file belongs to a package."""
-    return path.startswith(_FOREIGN) or "site-packages" in path or "dist-packages" in path
+    return path.startswith(_LIBRARY_PATHS) or "site-packages" in path or "dist-packages" in path
 
 
-def enclosed(function: types.FunctionType) -> list[Any]:
+def closure_values(function: types.FunctionType) -> list[Any]:
     """What a function holds of those around it."""
     found = []
     for cell in function.__closure__ or ():
@@ -48,7 +48,7 @@ def enclosed(function: types.FunctionType) -> list[Any]:
     return found
 
 
-class Code:
+class CodeFingerprint:
     """The functions in some objects that belong to no package, with all functions, classes and numbers that they name.
 
     Equal where nothing was edited. A notebook's cell that is run again makes a helper anew while the method, its class
@@ -59,30 +59,30 @@ class Code:
 
     def __init__(self, *roots: Any):
         found, seen, waiting = [], {}, list(roots)
-        while waiting and len(seen) < _MOST:
+        while waiting and len(seen) < _MAX_OBJECTS:
             value = waiting.pop()
             if id(value) not in seen:
                 seen[id(value)] = value  # held, so that nothing else takes its place in memory
                 try:
-                    waiting += _inside(value, found)
+                    waiting += _children(value, found)
                 except Exception:  # objects of others answer questions in their own ways
                     continue
         self._parts = tuple(found)
         self._hash = hash(self._parts)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """The same in words, which another process with the same Python gives alike; without arrays and objects."""
-        return repr([_described(part) for part in self._parts if not isinstance(part, _Held)])
+        return repr([_describe(part) for part in self._parts if not isinstance(part, _Identity)])
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Code) and self._hash == other._hash and self._parts == other._parts
+        return isinstance(other, CodeFingerprint) and self._hash == other._hash and self._parts == other._parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Held:
+class _Identity:
     """An array or another object that a function names: the same one, or another."""
 
     value: Any
@@ -91,20 +91,20 @@ class _Held:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.value is other.value
+        return isinstance(other, _Identity) and self.value is other.value
 
 
-def _described(part: Any) -> Any:
+def _describe(part: Any) -> Any:
     if isinstance(part, types.CodeType):
-        return part.co_name, part.co_code, part.co_names, [_described(value) for value in part.co_consts]
+        return part.co_name, part.co_code, part.co_names, [_describe(value) for value in part.co_consts]
     return sorted(map(repr, part)) if isinstance(part, frozenset) else repr(part)
 
 
-def _inside(value: Any, found: list) -> Iterable[Any]:
+def _children(value: Any, found: list) -> Iterable[Any]:
     """What to look at next; a function's own code and the numbers that it names go into ``found``."""
     match value:
         case types.FunctionType():
-            return _named(value, found)
+            return _function_children(value, found)
         case types.MethodType():
             return [value.__func__, value.__self__]
         case staticmethod() | classmethod():
@@ -112,88 +112,90 @@ def _inside(value: Any, found: list) -> Iterable[Any]:
         case property():
             return [value.fget]
         case functools.partial():
-            return [value.func, *_noted([*value.args, *value.keywords.values()], found)]
+            return [value.func, *_record_values([*value.args, *value.keywords.values()], found)]
         case functools.cached_property():
             return [value.func]
         case type():
-            own = [cls for cls in value.__mro__ if _is_own(sys.modules.get(cls.__module__))]
+            own = [cls for cls in value.__mro__ if _is_user_module(sys.modules.get(cls.__module__))]
             constants = [v for cls in own for name, v in vars(cls).items() if not name.startswith("__")]
             special = [v for cls in own for name, v in vars(cls).items() if name.startswith("__") and callable(v)]
-            return _noted(constants, found) + special
+            return _record_values(constants, found) + special
         case tuple() | frozenset():
-            return _noted(list(islice(value, _OF_EACH)), found)
+            return _record_values(list(islice(value, _MAX_ITEMS)), found)
         case list() | set():
-            return filter(callable, islice(value, _OF_EACH))
+            return filter(callable, islice(value, _MAX_ITEMS))
         case dict() | types.MappingProxyType():
-            return filter(callable, islice(value.values(), _OF_EACH))
-    if dataclasses.is_dataclass(value) or _is_own(sys.modules.get(type(value).__module__)):
-        return [type(value), *_objects(islice(getattr(value, "__dict__", {}).values(), _OF_EACH))]
-    return _objects(getattr(value, name, None) for name in _HIDDEN) if callable(value) else []
+            return filter(callable, islice(value.values(), _MAX_ITEMS))
+    if dataclasses.is_dataclass(value) or _is_user_module(sys.modules.get(type(value).__module__)):
+        return [type(value), *_non_scalars(islice(getattr(value, "__dict__", {}).values(), _MAX_ITEMS))]
+    return _non_scalars(getattr(value, name, None) for name in _WRAPPED_ATTRIBUTES) if callable(value) else []
 
 
-def _named(function: types.FunctionType, found: list) -> list[Any]:
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *enclosed(function)]
+def _function_children(function: types.FunctionType, found: list) -> list[Any]:
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *closure_values(function)]
     code = function.__code__
-    if not is_foreign(code.co_filename):
+    if not is_library_code(code.co_filename):
         found.append(code)
-        names, attributes = _names(code)
+        names, attributes = _referenced_names(code)
         named = [function.__globals__[name] for name in names if name in function.__globals__]
-        named += _of_modules(named, attributes)
-        found += [_Held(value) for value in named if _is_object(value)]
+        named += _module_attributes(named, attributes)
+        found += [_Identity(value) for value in named if _is_mutable(value)]
         held += named
-    return _noted(held, found)
+    return _record_values(held, found)
 
 
-def _of_modules(values: Sequence[Any], attributes: Sequence[str]) -> list[Any]:
+def _module_attributes(values: Sequence[Any], attributes: Sequence[str]) -> list[Any]:
     """What a function may mean by ``module.name`` of modules of one's own, and of those within them."""
-    found, modules = [], [value for value in values if isinstance(value, types.ModuleType) and _is_own(value)]
+    found, modules = [], [value for value in values if isinstance(value, types.ModuleType) and _is_user_module(value)]
     for module in modules:
         inside = [vars(module)[name] for name in attributes if name in vars(module)]
-        modules += [one for one in inside if isinstance(one, types.ModuleType) and _is_own(one) and one not in modules]
+        modules += [
+            one for one in inside if isinstance(one, types.ModuleType) and _is_user_module(one) and one not in modules
+        ]
         found += inside
     return found
 
 
 @functools.lru_cache(1024)
-def _names(code: types.CodeType) -> tuple[list[str], list[str]]:
+def _referenced_names(code: types.CodeType) -> tuple[list[str], list[str]]:
     """The global names in a function and in those inside it, and the names of attributes."""
     globals_ = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     attributes = set(code.co_names)
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
-            inner = _names(part)
+            inner = _referenced_names(part)
             globals_.update(inner[0])
             attributes.update(inner[1])
     return sorted(globals_), sorted(attributes)
 
 
-def _noted(values: list[Any], found: list) -> list[Any]:
+def _record_values(values: list[Any], found: list) -> list[Any]:
     """``values`` without numbers, words and arrays, which go into ``found``, as the names of packages' functions do."""
     for value in values:
         if isinstance(value, _PLAIN):
             found.append((type(value), repr(value)))
         elif isinstance(value, jax.Array | np.ndarray):
-            found.append(_Held(value))
+            found.append(_Identity(value))
         elif callable(value):
             found.append((str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))))
-    return _objects(values)
+    return _non_scalars(values)
 
 
-def _objects(values: Iterable[Any]) -> list[Any]:
+def _non_scalars(values: Iterable[Any]) -> list[Any]:
     """Those that may hold functions."""
     return [value for value in values if not isinstance(value, (*_PLAIN, jax.Array, np.ndarray, types.ModuleType))]
 
 
-def _is_object(value: Any) -> bool:
+def _is_mutable(value: Any) -> bool:
     """Whether it holds what changes without a sign: a container, or an object of a class of one's own."""
     return isinstance(value, _CONTAINERS) or (
-        not isinstance(value, type | types.FunctionType) and _is_own(sys.modules.get(type(value).__module__))
+        not isinstance(value, type | types.FunctionType) and _is_user_module(sys.modules.get(type(value).__module__))
     )
 
 
-def _is_own(module: Any) -> bool:
+def _is_user_module(module: Any) -> bool:
     """Whether a module belongs to no package: a notebook, a script, a file of one's own."""
     if getattr(module, "__name__", None) == "__main__":
         return True
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not is_foreign(file)
+    return isinstance(file, str) and not is_library_code(file)

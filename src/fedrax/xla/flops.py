@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from fedrax.xla.tracing import equations_in, functions_in
+from fedrax.xla.tracing import equations_in, sub_jaxprs
 
 _NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
     conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
@@ -15,11 +15,11 @@ _NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0
     one_minus_square or polygamma population_count pow real reduce_precision rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
     zeta"""
-NUMBER_BY_NUMBER = frozenset(_NAMES.split())
+ELEMENTWISE = frozenset(_NAMES.split())
 """Operations on arrays of one shape, each entry of the result from the entries at its place."""
 
 
-def flops_in(program: core.ClosedJaxpr | core.Jaxpr) -> int:
+def count_flops(program: core.ClosedJaxpr | core.Jaxpr) -> int:
     """Additions and multiplications of the matrix products and convolutions, forward; loops of unknown length once."""
     found = 0
     for equation in (program.jaxpr if isinstance(program, core.ClosedJaxpr) else program).eqns:
@@ -31,10 +31,10 @@ def flops_in(program: core.ClosedJaxpr | core.Jaxpr) -> int:
         elif equation.primitive.name == "conv_general_dilated":
             channels = shapes[1].shape[equation.params["dimension_numbers"].rhs_spec[0]]
             found += 2 * out.size * shapes[1].size // channels
-        found += equation.params.get("length", 1) * sum(map(flops_in, functions_in(equation)))
+        found += equation.params.get("length", 1) * sum(map(count_flops, sub_jaxprs(equation)))
     return found
 
 
-def length_of(program: core.ClosedJaxpr) -> int:
+def count_equations(program: core.ClosedJaxpr) -> int:
     """The equations of a program and of the functions inside it."""
     return sum(1 for _ in equations_in(program))

@@ -1,7 +1,7 @@
 """Clients side by side on an accelerator, whose convolutions have a kernel each.
 
 ``jax.vmap`` makes one convolution in groups of them, a group a client, for which the libraries of accelerators have no
-fast code. :func:`side_by_side` makes it a product in each group, of what the kernel sees at every place and the kernel:
+fast code. :func:`vmap` makes it a product in each group, of what the kernel sees at every place and the kernel:
 products of many matrices at once are what these libraries are best at. Convolutions in groups that users write are the
 same operation, and go the same way.
 
@@ -20,33 +20,41 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.conv.window import MOST_TAPS, Space, Window, is_short, out_space, seen_whole, taps, without_needless
-from fedrax.xla.linear_algebra import in_turn
-from fedrax.xla.rewriting import rewritten
+from fedrax.xla.conv.window import (
+    MOST_TAPS,
+    Space,
+    Window,
+    crop_negative_padding,
+    is_half_precision,
+    out_space,
+    patches,
+    taps,
+)
+from fedrax.xla.linear_algebra import lower_linear_algebra
+from fedrax.xla.options import is_enabled, limits
+from fedrax.xla.rewriting import rewrite
 
-_MOST_COLUMNS = 2 << 30
-"""Bytes of what the kernels of all groups see, beyond which groups take turns."""
-_VERY_FEW = 4
+_MAX_DEPTHWISE_CHANNELS = 4
 """Channels in times channels out, up to which sums of images are better than products."""
 
 
-def side_by_side(function: Callable, in_axes: Any = 0) -> Callable:
+def vmap(function: Callable, in_axes: Any = 0) -> Callable:
     """``jax.vmap(function, in_axes)`` with convolutions in groups as products, on accelerators.
 
     Values differ by rounding only.
     """
     mapped = jax.vmap(function, in_axes)
     if jax.default_backend() == "cpu":
-        return in_turn(mapped)
-    return in_products(mapped)
+        return lower_linear_algebra(mapped)
+    return lower_grouped_convs(mapped) if is_enabled("grouped_conv") else mapped
 
 
-def in_products(function: Callable) -> Callable:
+def lower_grouped_convs(function: Callable) -> Callable:
     """``function`` with its convolutions in groups as products."""
-    return rewritten(function, {"conv_general_dilated": convolution_in_groups})
+    return rewrite(function, {"conv_general_dilated": lower_grouped_conv})
 
 
-def convolution_in_groups(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+def lower_grouped_conv(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`lax.conv_general_dilated` with these inputs and parameters; None where it is not in groups of real numbers, or
     its kernel is too large to be laid out.
     """
@@ -63,12 +71,12 @@ def convolution_in_groups(inputs: list[Array], equation: core.JaxprEqn) -> Array
     x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*entries, into, out)
     places = out_space(x.shape[1:-1], kernel.shape[:-2], window)
     entries = kernel.shape[:-2]
-    cut = _cut_once(x.shape[1:-1], entries, window, places)
+    cut = _is_partition(x.shape[1:-1], entries, window, places)
     if 0 in places or (not cut and min(math.prod(places), math.prod(entries)) > MOST_TAPS):
         return None
     of_batch = x.reshape(groups, -1, *x.shape[1:]) if by_batch > 1 else jnp.moveaxis(_split(x, groups), -2, 0)
     of_kernel = jnp.moveaxis(_split(kernel, groups), -2, 0)
-    y = _in_turns(of_batch, of_kernel, window, places, params)  # [G, N, space, D]
+    y = _group_dots(of_batch, of_kernel, window, places, params)  # [G, N, space, D]
     y = jnp.moveaxis(y, 0, -2).reshape(*y.shape[1:-1], -1)
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
@@ -79,20 +87,20 @@ def _split(a: Array, groups: int) -> Array:
     return a.reshape(*a.shape[:-1], groups, -1)
 
 
-def _in_turns(x: Array, kernel: Array, window: Window, places: tuple[int, ...], params: dict[str, Any]) -> Array:
+def _group_dots(x: Array, kernel: Array, window: Window, places: tuple[int, ...], params: dict[str, Any]) -> Array:
     """[G, N, space, C], [G, k, C, D] -> [G, N, space, D], so many groups at once as may be laid out."""
 
     def one(pair: tuple[Array, Array]) -> Array:
         return _product(*pair, window, places, params)
 
     seen = math.prod(places) * math.prod(kernel.shape[1:-1]) * x.shape[1] * x.dtype.itemsize  # of a group
-    together = max(1, _MOST_COLUMNS // seen)
+    together = max(1, limits().grouped_conv_bytes // seen)
     if together >= len(x):
         return jax.vmap(one)((x, kernel))
     return lax.map(one, (x, kernel), batch_size=together)
 
 
-def _cut_once(space: Space, entries: Space, window: Window, places: Space) -> bool:
+def _is_partition(space: Space, entries: Space, window: Window, places: Space) -> bool:
     """Whether each place sees pixels that no other sees, and none are left over: as patches, or every so many."""
     plain = not any(map(any, window.pads)) and set(window.gaps) <= {1}
     exact = all(n == k * m for n, k, m in zip(space, entries, places, strict=True))
@@ -101,7 +109,7 @@ def _cut_once(space: Space, entries: Space, window: Window, places: Space) -> bo
     return plain and exact and (window.strides, window.dilation) in (patches, apart)
 
 
-def _seen_once(x: Array, entries: Space, window: Window, places: Space) -> Array:
+def _partition_patches(x: Array, entries: Space, window: Window, places: Space) -> Array:
     """[N, places, k, C] of images that are cut once."""
     space, inner = len(entries), window.strides == entries
     sizes = zip(places, entries, strict=True) if inner else zip(entries, places, strict=True)
@@ -116,19 +124,19 @@ def _product(x: Array, kernel: Array, window: Window, places: tuple[int, ...], p
     precision, sums = params["precision"], params["preferred_element_type"]
     result = jnp.dtype(sums or x.dtype)
     few_places = math.prod(places) < math.prod(entries)  # as in the gradient of a kernel
-    x, window = without_needless(x, window)
-    if channels * results <= _VERY_FEW and not few_places:
-        short = is_short(result)  # numbers of 16 bits are summed in 32, as products' are
+    x, window = crop_negative_padding(x, window)
+    if channels * results <= _MAX_DEPTHWISE_CHANNELS and not few_places:
+        short = is_half_precision(result)  # numbers of 16 bits are summed in 32, as products' are
         wide = [a.astype(jnp.float32 if short else result) for a in (x, kernel)]
         total: Any = 0
         for index, seen in taps(wide[0], entries, window, places):
             total = total + (seen[..., None] * wide[1][index]).sum(-2)
         return total.astype(result)
-    if _cut_once(x.shape[1:-1], entries, window, places):
-        seen = _seen_once(x, entries, window, places)
+    if _is_partition(x.shape[1:-1], entries, window, places):
+        seen = _partition_patches(x, entries, window, places)
         over = tuple(range(1 + len(places), seen.ndim)), tuple(range(kernel.ndim - 1))
     elif few_places:
-        seen = jnp.stack(list(seen_whole(x, entries, window, places)), 1)  # [N, places, k, C]
+        seen = jnp.stack(list(patches(x, entries, window, places)), 1)  # [N, places, k, C]
         over = tuple(range(2, seen.ndim)), tuple(range(kernel.ndim - 1))
     else:
         seen = jnp.concatenate([one for _, one in taps(x, entries, window, places)], -1)

@@ -16,14 +16,14 @@ from jax.extend import core
 from jax.sharding import use_abstract_mesh
 
 from fedrax.tree import Tree
-from fedrax.xla.rewriting import called_in_place, evaluated
-from fedrax.xla.threefry import many_at_once
-from fedrax.xla.tracing import KEPT, NO_MESH, trace_of
+from fedrax.xla.rewriting import evaluate_subgraph, inline_calls
+from fedrax.xla.threefry import lower_random_bits
+from fedrax.xla.tracing import CACHE_SIZE, NO_MESH, cached_trace
 
-_RULES = {"random_bits": many_at_once}
+_RULES = {"random_bits": lower_random_bits}
 
 
-class Drawn(NamedTuple):
+class HoistedDraws(NamedTuple):
     """A function of a batch, (params, batch, key) -> [B], apart from what it draws."""
 
     draws: Callable[[Tree, Tree, Array], tuple[list[Array], list[Array]]]
@@ -34,13 +34,13 @@ class Drawn(NamedTuple):
     """Whether the function draws the like for a batch of other size."""
 
 
-def drawn_before(losses: Callable, params: Tree, batch: Tree, key: Array) -> Drawn | None:
+def hoist_random_draws(losses: Callable, params: Tree, batch: Tree, key: Array) -> HoistedDraws | None:
     """``losses(params, batch, key)`` [B] in two parts; None where it draws nothing for each sample.
 
     batch: pytree of arrays [B, ...], where B is no other size in the function. Only shapes and types are looked at.
     ``losses`` holds no arrays of a program that is being traced.
     """
-    first = _crossings(_laid_out(losses, params, batch, key))
+    first = _boundary(_inlined_trace(losses, params, batch, key))
     rows = jax.tree.leaves(batch)[0].shape[:1]
     of_samples = [variable.aval.shape[:1] == rows for variable in first]
     if not any(of_samples):
@@ -51,37 +51,37 @@ def drawn_before(losses: Callable, params: Tree, batch: Tree, key: Array) -> Dra
         return [a for a, is_row in both if is_row], [a for a, is_row in both if not is_row]
 
     def fits(params: Tree, batch: Tree, key: Array) -> bool:
-        found, size = _crossings(_laid_out(losses, params, batch, key)), jax.tree.leaves(batch)[0].shape[:1]
+        found, size = _boundary(_inlined_trace(losses, params, batch, key)), jax.tree.leaves(batch)[0].shape[:1]
         wanted = [(size + v.aval.shape[1:] if row else v.aval.shape) for v, row in zip(first, of_samples, strict=True)]
         return [v.aval.shape for v in found] == wanted
 
     def draws(params: Tree, batch: Tree, key: Array) -> tuple[list[Array], list[Array]]:
-        closed = _laid_out(losses, params, batch, key)
-        return parted(evaluated(closed, {closed.jaxpr.invars[-1]: key}, _crossings(closed), _RULES))
+        closed = _inlined_trace(losses, params, batch, key)
+        return parted(evaluate_subgraph(closed, {closed.jaxpr.invars[-1]: key}, _boundary(closed), _RULES))
 
     def rest(params: Tree, inputs: tuple[Tree, list[Array]], others: list[Array]) -> Array:
         batch, arrays = inputs
-        closed = _laid_out(losses, params, batch, key)
+        closed = _inlined_trace(losses, params, batch, key)
         known = dict(zip(closed.jaxpr.invars[:-1], jax.tree.leaves((params, batch)), strict=True))  # without the key
-        mine, shared = parted(_crossings(closed))
+        mine, shared = parted(_boundary(closed))
         known |= dict(zip([*mine, *shared], [*arrays, *others], strict=True))
-        (result,) = evaluated(closed, known, closed.jaxpr.outvars)
+        (result,) = evaluate_subgraph(closed, known, closed.jaxpr.outvars)
         return result
 
-    return Drawn(draws, rest, fits)
+    return HoistedDraws(draws, rest, fits)
 
 
-def _laid_out(losses: Callable, *args: Any) -> core.ClosedJaxpr:
-    return _in_place(trace_of(losses, *args))
+def _inlined_trace(losses: Callable, *args: Any) -> core.ClosedJaxpr:
+    return _inline(cached_trace(losses, *args))
 
 
-@lru_cache(KEPT)
-def _in_place(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+@lru_cache(CACHE_SIZE)
+def _inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     with use_abstract_mesh(NO_MESH):
-        return called_in_place(closed)
+        return inline_calls(closed)
 
 
-def _crossings(closed: core.ClosedJaxpr) -> list[Any]:
+def _boundary(closed: core.ClosedJaxpr) -> list[Any]:
     """The variables that depend on the key, the last input, and on no other one, and meet those that do.
 
     What only repeats a drawn array, or makes numbers of its truth values, is left to the other side: it is larger.
@@ -91,7 +91,7 @@ def _crossings(closed: core.ClosedJaxpr) -> list[Any]:
     for equation in closed.jaxpr.eqns:
         inputs = [v for v in equation.invars if not isinstance(v, core.Literal)]
         from_key = [v for v in inputs if v in drawn]
-        if not known.isdisjoint(inputs) or (from_key and _enlarges(equation)):
+        if not known.isdisjoint(inputs) or (from_key and _is_expansion(equation)):
             crossing.update(dict.fromkeys(from_key))
             known.update(equation.outvars)
         elif from_key:
@@ -99,6 +99,6 @@ def _crossings(closed: core.ClosedJaxpr) -> list[Any]:
     return list(crossing)
 
 
-def _enlarges(equation: core.JaxprEqn) -> bool:
+def _is_expansion(equation: core.JaxprEqn) -> bool:
     name, kinds = equation.primitive.name, [v.aval.dtype for v in equation.invars]  # type: ignore[attr-defined]
     return name == "broadcast_in_dim" or (name == "convert_element_type" and kinds == [bool])

@@ -16,68 +16,38 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.attention import in_blocks, is_large
-from fedrax.xla.cse import computed_once, computes_twice
-from fedrax.xla.dot_layout import has_rows_last, rows_first
-from fedrax.xla.equivalence import kind_of
-from fedrax.xla.flops import NUMBER_BY_NUMBER
-from fedrax.xla.rewriting import CALLS, OWN_DERIVATIVE, Rules, as_function, called_in_place, needed, outputs_of
-from fedrax.xla.tracing import equations_in, functions_in, in_fast_forms, num_bytes
+from fedrax.xla.equivalence import equivalence_key
+from fedrax.xla.flops import ELEMENTWISE
+from fedrax.xla.options import is_enabled, limits
+from fedrax.xla.rewriting import (
+    CALL_PRIMITIVES,
+    CUSTOM_DERIVATIVE_PRIMITIVES,
+    Rules,
+    dependency_slice,
+    evaluate_equation,
+)
+from fedrax.xla.tracing import aval_bytes, equations_in, sub_jaxprs
 
-NAME = "_layers"
+LAYER_SCAN_SCOPE = "_layers"
 """Scopes of the loops are their turns and this."""
-_WORTH = 250
-"""Equations that a loop has to save: what compiling them takes is more than what the loop adds to each run."""
-_CACHED = 64 << 20
-"""Bytes that the forward pass may keep, and the weights: loops copy them. In memory, it takes longer than they save."""
 _OF_INPUTS = 2
 """How often they count: weights are put together and taken apart, and so are their gradients."""
-_TRIED = 8
+_MAX_CANDIDATES = 8
 """Runs of equations alike that are looked at closely."""
-_CHEAP = NUMBER_BY_NUMBER | frozenset(["broadcast_in_dim", "iota", "reshape", "rev", "slice", "squeeze", "transpose"])
+_CHEAP = ELEMENTWISE | frozenset(["broadcast_in_dim", "iota", "reshape", "rev", "slice", "squeeze", "transpose"])
 """Operations that the backward pass computes once more: it takes less than to keep and to read what they gave."""
 
 _INDEXING = "dynamic_slice slice split squeeze stack unstack concatenate"
-_TAKING = frozenset(f"{_INDEXING} random_seed random_split random_unwrap random_wrap".split())
+_LAYER_INDEXING = frozenset(f"{_INDEXING} random_seed random_split random_unwrap random_wrap".split())
 """Operations that take a layer's own part out of an array of all layers: no two are alike."""
 
 
-def in_loops(function: Callable) -> Callable:
-    """``function`` with alike layers that follow one another in loops, on a CPU, and nothing computed twice.
-
-    A forward pass that stands in a loss for its outputs and for its features has one backward pass then. Products have
-    rows first.
-
-    Values differ by rounding only. A network of few layers, or one whose loops would pass over more than the caches
-    hold, is left as it is.
-    """
-    if not in_fast_forms():
-        return function
-
-    def wrapped(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        equations, leaves = list(equations_in(closed)), jax.tree.leaves(args)
-        rules = {"dot_general": rows_first} if any(map(has_rows_last, equations)) else {}
-        large = any(map(is_large, equations))
-        twice = computes_twice(closed)
-        # effects such as printing have an order
-        if closed.jaxpr.effects or not (rules or large or twice or len(equations) >= _WORTH):
-            out = as_function(closed)(*leaves)
-        else:
-            flat = called_in_place(closed)
-            flat = in_blocks(flat) if large else flat  # first: blocks are not found where another reads their parts
-            out = _evaluated(computed_once(flat) if twice else flat, rules, *leaves)
-        return jax.tree.unflatten(jax.tree.structure(shape), out)
-
-    return wrapped
-
-
-def loops_in(program: core.ClosedJaxpr) -> list[int]:
+def scanned_layers(program: core.ClosedJaxpr) -> list[int]:
     """The turns of the loops that a traced program has of :func:`in_loops`; each once for a gradient."""
     turns = []
     for equation in equations_in(program):
         scope = str(equation.source_info.name_stack).split("/")[-1]
-        if equation.primitive.name == "scan" and scope == f"jvp({equation.params['length']}{NAME})":
+        if equation.primitive.name == "scan" and scope == f"jvp({equation.params['length']}{LAYER_SCAN_SCOPE})":
             turns.append(equation.params["length"])
     return turns
 
@@ -90,21 +60,21 @@ class _Run(NamedTuple):
     turns: int
 
 
-class _Inner(NamedTuple):
+class _Local(NamedTuple):
     """An input made in the same turn: by which of its equations, and which output it is."""
 
     equation: int
     output: int
 
 
-class _Handed(NamedTuple):
+class _Carried(NamedTuple):
     """An input that the turn before has made; the first turn takes ``first``."""
 
-    made: _Inner
+    made: _Local
     first: Any
 
 
-class _Cut(NamedTuple):
+class _Stacked(NamedTuple):
     """An input of which each turn has its own: one atom a turn."""
 
     atoms: tuple
@@ -116,13 +86,14 @@ class _Shared(NamedTuple):
     atom: Any
 
 
-_Source = _Inner | _Handed | _Cut | _Shared
+_Source = _Local | _Carried | _Stacked | _Shared
 
 
-def _evaluated(closed: core.ClosedJaxpr, rules: Rules, *args: Any) -> list:
+def evaluate_with_layer_scans(closed: core.ClosedJaxpr, rules: Rules, *args: Any) -> list:
+    """The outputs of a program without calls, with repeated layers in scans, and with ``rules`` for all equations."""
     jaxpr = closed.jaxpr
-    equations = _prepared_first(needed(closed, jaxpr.outvars))
-    loops = {loop.run.start: loop for loop in _loops(equations, jaxpr.invars, jaxpr.outvars)}
+    equations = _indexing_first(dependency_slice(closed, jaxpr.outvars))
+    loops = {loop.run.start: loop for loop in _find_scans(equations, jaxpr.invars, jaxpr.outvars)}
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
     at = 0
@@ -131,24 +102,24 @@ def _evaluated(closed: core.ClosedJaxpr, rules: Rules, *args: Any) -> list:
             values.update(loops[at].evaluated(read, rules))
             at += loops[at].run.period * loops[at].run.turns
             continue
-        outputs = outputs_of(equations[at], [read(v) for v in equations[at].invars], rules)
+        outputs = evaluate_equation(equations[at], [read(v) for v in equations[at].invars], rules)
         values.update(zip(equations[at].outvars, outputs, strict=True))
         at += 1
     return [read(v) for v in jaxpr.outvars]
 
 
-def _prepared_first(equations: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
+def _indexing_first(equations: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
     """With those at the front that take the layers' parts out of inputs, so that what is left is alike."""
     made = {v: equation for equation in equations for v in equation.outvars}
     first: dict[int, core.JaxprEqn] = {}
     for equation in equations:
         inputs = [made.get(v) for v in equation.invars if not isinstance(v, core.Literal)]
-        if equation.primitive.name in _TAKING and all(of is None or id(of) in first for of in inputs):
+        if equation.primitive.name in _LAYER_INDEXING and all(of is None or id(of) in first for of in inputs):
             first[id(equation)] = equation
     return [*first.values(), *(equation for equation in equations if id(equation) not in first)]
 
 
-class _Loop(NamedTuple):
+class _LayerScan(NamedTuple):
     """A run of equations as a loop."""
 
     run: _Run
@@ -156,15 +127,15 @@ class _Loop(NamedTuple):
     """The equations of one turn."""
     sources: tuple[tuple[_Source, ...], ...]
     """Of the inputs of each of them."""
-    wanted: dict[Any, tuple[int, _Inner]]
+    wanted: dict[Any, tuple[int, _Local]]
     """Variables that are read after the loop: in which turn each is made, and where."""
 
     def evaluated(self, read: Callable[[Any], Any], rules: Rules) -> dict[Any, Array]:
         """The values of what is wanted."""
         turns = self.run.turns
         every = [source for sources in self.sources for source in sources]
-        handed = {_key(s): s for s in every if isinstance(s, _Handed)}
-        cut = {_key(s): s for s in every if isinstance(s, _Cut)}
+        handed = {_source_key(s): s for s in every if isinstance(s, _Carried)}
+        cut = {_source_key(s): s for s in every if isinstance(s, _Stacked)}
         made_by = [source.made for source in handed.values()]
         by_last = dict.fromkeys(place for t, place in self.wanted.values() if t == turns - 1)
         only_last = [place for place in by_last if place not in made_by]
@@ -176,45 +147,45 @@ class _Loop(NamedTuple):
 
         first = [jnp.asarray(read(source.first)) for source in handed.values()]
         first += [jnp.zeros(aval.shape, aval.dtype) for aval in map(self._aval, only_last)]
-        stacked = [_stacked(source.atoms, read) for source in cut.values()]
+        stacked = [_stack(source.atoms, read) for source in cut.values()]
         # Of what is kept JAX asks an operation that complex numbers do not have.
         real = not any(map(_makes_complex, self.template))
-        body = jax.checkpoint(turn, policy=_is_kept, prevent_cse=False) if real else turn
-        with jax.named_scope(f"{turns}{NAME}"):
+        body = jax.checkpoint(turn, policy=_is_saved, prevent_cse=False) if real else turn
+        with jax.named_scope(f"{turns}{LAYER_SCAN_SCOPE}"):
             carry, stacks = lax.scan(body, first, stacked, length=turns)
         at_end = dict(zip([*made_by, *only_last], carry, strict=True))
         on_the_way = dict(zip(before_last, stacks, strict=True))
         of = lambda t, place: at_end[place] if t == turns - 1 else on_the_way[place][t]  # noqa: E731
         return {variable: of(*where) for variable, where in self.wanted.items()}
 
-    def _turn(self, given: dict, read: Callable[[Any], Any], rules: Rules) -> dict[_Inner, Any]:
+    def _turn(self, given: dict, read: Callable[[Any], Any], rules: Rules) -> dict[_Local, Any]:
         """All that one turn makes."""
-        made: dict[_Inner, Any] = {}
+        made: dict[_Local, Any] = {}
 
         def value(source: _Source) -> Any:
-            if isinstance(source, _Inner):
+            if isinstance(source, _Local):
                 return made[source]
-            return read(source.atom) if isinstance(source, _Shared) else given[_key(source)]
+            return read(source.atom) if isinstance(source, _Shared) else given[_source_key(source)]
 
         for number, (equation, sources) in enumerate(zip(self.template, self.sources, strict=True)):
-            outputs = outputs_of(equation, list(map(value, sources)), rules)
-            made.update((_Inner(number, i), output) for i, output in enumerate(outputs))
+            outputs = evaluate_equation(equation, list(map(value, sources)), rules)
+            made.update((_Local(number, i), output) for i, output in enumerate(outputs))
         return made
 
-    def _aval(self, place: _Inner) -> Any:
+    def _aval(self, place: _Local) -> Any:
         return self.template[place.equation].outvars[place.output].aval
 
 
-def _stacked(atoms: Sequence[Any], read: Callable[[Any], Any]) -> Array:
+def _stack(atoms: Sequence[Any], read: Callable[[Any], Any]) -> Array:
     values = [read(atom) for atom in atoms]
     if all(isinstance(atom, core.Literal) for atom in atoms):
         return jnp.asarray(np.asarray(values, atoms[0].aval.dtype))
     return jnp.stack(values)
 
 
-def _key(source: _Handed | _Cut) -> Hashable:
+def _source_key(source: _Carried | _Stacked) -> Hashable:
     """What tells sources apart: numbers that stand in the program are equal, others are the same variable."""
-    if isinstance(source, _Handed):
+    if isinstance(source, _Carried):
         return source.made, _atom_key(source.first)
     return tuple(map(_atom_key, source.atoms))
 
@@ -224,30 +195,36 @@ def _atom_key(atom: Any) -> Hashable:
 
 
 def _makes_complex(equation: core.JaxprEqn) -> bool:
-    inside = (e for function in functions_in(equation) for e in equations_in(function))
+    inside = (e for function in sub_jaxprs(equation) for e in equations_in(function))
     made = (getattr(v.aval, "dtype", None) for e in (equation, *inside) for v in e.outvars)
     return any(dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating) for dtype in made)
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_saved(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _CHEAP
 
 
 # --- What repeats ---------------------------------------------------------------------------------------------------
 
 
-def _loops(equations: Sequence[core.JaxprEqn], inputs: Sequence[Any], outvars: Sequence[Any]) -> Iterator[_Loop]:
+def _find_scans(
+    equations: Sequence[core.JaxprEqn], inputs: Sequence[Any], outvars: Sequence[Any]
+) -> Iterator[_LayerScan]:
     """Disjoint loops, in which as many equations as possible are saved."""
-    passed = _bytes_kept(equations) + _OF_INPUTS * sum(map(num_bytes, inputs))
-    sizes = np.asarray(list(map(_size, equations)))
-    if sizes.sum() < _WORTH or passed > _CACHED:
+    if not is_enabled("layer_scan"):
+        return
+    passed = _saved_bytes(equations) + _OF_INPUTS * sum(map(aval_bytes, inputs))
+    sizes = np.asarray(list(map(_count_inner, equations)))
+    if sizes.sum() < limits().layer_scan_equations or passed > limits().layer_scan_bytes:
         return
     numbers: dict[Any, int] = {}
-    kinds = np.asarray([numbers.setdefault(kind_of(equation), len(numbers)) for equation in equations])
-    yield from _within(_Flow(equations, kinds, sizes, _alive(equations, outvars), outvars), 0, len(equations))
+    kinds = np.asarray([numbers.setdefault(equivalence_key(equation), len(numbers)) for equation in equations])
+    yield from _find_scans_between(
+        _Graph(equations, kinds, sizes, _live_bytes(equations, outvars), outvars), 0, len(equations)
+    )
 
 
-class _Flow(NamedTuple):
+class _Graph(NamedTuple):
     """A function's equations, and what is known of them."""
 
     equations: Sequence[core.JaxprEqn]
@@ -260,44 +237,44 @@ class _Flow(NamedTuple):
     outvars: Sequence[Any]
 
 
-def _within(flow: _Flow, start: int, stop: int) -> Iterator[_Loop]:
+def _find_scans_between(flow: _Graph, start: int, stop: int) -> Iterator[_LayerScan]:
     """The loops among some of the equations: the one that saves most, then those before and after it."""
-    for first, period, length in _repeated(flow.kinds[start:stop], flow.sizes[start:stop])[:_TRIED]:
+    for first, period, length in _repetitions(flow.kinds[start:stop], flow.sizes[start:stop])[:_MAX_CANDIDATES]:
         first += start
         # turns best begin where the least is handed on
         cuts = np.argsort(flow.alive[first : first + length % period + 1], kind="stable")
         runs = (_Run(first + int(cut), period, length // period) for cut in cuts)
-        found = next((loop for run in runs if (loop := _loop(flow, run)) is not None), None)
+        found = next((loop for run in runs if (loop := _make_scan(flow, run)) is not None), None)
         if found is not None:
-            yield from _within(flow, start, found.run.start)
+            yield from _find_scans_between(flow, start, found.run.start)
             yield found
-            yield from _within(flow, found.run.start + period * found.run.turns, stop)
+            yield from _find_scans_between(flow, found.run.start + period * found.run.turns, stop)
             return
 
 
-def _alive(equations: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> np.ndarray:
+def _live_bytes(equations: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> np.ndarray:
     last = {v: i for i, e in enumerate(equations) for v in e.invars if not isinstance(v, core.Literal)}
     last |= {v: len(equations) for v in outvars if not isinstance(v, core.Literal)}
     changes = np.zeros(len(equations) + 2)
     for i, equation in enumerate(equations):
         for v in equation.outvars:
-            changes[i + 1] += num_bytes(v)
-            changes[last.get(v, i) + 1] -= num_bytes(v)
+            changes[i + 1] += aval_bytes(v)
+            changes[last.get(v, i) + 1] -= aval_bytes(v)
     return np.cumsum(changes)
 
 
-def _bytes_kept(equations: Sequence[core.JaxprEqn]) -> int:
+def _saved_bytes(equations: Sequence[core.JaxprEqn]) -> int:
     """About what the backward pass reads of what the equations make."""
-    return sum(num_bytes(v) for e in equations if not _is_cheap(e) for v in e.outvars)
+    return sum(aval_bytes(v) for e in equations if not _is_cheap(e) for v in e.outvars)
 
 
 def _is_cheap(equation: core.JaxprEqn) -> bool:
-    if equation.primitive.name in (*OWN_DERIVATIVE, *CALLS):
-        return all(_is_cheap(inner) for one in functions_in(equation) for inner in one.eqns)
+    if equation.primitive.name in (*CUSTOM_DERIVATIVE_PRIMITIVES, *CALL_PRIMITIVES):
+        return all(_is_cheap(inner) for one in sub_jaxprs(equation) for inner in one.eqns)
     return equation.primitive.name in _CHEAP
 
 
-def _repeated(kinds: np.ndarray, sizes: np.ndarray) -> list[tuple[int, int, int]]:
+def _repetitions(kinds: np.ndarray, sizes: np.ndarray) -> list[tuple[int, int, int]]:
     """(first, period, length) of stretches whose every equation is like the one a period before; best first."""
     found, until = [], np.concatenate([[0], np.cumsum(sizes)])
     for period in range(1, len(kinds) // 2 + 1):
@@ -305,54 +282,54 @@ def _repeated(kinds: np.ndarray, sizes: np.ndarray) -> list[tuple[int, int, int]
         ends = np.flatnonzero(np.diff(same)).reshape(-1, 2)
         for first, last in ends[(ends[:, 1] - ends[:, 0] >= period)].tolist():
             saved = int(until[first + (last - first) // period * period] - until[first])
-            if saved >= _WORTH:
+            if saved >= limits().layer_scan_equations:
                 found.append((-saved, period, first, last - first + period))
     return [(first, period, length) for _, period, first, length in sorted(found)]
 
 
-def _size(equation: core.JaxprEqn) -> int:
+def _count_inner(equation: core.JaxprEqn) -> int:
     """Equations inside it, where it stands for some."""
-    own = equation.primitive.name in OWN_DERIVATIVE
-    return 1 if own else 1 + sum(1 for one in functions_in(equation) for _ in equations_in(one))
+    own = equation.primitive.name in CUSTOM_DERIVATIVE_PRIMITIVES
+    return 1 if own else 1 + sum(1 for one in sub_jaxprs(equation) for _ in equations_in(one))
 
 
 # --- What flows -----------------------------------------------------------------------------------------------------
 
 
-def _loop(flow: _Flow, run: _Run) -> _Loop | None:
+def _make_scan(flow: _Graph, run: _Run) -> _LayerScan | None:
     """The run as a loop; None where its turns do not read the same things."""
     equations, (start, period, turns) = flow.equations, run
     stop = start + period * turns
-    made: dict[Any, tuple[int, _Inner]] = {}
+    made: dict[Any, tuple[int, _Local]] = {}
     for number, equation in enumerate(equations[start:stop]):
         turn, place = divmod(number, period)
-        made.update((v, (turn, _Inner(place, i))) for i, v in enumerate(equation.outvars))
+        made.update((v, (turn, _Local(place, i))) for i, v in enumerate(equation.outvars))
     sources = []
     for place in range(start, start + period):
         inputs = zip(*(equation.invars for equation in equations[place:stop:period]), strict=True)
-        found = [_source(atoms, made) for atoms in inputs]
+        found = [_classify_input(atoms, made) for atoms in inputs]
         if None in found:
             return None
         sources.append(tuple(found))
     after = [*(v for equation in equations[stop:] for v in equation.invars), *flow.outvars]
     wanted = {v: made[v] for v in after if not isinstance(v, core.Literal) and v in made}
-    handed = {source.made for turn in sources for source in turn if isinstance(source, _Handed)}
+    handed = {source.made for turn in sources for source in turn if isinstance(source, _Carried)}
     begun = [v for v, (turn, place) in wanted.items() if turn == turns - 1 and place not in handed]
     if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in begun):  # keys, of which there are no zeros
         return None
-    return _Loop(run, equations[start : start + period], tuple(sources), wanted)
+    return _LayerScan(run, equations[start : start + period], tuple(sources), wanted)
 
 
-def _source(atoms: Sequence[Any], made: dict[Any, tuple[int, _Inner]]) -> _Source | None:
+def _classify_input(atoms: Sequence[Any], made: dict[Any, tuple[int, _Local]]) -> _Source | None:
     """Where an input comes from, given the atom in each turn."""
     where = [None if isinstance(atom, core.Literal) else made.get(atom) for atom in atoms]
     if all(place is None for place in where):
-        return _Shared(atoms[0]) if len(set(map(_atom_key, atoms))) == 1 else _Cut(tuple(atoms))
+        return _Shared(atoms[0]) if len(set(map(_atom_key, atoms))) == 1 else _Stacked(tuple(atoms))
     if where[-1] is None:
         return None
     place = where[-1][1]
     if where == [(turn, place) for turn in range(len(atoms))]:
         return place
     if where == [None, *((turn, place) for turn in range(len(atoms) - 1))]:
-        return _Handed(place, atoms[0])
+        return _Carried(place, atoms[0])
     return None

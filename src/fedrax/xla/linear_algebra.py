@@ -18,34 +18,38 @@ import jax
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.rewriting import Rule, rewritten
-from fedrax.xla.tracing import in_fast_forms
+from fedrax.xla.rewriting import Rule, rewrite
+from fedrax.xla.tracing import cpu_passes_apply
 
-_NAMES = """cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve
+_FACTORIZATIONS = """cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve
     tridiagonal"""
-TURNS = "one_matrix_at_a_time"
+LINEAR_ALGEBRA_SCOPE = "one_matrix_at_a_time"
 """The scope of a loop that is no one's but ours."""
-_FEW = (2, 3)
+_SMALL_SIZES = (2, 3)
 """Rows, or columns, of a small product."""
 
 
-def in_turn(mapped: Callable) -> Callable:
+def lower_linear_algebra(mapped: Callable) -> Callable:
     """What ``vmap`` has made, on a CPU with factorizations one after another and small products as sums."""
-    return rewritten(mapped, RULES | {"dot_general": small_product}) if RULES and in_fast_forms() else mapped
+    return (
+        rewrite(mapped, SEQUENTIAL_RULES | {"dot_general": lower_small_dot})
+        if SEQUENTIAL_RULES and cpu_passes_apply()
+        else mapped
+    )
 
 
-def one_by_one(inputs: list[Array], equation: core.JaxprEqn) -> Any:
+def map_over_batch(inputs: list[Array], equation: core.JaxprEqn) -> Any:
     """The rule for operations whose first input is matrices [..., M, N]; None where it is one."""
-    return _mapped(inputs, equation, inputs[0].ndim - 2)
+    return _map(inputs, equation, inputs[0].ndim - 2)
 
 
-def small_product(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+def lower_small_dot(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """The rule for products of a batch, as sums where each has two or three rows and columns; None for others."""
     (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
     if not batch[0] or not {left.dtype.name, right.dtype.name} <= {"float32", "float64"}:
         return None
     free = [[k for k in range(a.ndim) if k not in (*s, *b)] for a, s, b in zip(inputs, of, batch, strict=True)]
-    if any(math.prod(a.shape[k] for k in axes) not in _FEW for a, axes in zip(inputs, free, strict=True)):
+    if any(math.prod(a.shape[k] for k in axes) not in _SMALL_SIZES for a, axes in zip(inputs, free, strict=True)):
         return None
     left, right = (a.transpose(*b, *axes, *s) for a, b, axes, s in zip(inputs, batch, free, of, strict=True))
     shared, summed = left.shape[: len(batch[0])], left.shape[left.ndim - len(of[0]) :]
@@ -56,22 +60,22 @@ def small_product(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     return (each * other).sum(range(each.ndim - len(summed), each.ndim)).astype(result.dtype)
 
 
-def _of_diagonals(inputs: list[Array], equation: core.JaxprEqn) -> Any:
-    return _mapped(inputs, equation, inputs[0].ndim - 1)
+def _map_over_batch_of_diagonals(inputs: list[Array], equation: core.JaxprEqn) -> Any:
+    return _map(inputs, equation, inputs[0].ndim - 1)
 
 
-def _mapped(inputs: list[Array], equation: core.JaxprEqn, axes: int) -> Any:
+def _map(inputs: list[Array], equation: core.JaxprEqn, axes: int) -> Any:
     batch, primitive = inputs[0].shape[:axes], equation.primitive
     if math.prod(batch) < 2:
         return None
     of_one = lambda of: primitive.bind(*of, **primitive.get_bind_params(equation.params))  # noqa: E731
-    with jax.named_scope(TURNS):
+    with jax.named_scope(LINEAR_ALGEBRA_SCOPE):
         found = lax.map(of_one, [x.reshape(-1, *x.shape[axes:]) for x in inputs])
     return jax.tree.map(lambda y: y.reshape(*batch, *y.shape[1:]), found)
 
 
-RULES: dict[str, Rule] = {}
+SEQUENTIAL_RULES: dict[str, Rule] = {}
 """None where batches are not shared out."""
 if jax.__version_info__ < (0, 11, 2):
-    RULES |= dict.fromkeys(_NAMES.split(), one_by_one)
-    RULES["tridiagonal_solve"] = _of_diagonals
+    SEQUENTIAL_RULES |= dict.fromkeys(_FACTORIZATIONS.split(), map_over_batch)
+    SEQUENTIAL_RULES["tridiagonal_solve"] = _map_over_batch_of_diagonals

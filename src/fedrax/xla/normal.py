@@ -21,9 +21,9 @@ from jax import Array, lax
 
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
-from fedrax.xla.batch_rng import SMALL
+from fedrax.xla.batch_rng import MAX_BATCHED_DRAW
 from fedrax.xla.threefry import threefry
-from fedrax.xla.tracing import IN_PLACE, in_fast_forms
+from fedrax.xla.tracing import INLINE, cpu_passes_apply
 
 # The quantile is u H(w), with u = 1 - q and w = -log(1 - u^2), as Giles (2010) writes the inverse error function. H as
 # polynomials, the constant first, that the greatest relative error is least for: 3.1e-7 and 4.9e-7.
@@ -58,13 +58,13 @@ _LOG = (0.9999998, -0.5000067, 0.33336183, -0.24959344, 0.19873047, -0.17333463,
 """log(1 + m) / m for m in [sqrt(1/2) - 1, sqrt(2) - 1], to 4e-8."""
 _ROOT_HALF = 0x3F3504F3
 """sqrt(1/2) in float32's bits."""
-_MANY = 8
+_MIN_LEAVES = 8
 """Leaves of which each costs more to compile than a loop over all of them to run."""
 _CHUNK = 1 << 12
 """Numbers a turn draws."""
 
 
-def normals(key: Array, like: Tree) -> Tree:
+def normal_noise(key: Array, like: Tree) -> Tree:
     """Independent numbers from N(0, 1), float32, in the shapes of ``like``'s leaves; all of ``key`` goes into them.
 
     Draw nothing else with ``key``. Raises FedraxError for a leaf of 2^32 numbers or more.
@@ -74,24 +74,24 @@ def normals(key: Array, like: Tree) -> Tree:
     if (largest := max(map(math.prod, shapes), default=0)) >= 2**32:
         raise FedraxError(f"noise on {largest} numbers in one array would repeat itself: divide it")
     words = jax.random.bits(key, (2,), jnp.uint32)  # of any kind of key
-    small = {i: shape for i, shape in enumerate(shapes) if math.prod(shape) <= SMALL}
-    together = _in_turns(small, words) if len(small) >= _MANY and in_fast_forms() else {}
+    small = {i: shape for i, shape in enumerate(shapes) if math.prod(shape) <= MAX_BATCHED_DRAW}
+    together = _draw_in_loop(small, words) if len(small) >= _MIN_LEAVES and cpu_passes_apply() else {}
     return structure.unflatten(
         [together[i] if i in together else _leaf(shape, words, np.uint32(i)) for i, shape in enumerate(shapes)]
     )
 
 
 def _leaf(shape: tuple[int, ...], words: Array, number: Any) -> Array:
-    return _drawn(math.prod(shape), words, number, jnp.uint32(0)).reshape(shape)
+    return _draw(math.prod(shape), words, number, jnp.uint32(0)).reshape(shape)
 
 
-def _in_turns(shapes: Mapping[int, tuple[int, ...]], words: Array) -> dict[int, Array]:
+def _draw_in_loop(shapes: Mapping[int, tuple[int, ...]], words: Array) -> dict[int, Array]:
     """The leaves of these numbers and shapes by a loop, so that what draws them is compiled once and not for each."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     turns = [-(-size // _CHUNK) for size in sizes]
     number = np.repeat(np.asarray(list(shapes), np.uint32), turns)
     first = np.concatenate([np.arange(n, dtype=np.uint32) * np.uint32(_CHUNK) for n in turns])
-    flat = lax.map(lambda of: _drawn(_CHUNK, words, *of), (jnp.asarray(number), jnp.asarray(first))).reshape(-1)
+    flat = lax.map(lambda of: _draw(_CHUNK, words, *of), (jnp.asarray(number), jnp.asarray(first))).reshape(-1)
     starts = (np.cumsum(turns) - turns) * _CHUNK
     return {
         i: flat[start : start + size].reshape(shape)
@@ -99,11 +99,11 @@ def _in_turns(shapes: Mapping[int, tuple[int, ...]], words: Array) -> dict[int, 
     }
 
 
-@partial(jax.jit, static_argnums=0, inline=IN_PLACE)
-def _drawn(count: int, words: Array, number: Any, start: Array) -> Array:
+@partial(jax.jit, static_argnums=0, inline=INLINE)
+def _draw(count: int, words: Array, number: Any, start: Array) -> Array:
     """[count] numbers of a leaf from the place ``start`` on. Inlined; jit remembers the trace."""
     first, second = threefry(words, number, start + lax.iota(jnp.uint32, count))
-    return _signed(_quantile(_uniform(first, second >> 1)), second)
+    return _with_sign(_quantile(_uniform(first, second >> 1)), second)
 
 
 def _uniform(high: Array, low: Array) -> Array:
@@ -116,8 +116,8 @@ def _quantile(q: Array) -> Array:
     """z >= 0 with P[|Z| > z] = q."""
     u = 1 - q
     w = -_log(q * (1 + u))
-    near = polynomial(_NEAR, w - np.float32(_NEAR_FROM))
-    far = polynomial(_FAR, jnp.sqrt(w) - np.float32(_FAR_FROM))
+    near = horner(_NEAR, w - np.float32(_NEAR_FROM))
+    far = horner(_FAR, jnp.sqrt(w) - np.float32(_FAR_FROM))
     return u * jnp.where(w < np.float32(_CUT), near, far)
 
 
@@ -128,10 +128,10 @@ def _log(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits - np.int32(_ROOT_HALF)) >> np.int32(23)
     rest = lax.bitcast_convert_type(bits - (exponent << np.int32(23)), jnp.float32) - 1
-    return exponent.astype(jnp.float32) * np.float32(math.log(2)) + rest * polynomial(_LOG, rest)
+    return exponent.astype(jnp.float32) * np.float32(math.log(2)) + rest * horner(_LOG, rest)
 
 
-def polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
+def horner(coefficients: tuple[float, ...], x: Array) -> Array:
     """By Horner's rule; the constant comes first."""
     value = jnp.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
@@ -139,6 +139,6 @@ def polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     return value
 
 
-def _signed(z: Array, bits: Array) -> Array:
+def _with_sign(z: Array, bits: Array) -> Array:
     """z with the sign that the lowest bit says."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(z, jnp.uint32) | (bits << 31), jnp.float32)

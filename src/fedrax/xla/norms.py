@@ -1,8 +1,8 @@
 """Lengths of differences that need not be written down to be measured.
 
 A client's update is x_i - x, and whoever wants its length first asks for an array that only the sum over clients reads
-again, a product with a number at a time. :func:`length` marks the question; where the marked vector turns out to be a
-difference, :func:`of_differences` puts the length of the two in its place, taken block by block in the cache.
+again, a product with a number at a time. :func:`norm` marks the question; where the marked vector turns out to be a
+difference, :func:`fuse_norms_of_differences` puts the length of the two in its place, taken block by block in the cache.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from jax.extend import core
 
 from fedrax import tree
 from fedrax.tree import Tree
+from fedrax.xla.options import is_enabled
 
 
-def length(vector: Tree) -> Array:
+def norm(vector: Tree) -> Array:
     """The Euclidean norm over the whole tree, as ``tree.norm``."""
     return jnp.sqrt(sum(map(fedrax_square, jax.tree.leaves(vector)), jnp.zeros(())))
 
 
-def of_differences(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def fuse_norms_of_differences(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same function, with marked lengths of differences asked of what they are differences of."""
     jaxpr = closed.jaxpr
-    if not any(map(_asks, jaxpr.eqns)):
+    if not is_enabled("norms") or not any(map(_is_marked_square, jaxpr.eqns)):
         return closed
     makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
-    def mended(equation: core.JaxprEqn) -> core.JaxprEqn:
-        maker = makers.get(equation.invars[0]) if _asks(equation) else None  # type: ignore[arg-type]
+    def fused(equation: core.JaxprEqn) -> core.JaxprEqn:
+        maker = makers.get(equation.invars[0]) if _is_marked_square(equation) else None  # type: ignore[arg-type]
         if maker is None or not _is_difference(maker):
             return equation
         two = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in maker.invars]
         (call,) = jax.make_jaxpr(fedrax_square_of_difference)(*two).jaxpr.eqns
         return call.replace(invars=list(maker.invars), outvars=list(equation.outvars))
 
-    return closed.replace(jaxpr=jaxpr.replace(eqns=[mended(equation) for equation in jaxpr.eqns]))
+    return closed.replace(jaxpr=jaxpr.replace(eqns=[fused(equation) for equation in jaxpr.eqns]))
 
 
 @jax.jit
@@ -51,7 +52,7 @@ def fedrax_square_of_difference(a: Array, b: Array) -> Array:
     return tree.square_of(jnp.subtract, a, b)
 
 
-def _asks(equation: core.JaxprEqn) -> bool:
+def _is_marked_square(equation: core.JaxprEqn) -> bool:
     """About a variable, and not a constant."""
     marked = equation.params.get("name") == "fedrax_square" and equation.primitive.name in ("jit", "pjit")
     return marked and not isinstance(equation.invars[0], core.Literal)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fedrax.xla.conv.window import MOST_TAPS
-from fedrax.xla.tracing import functions_in, num_bytes
+from fedrax.xla.tracing import aval_bytes, sub_jaxprs
 
 
-def most_alive(program: core.ClosedJaxpr | core.Jaxpr) -> int:
+def peak_bytes(program: core.ClosedJaxpr | core.Jaxpr) -> int:
     """Bytes of what a program makes that are alive at one time, at most; its inputs are not among them.
 
     As if each operation were by itself: a compiler fuses some, which need less. What kernels of convolutions see is
@@ -23,17 +23,17 @@ def most_alive(program: core.ClosedJaxpr | core.Jaxpr) -> int:
     alive = most = 0
     made: set = set()
     for i, equation in enumerate(jaxpr.eqns):
-        inside = max(map(most_alive, functions_in(equation)), default=_seen(equation))
+        inside = max(map(peak_bytes, sub_jaxprs(equation)), default=_patch_bytes(equation))
         made.update(equation.outvars)
-        alive += sum(map(num_bytes, equation.outvars))
+        alive += sum(map(aval_bytes, equation.outvars))
         most = max(most, alive + inside)
         over = {v for v in equation.invars if not isinstance(v, core.Literal) and v in made and last[v] == i}
         over |= {v for v in equation.outvars if v not in last}
-        alive -= sum(map(num_bytes, over))
+        alive -= sum(map(aval_bytes, over))
     return most
 
 
-def _seen(equation: core.JaxprEqn) -> int:
+def _patch_bytes(equation: core.JaxprEqn) -> int:
     """Bytes of what the kernel of a convolution sees at all places, where that is laid out: in parts, and together."""
     if equation.primitive.name != "conv_general_dilated":
         return 0

@@ -2,7 +2,7 @@
 
 The gradient of one sample in a dense layer's weight is an outer product a_b g_b', of what the layer saw and of what
 came back. Its length is |a_b| |g_b|, and the sum over samples of c_b a_b g_b' is one matrix product: neither needs
-the gradients themselves (ghost norms: Goodfellow 2015; book-keeping: Bu et al. 2023). :func:`clipped_sum` finds such
+the gradients themselves (ghost norms: Goodfellow 2015; book-keeping: Bu et al. 2023). :func:`clipped_gradient_sum` finds such
 products in the traced gradient of any function. All other leaves are written out, a gradient for each sample.
 """
 
@@ -18,53 +18,64 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.tree import Tree
-from fedrax.xla.cpu import fast_on_cpu
-from fedrax.xla.rewriting import evaluated, laid_out
+from fedrax.xla.options import is_enabled
+from fedrax.xla.pipeline import optimize
+from fedrax.xla.rewriting import evaluate_subgraph, trace_inlined
 
-_LONG = 1 << 12
+_MIN_LOOP_SIZE = 1 << 12
 """The shortest gradient, in numbers, that is worth a turn of a loop."""
 
 
-def clipped_sum(gradient: Callable[..., Tree], params: Tree, *samples: Tree, bound: Any, counts: Array) -> Tree:
+def clipped_gradient_sum(
+    gradient: Callable[..., Tree], params: Tree, *samples: Tree, bound: Any, counts: Array
+) -> Tree:
     """sum_b min(1, bound / |g_b|) g_b, with g_b = gradient(params, *samples_b) and the length over all its leaves.
 
     samples: pytrees of arrays [B, ...]. counts: bool [B], False for samples to leave out. A gradient with a length that
     is not finite counts as zero. Each g_b computed in float32 or above is within the bound but for float rounding.
     """
-    closed, structure, found = _traced(gradient, params, *samples)
+    closed, structure, found = _trace_gradients(gradient, params, *samples)
     wanted = [
         atoms
         for v, product in zip(closed.jaxpr.outvars, found, strict=True)
         for atoms in (product.factors if product else [v])
     ]
     known = dict(zip(closed.jaxpr.invars, jax.tree.leaves((params, *samples)), strict=True))
-    values = iter(evaluated(closed, known, wanted))
-    leaves = [_Product(product, next(values), next(values)) if product else _Whole(next(values)) for product in found]
+    values = iter(evaluate_subgraph(closed, known, wanted))
+    leaves = [
+        _Factored(product, next(values), next(values)) if product else _Materialized(next(values)) for product in found
+    ]
     length = jnp.sqrt(sum((leaf.length() ** 2 for leaf in leaves), jnp.zeros(())))
     factor = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)
     keep = jnp.isfinite(length) & counts
     return jax.tree.unflatten(structure, [leaf.summed(keep, factor) for leaf in leaves])
 
 
-def bytes_written(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> int:
-    """Of the gradients of ``samples``, the bytes of those leaves that :func:`clipped_sum` writes out."""
-    closed, _, found = _traced(gradient, params, *samples)
+def materialized_bytes(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> int:
+    """Of the gradients of ``samples``, the bytes of those leaves that :func:`clipped_gradient_sum` writes out."""
+    closed, _, found = _trace_gradients(gradient, params, *samples)
     whole = [v.aval for v, product in zip(closed.jaxpr.outvars, found, strict=True) if product is None]
     return sum(aval.size * aval.dtype.itemsize for aval in whole)  # type: ignore[attr-defined]
 
 
-def _traced(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> tuple[Any, Any, list[_Found | None]]:
+def _trace_gradients(
+    gradient: Callable[..., Tree], params: Tree, *samples: Tree
+) -> tuple[Any, Any, list[_OuterProduct | None]]:
     """(the gradients of all samples as a jaxpr, their structure, which leaves are products of what)."""
-    batched = fast_on_cpu(jax.vmap(gradient, (None, *(0 for _ in samples))), apart=True)
-    closed, structure = laid_out(batched, params, *samples)
+    batched = optimize(jax.vmap(gradient, (None, *(0 for _ in samples))), per_example=True)
+    closed, structure = trace_inlined(batched, params, *samples)
     makers = {v: equation for equation in closed.jaxpr.eqns for v in equation.outvars}
-    return closed, structure, [_outer_product(v, makers) for v in closed.jaxpr.outvars]
+    return (
+        closed,
+        structure,
+        [_match_outer_product(v, makers) if is_enabled("ghost_norm") else None for v in closed.jaxpr.outvars],
+    )
 
 
 # -- leaves -----------------------------------------------------------------------------------------------------------
 
 
-class _Whole(NamedTuple):
+class _Materialized(NamedTuple):
     """Gradients that are written out."""
 
     gradients: Array
@@ -77,22 +88,22 @@ class _Whole(NamedTuple):
     def summed(self, keep: Array, factor: Array) -> Array:
         """sum_b factor_b g_b over those that are kept."""
         g = self.gradients
-        if math.prod(g.shape[1:]) < _LONG:
-            return _added_up(g, keep, factor)
-        return lax.platform_dependent(g, keep, factor, cpu=_added_in_turn, default=_added_up)
+        if math.prod(g.shape[1:]) < _MIN_LOOP_SIZE:
+            return _weighted_sum(g, keep, factor)
+        return lax.platform_dependent(g, keep, factor, cpu=_weighted_sum_in_loop, default=_weighted_sum)
 
 
-def _added_up(g: Array, keep: Array, factor: Array) -> Array:
-    return jnp.where(_along(keep, g), _along(factor, g).astype(g.dtype) * g, 0).sum(0)
+def _weighted_sum(g: Array, keep: Array, factor: Array) -> Array:
+    return jnp.where(_broadcast_along(keep, g), _broadcast_along(factor, g).astype(g.dtype) * g, 0).sum(0)
 
 
-def _added_in_turn(g: Array, keep: Array, factor: Array) -> Array:
+def _weighted_sum_in_loop(g: Array, keep: Array, factor: Array) -> Array:
     """One sample after another: XLA:CPU adds long gradients up number by number, each of them from far apart."""
     add = lambda b, total: total + jnp.where(keep[b], factor[b].astype(g.dtype) * g[b], 0)  # noqa: E731
     return lax.fori_loop(0, len(g), add, jnp.zeros(g.shape[1:], g.dtype))
 
 
-class _Found(NamedTuple):
+class _OuterProduct(NamedTuple):
     """An output that is, but for the order and grouping of its axes, the outer products of two arrays."""
 
     factors: tuple[Any, Any]
@@ -103,23 +114,27 @@ class _Found(NamedTuple):
     """The transpositions and reshapes between the product [B, ...] and the output, the first one first."""
 
 
-class _Product(NamedTuple):
+class _Factored(NamedTuple):
     """Gradients a_b g_b'."""
 
-    found: _Found
+    found: _OuterProduct
     left: Array
     right: Array
 
     def length(self) -> Array:
         """Of each sample's, [B]."""
         (left, right), (of_left, of_right) = (self.left, self.right), self.found.axes
-        return _length(left, of_left[0]) * _length(right, of_right[0])
+        return _norms(left, of_left[0]) * _norms(right, of_right[0])
 
     def summed(self, keep: Array, factor: Array) -> Array:
         """sum_b factor_b a_b g_b' over those that are kept: one matrix product, as exact as the device can."""
         (left, right), (of_left, of_right) = (self.left, self.right), self.found.axes
-        left = jnp.where(_along(keep, left, of_left[0]), _along(factor, left, of_left[0]).astype(left.dtype) * left, 0)
-        right = jnp.where(_along(keep, right, of_right[0]), right, 0)
+        left = jnp.where(
+            _broadcast_along(keep, left, of_left[0]),
+            _broadcast_along(factor, left, of_left[0]).astype(left.dtype) * left,
+            0,
+        )
+        right = jnp.where(_broadcast_along(keep, right, of_right[0]), right, 0)
         total = lax.dot_general(left, right, (self.found.axes, ((), ())), lax.Precision.HIGHEST)[None]
         for equation in self.found.relabeled:
             if equation.primitive.name == "transpose":
@@ -129,12 +144,12 @@ class _Product(NamedTuple):
         return total[0]
 
 
-def _along(values: Array, array: Array, axis: int = 0) -> Array:
+def _broadcast_along(values: Array, array: Array, axis: int = 0) -> Array:
     """values [B] in the shape in which they go along ``axis`` of ``array``."""
     return values.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
 
 
-def _length(array: Array, axis: int) -> Array:
+def _norms(array: Array, axis: int) -> Array:
     """The length of each part along ``axis``, [B]; no square of a number of the array overflows or vanishes.
 
     The other factor may be as large as this one is small.
@@ -150,10 +165,10 @@ def _length(array: Array, axis: int) -> Array:
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
-def _outer_product(output: Any, makers: dict) -> _Found | None:
+def _match_outer_product(output: Any, makers: dict) -> _OuterProduct | None:
     """The two factors of an output [B, ...]; None where it is anything else."""
     between: list[core.JaxprEqn] = []
-    while (equation := makers.get(output)) is not None and _keeps_samples_first(equation):
+    while (equation := makers.get(output)) is not None and _keeps_batch_axis(equation):
         between.append(equation)
         output = equation.invars[0]
     if equation is None or equation.primitive.name != "dot_general":
@@ -165,10 +180,10 @@ def _outer_product(output: Any, makers: dict) -> _Found | None:
     if len(batch_left) != 1 or summed != 1 or len(dtypes) > 1 or dtypes & {jnp.bfloat16, jnp.float16}:
         return None
     axes = (*batch_left, *of_left), (*batch_right, *of_right)
-    return _Found((left, right), axes, tuple(reversed(between)))
+    return _OuterProduct((left, right), axes, tuple(reversed(between)))
 
 
-def _keeps_samples_first(equation: core.JaxprEqn) -> bool:
+def _keeps_batch_axis(equation: core.JaxprEqn) -> bool:
     """Whether an equation only moves numbers about, none from one sample to another."""
     name, params = equation.primitive.name, equation.params
     if name == "transpose":

@@ -1,7 +1,7 @@
 """Matrix products and convolutions with operands rounded to a shorter format, sums in float32.
 
 Accelerators multiply TensorFloat-32 (10 bits of mantissa) and bfloat16 (7 bits) several times as fast as
-float32. :func:`with_operands` rewrites a traced function so that its products take such operands, whatever model
+float32. :func:`with_operand_format` rewrites a traced function so that its products take such operands, whatever model
 they come from. Where the device lacks the format the operands are rounded all the same: the numbers are those of
 a device that has it, up to the order of sums, and nothing is gained in speed.
 """
@@ -18,25 +18,25 @@ from jax import Array, lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from fedrax.xla.rewriting import rewritten
+from fedrax.xla.rewriting import rewrite
 
-Format = Literal["highest", "tensorfloat32", "bfloat16"]
+OperandFormat = Literal["highest", "tensorfloat32", "bfloat16"]
 
 _MANTISSA_BITS = {"tensorfloat32": 10, "bfloat16": 7}
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
 
 
-def with_operands(function: Callable, format: Format) -> Callable:
+def with_operand_format(function: Callable, format: OperandFormat) -> Callable:
     """``function`` with the operands of its float32 products in ``format``; itself for "highest".
 
-    To cover the products of a gradient, wrap the gradient: ``with_operands(jax.grad(f), "bfloat16")``.
+    To cover the products of a gradient, wrap the gradient: ``with_operand_format(jax.grad(f), "bfloat16")``.
     """
     if format == "highest":
         return function
-    return rewritten(function, {primitive.name: partial(_product, primitive, format) for primitive in _PRODUCTS})
+    return rewrite(function, {primitive.name: partial(_product, primitive, format) for primitive in _PRODUCTS})
 
 
-def _product(primitive: Any, format: Format, inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+def _product(primitive: Any, format: OperandFormat, inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     params = equation.params
     if any(x.dtype != jnp.float32 for x in inputs):
         return None

@@ -20,30 +20,24 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.cse import computed_once
-from fedrax.xla.rewriting import Rules, called_in_place, evaluated, needed
-from fedrax.xla.threefry import is_of_one
-from fedrax.xla.tracing import parts_of_scan
+from fedrax.xla.cse import eliminate_common_subexpressions
+from fedrax.xla.options import limits
+from fedrax.xla.rewriting import Rules, dependency_slice, evaluate_subgraph, inline_calls
+from fedrax.xla.threefry import is_unbatchable
+from fedrax.xla.tracing import scan_counts
 
-_MOST = 1 << 28
+_MAX_BYTES = 1 << 28
 """Bytes of factors that are kept, and of products made ahead."""
-_WORTH = 8
-"""How many times as large as its factors a product is at least; with less, adding it up in the cache is as fast."""
-_WORK = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call")
-_LARGE = 4
-"""How many times as large as what they are multiplied by and what they give weights are at least; with less, a turn
-takes no longer to read them."""
+_EXPENSIVE = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call")
 _FEW_ROWS = 48
 """Of a product by weights: with more, it takes no longer where the axis that is summed over is the weights' last."""
-_TURNS = 16
-"""At least so many are worth a copy of the weights."""
-_PASSED_ON = ("transpose", "reshape", "squeeze", "slice", "split")
+_LINEAR_RESHAPES = ("transpose", "reshape", "squeeze", "slice", "split")
 """Of a sum they are the sum of each."""
-_TOGETHER = ("add", "add_any", "transpose", "reshape", "squeeze")
+_COMBINING = ("add", "add_any", "transpose", "reshape", "squeeze")
 """What products are put together with: nothing that would rather be fused into the loop."""
 
 
-class Body(NamedTuple):
+class ScanBody(NamedTuple):
     """What a scan does in one turn."""
 
     closed: core.ClosedJaxpr
@@ -65,7 +59,7 @@ class Body(NamedTuple):
         return self.closed.jaxpr.outvars[: len(self.carried)]
 
 
-class Added(NamedTuple):
+class Accumulation(NamedTuple):
     """What a scan adds to one of its carried arrays in every turn, and does nothing else with that array."""
 
     root: core.JaxprEqn
@@ -74,49 +68,51 @@ class Added(NamedTuple):
     """What comes between it and the addition, in this order, and which output of it."""
 
 
-def products_taken_out(rules: Rules, inputs: list, equation: core.JaxprEqn) -> list | None:
+def hoist_dots_from_scan(rules: Rules, inputs: list, equation: core.JaxprEqn) -> list | None:
     """The outputs of a scan, whose body is rewritten by ``rules``; None where it holds no such products."""
     if equation.params["jaxpr"].effects:
         return None
-    body = _body(inputs, equation)
-    before = _before(body)
-    added = _worth_it(_added(body), body)
+    body = _scan_body(inputs, equation)
+    before = _dots_before(body)
+    added = _profitable(_accumulations(body), body)
     kept = {*body.cut, *before, *(v for sum_ in added.values() for v in sum_.root.invars)}
-    after = _after(body, kept)
-    turned = _rather_turned(body)
+    after = _dots_after(body, kept)
+    turned = _weights_to_transpose(body)
     if not (before or added or after or turned):
         return None
     fixed, carried = len(body.fixed), len(body.carried)
     known: dict[Any, Any] = dict(zip(body.fixed, inputs[:fixed], strict=True))
     stacked: dict[Any, Array] = dict(zip(body.cut, inputs[fixed + carried :], strict=True))
-    stacked.update(_every_turn(body, known, stacked, before, rules))
+    stacked.update(_batch_over_steps(body, known, stacked, before, rules))
     ahead = list(stacked)
     left = [i for i in range(carried) if i not in added]
     factors = [v for sum_ in added.values() for v in sum_.root.invars] + [v for vs in after.values() for v in vs]
-    made = list(dict.fromkeys(v for v in (*_variables(body.given), *factors) if v not in stacked and v not in after))
+    made = list(dict.fromkeys(v for v in (*_nonliterals(body.given), *factors) if v not in stacked and v not in after))
     wanted = [body.ends[i] for i in left] + made
-    laid_out = {"dot_general": partial(_by_laid_out, _laid_out(body, known, turned))} if turned else {}
+    laid_out = (
+        {"dot_general": partial(_dot_with_transposed, _transposed_weights(body, known, turned))} if turned else {}
+    )
 
     def turn(carry: list, xs: list) -> tuple[list, list]:
         given = {body.carried[i]: value for i, value in zip(left, carry, strict=True)}
         now = known | given | dict(zip(ahead, xs, strict=True))
-        outputs = evaluated(body.closed, now, wanted, {**rules, **laid_out})
+        outputs = evaluate_subgraph(body.closed, now, wanted, {**rules, **laid_out})
         return outputs[: len(left)], outputs[len(left) :]
 
     how = {name: equation.params[name] for name in ("reverse", "unroll")}
     carry, rows = lax.scan(turn, [inputs[fixed + i] for i in left], list(stacked.values()), body.length, **how)
     stacked.update(zip(made, rows, strict=True))
     for v, sources in after.items():
-        stacked.update(_every_turn(body, known, {source: stacked[source] for source in sources}, [v], rules))
-    ends = dict(zip(left, carry, strict=True)) | _totals(added, stacked, inputs[fixed : fixed + carried])
-    return [*(ends[i] for i in range(carried)), *(_stack(v, stacked, body.length) for v in body.given)]
+        stacked.update(_batch_over_steps(body, known, {source: stacked[source] for source in sources}, [v], rules))
+    ends = dict(zip(left, carry, strict=True)) | _final_sums(added, stacked, inputs[fixed : fixed + carried])
+    return [*(ends[i] for i in range(carried)), *(_stacked_output(v, stacked, body.length) for v in body.given)]
 
 
-def _body(inputs: list, equation: core.JaxprEqn) -> Body:
+def _scan_body(inputs: list, equation: core.JaxprEqn) -> ScanBody:
     """What it calls in place of the calls, an input that is there twice once, and everything computed once."""
     closed, length = equation.params["jaxpr"], equation.params["length"]
-    flat = called_in_place(closed)
-    fixed, carried = parts_of_scan(equation)
+    flat = inline_calls(closed)
+    fixed, carried = scan_counts(equation)
     variables, first = flat.jaxpr.invars, {}
     same = {}
     for i, (value, v) in enumerate(zip(inputs, variables, strict=True)):
@@ -124,28 +120,28 @@ def _body(inputs: list, equation: core.JaxprEqn) -> Body:
             same[v] = first.setdefault((id(value), i < fixed), v)
     last = fixed + carried
     parts = tuple(variables[:fixed]), tuple(variables[fixed:last]), tuple(variables[last:])
-    return Body(computed_once(flat, same), parts[0], parts[1], parts[2], length)
+    return ScanBody(eliminate_common_subexpressions(flat, same), parts[0], parts[1], parts[2], length)
 
 
-def _every_turn(body: Body, known: dict, stacked: dict, wanted: list, rules: Rules) -> dict[Any, Array]:
+def _batch_over_steps(body: ScanBody, known: dict, stacked: dict, wanted: list, rules: Rules) -> dict[Any, Array]:
     """Of all turns at once, from what is the same in all of them and rows of what is stacked."""
     if not wanted:
         return {}
-    one = lambda xs: evaluated(body.closed, known | dict(zip(stacked, xs, strict=True)), wanted, rules)  # noqa: E731
+    one = lambda xs: evaluate_subgraph(body.closed, known | dict(zip(stacked, xs, strict=True)), wanted, rules)  # noqa: E731
     return dict(zip(wanted, jax.vmap(one)(list(stacked.values())), strict=True))
 
 
-def _variables(atoms: Iterable) -> list:
+def _nonliterals(atoms: Iterable) -> list:
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def _makers(body: Body) -> dict[Any, core.JaxprEqn]:
+def _makers(body: ScanBody) -> dict[Any, core.JaxprEqn]:
     return {v: equation for equation in body.closed.jaxpr.eqns for v in equation.outvars}
 
 
-def _uses(body: Body) -> Counter:
-    uses = Counter(v for equation in body.closed.jaxpr.eqns for v in _variables(equation.invars))
-    uses.update(_variables(body.closed.jaxpr.outvars))
+def _uses(body: ScanBody) -> Counter:
+    uses = Counter(v for equation in body.closed.jaxpr.eqns for v in _nonliterals(equation.invars))
+    uses.update(_nonliterals(body.closed.jaxpr.outvars))
     return uses
 
 
@@ -153,67 +149,69 @@ def _bytes(variables: Iterable) -> int:
     return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
 
 
-def _only_of(body: Body, sources: Iterable) -> set:
+def _computed_from(body: ScanBody, sources: Iterable) -> set:
     """Variables that are computed from no others than these."""
     found = {*sources, *body.closed.jaxpr.constvars}
     for equation in body.closed.jaxpr.eqns:
-        if all(v in found for v in _variables(equation.invars)) and not is_of_one(equation):
+        if all(v in found for v in _nonliterals(equation.invars)) and not is_unbatchable(equation):
             found.update(equation.outvars)
     return found
 
 
-def _weighed(equation: core.JaxprEqn, weights: Collection) -> Any:
+def _weight_dot_input(equation: core.JaxprEqn, weights: Collection) -> Any:
     """What a product multiplies by large weights: a variable; None where it is no such product."""
     if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
         return None
-    factors = _variables(equation.invars)
+    factors = _nonliterals(equation.invars)
     others = [v for v in factors if v not in weights]
     if len(factors) != 2 or len(others) != 1:
         return None
-    large = _bytes(v for v in factors if v in weights) >= _LARGE * _bytes([*others, *equation.outvars])
+    large = _bytes(v for v in factors if v in weights) >= limits().recurrent_weight_ratio * _bytes(
+        [*others, *equation.outvars]
+    )
     return others[0] if large else None
 
 
 # -- before the loop --------------------------------------------------------------------------------------------------
 
 
-def _before(body: Body) -> list:
+def _dots_before(body: ScanBody) -> list:
     """Products of weights and slices alone."""
-    weights = _only_of(body, body.fixed)
-    known = _only_of(body, (*body.fixed, *body.cut))
-    found, room = [], _MOST
+    weights = _computed_from(body, body.fixed)
+    known = _computed_from(body, (*body.fixed, *body.cut))
+    found, room = [], _MAX_BYTES
     for equation in body.closed.jaxpr.eqns:
-        if _weighed(equation, weights) not in known:
+        if _weight_dot_input(equation, weights) not in known:
             continue
-        between = needed(body.closed, equation.outvars, weights.union(body.cut, found))
+        between = dependency_slice(body.closed, equation.outvars, weights.union(body.cut, found))
         size = body.length * sum(_bytes(each.outvars) for each in between)
-        if size <= room and not any(map(_is_work, between[:-1])):
+        if size <= room and not any(map(_is_expensive, between[:-1])):
             found.extend(equation.outvars)
             room -= size
     return found
 
 
-def _is_work(equation: core.JaxprEqn) -> bool:
+def _is_expensive(equation: core.JaxprEqn) -> bool:
     """Whether it is worth not being done twice: gradients need in the loop what lies before a product."""
-    return equation.primitive.name in _WORK
+    return equation.primitive.name in _EXPENSIVE
 
 
 # -- in it ------------------------------------------------------------------------------------------------------------
 
 
-def _rather_turned(body: Body) -> list:
+def _weights_to_transpose(body: ScanBody) -> list:
     """Weights that are better laid out before the loop, with the axis first that products in it sum over."""
-    weights, found = _only_of(body, body.fixed), []
-    for equation in body.closed.jaxpr.eqns if body.length >= _TURNS else ():
-        place = _place_of_weights(equation, weights)
+    weights, found = _computed_from(body, body.fixed), []
+    for equation in body.closed.jaxpr.eqns if body.length >= limits().recurrent_steps else ():
+        place = _weight_operand(equation, weights)
         if place is not None:
             v = equation.invars[place]
-            if v not in found and (v not in body.fixed or _summed(equation, place) == 1):
+            if v not in found and (v not in body.fixed or _contracted_axis(equation, place) == 1):
                 found.append(v)
     return found
 
 
-def _place_of_weights(equation: core.JaxprEqn, weights: Collection) -> int | None:
+def _weight_operand(equation: core.JaxprEqn, weights: Collection) -> int | None:
     """Which factor of a product are weights [A, B], by which few rows are multiplied; None where it is none such."""
     if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
         return None
@@ -225,30 +223,32 @@ def _place_of_weights(equation: core.JaxprEqn, weights: Collection) -> int | Non
     return places[0] if kind.ndim == 2 and kind.dtype in (jnp.float32, jnp.float64) and rows <= _FEW_ROWS else None
 
 
-def _summed(equation: core.JaxprEqn, place: int) -> int:
+def _contracted_axis(equation: core.JaxprEqn, place: int) -> int:
     """The axis that a product sums over, in one of its factors."""
     return equation.params["dimension_numbers"][0][place][0]
 
 
 def _rows(equation: core.JaxprEqn, place: int) -> int:
     shape = equation.invars[place].aval.shape  # type: ignore[attr-defined]
-    return math.prod(shape) // max(1, shape[_summed(equation, place)])
+    return math.prod(shape) // max(1, shape[_contracted_axis(equation, place)])
 
 
-def _laid_out(body: Body, known: dict, turned: list) -> dict[Any, tuple[Array, Array]]:
+def _transposed_weights(body: ScanBody, known: dict, turned: list) -> dict[Any, tuple[Array, Array]]:
     """The weights, and the weights with their axes exchanged."""
-    values = evaluated(body.closed, known, turned)
+    values = evaluate_subgraph(body.closed, known, turned)
     return {v: (value, value.T) for v, value in zip(turned, values, strict=True)}
 
 
-def _by_laid_out(weights: dict[Any, tuple[Array, Array]], inputs: list, equation: core.JaxprEqn) -> Array | None:
+def _dot_with_transposed(
+    weights: dict[Any, tuple[Array, Array]], inputs: list, equation: core.JaxprEqn
+) -> Array | None:
     """A product by weights that were laid out."""
-    place = _place_of_weights(equation, weights)
+    place = _weight_operand(equation, weights)
     if place is None:
         return None
     over, batch = equation.params["dimension_numbers"]
     inputs = [*inputs]
-    inputs[place] = weights[equation.invars[place]][_summed(equation, place)]
+    inputs[place] = weights[equation.invars[place]][_contracted_axis(equation, place)]
     over = tuple((0,) if i == place else axes for i, axes in enumerate(over))
     return equation.primitive.bind(*inputs, **{**equation.params, "dimension_numbers": (over, batch)})
 
@@ -256,15 +256,15 @@ def _by_laid_out(weights: dict[Any, tuple[Array, Array]], inputs: list, equation
 # -- after it ---------------------------------------------------------------------------------------------------------
 
 
-def _after(body: Body, kept: set) -> dict[Any, list]:
+def _dots_after(body: ScanBody, kept: set) -> dict[Any, list]:
     """Outputs of every turn that are products by weights, or sums of them: what they are made of.
 
     That must be kept for all turns: only where it is all the same, or is no larger than what is made of it.
     """
-    makers, uses, weights = _makers(body), _uses(body), _only_of(body, body.fixed)
-    found, given = {}, Counter(_variables(body.given))
+    makers, uses, weights = _makers(body), _uses(body), _computed_from(body, body.fixed)
+    found, given = {}, Counter(_nonliterals(body.given))
     uses.subtract({v: times - 1 for v, times in given.items()})
-    made = {v: _sources(v, kept, makers, uses, weights) for v in given if uses[v] == 1}
+    made = {v: _dot_sources(v, kept, makers, uses, weights) for v in given if uses[v] == 1}
     kept = kept | {v for v in given if v not in made or not made[v][1]}
     for v, (sources, products) in made.items():
         more = [source for source in sources if source not in kept]
@@ -274,21 +274,21 @@ def _after(body: Body, kept: set) -> dict[Any, list]:
     return found
 
 
-def _sources(v: Any, kept: set, makers: dict, uses: Counter, weights: Collection) -> tuple[list, int]:
+def _dot_sources(v: Any, kept: set, makers: dict, uses: Counter, weights: Collection) -> tuple[list, int]:
     """(what ``v`` is made of, but for weights; of how many products)."""
     maker = makers.get(v)
-    multiplied = None if maker is None or v in kept else _weighed(maker, weights)
+    multiplied = None if maker is None or v in kept else _weight_dot_input(maker, weights)
     if multiplied is not None:
         return [multiplied], 1
     if v in weights:
         return [], 0
-    if maker is None or v in kept or uses[v] != 1 or maker.primitive.name not in _TOGETHER:
+    if maker is None or v in kept or uses[v] != 1 or maker.primitive.name not in _COMBINING:
         return [v], 0
-    parts = [_sources(part, kept, makers, uses, weights) for part in _variables(maker.invars)]
+    parts = [_dot_sources(part, kept, makers, uses, weights) for part in _nonliterals(maker.invars)]
     return list(dict.fromkeys(source for sources, _ in parts for source in sources)), sum(n for _, n in parts)
 
 
-def _stack(v: Any, stacked: dict, length: int) -> Array:
+def _stacked_output(v: Any, stacked: dict, length: int) -> Array:
     if isinstance(v, core.Literal):
         return jnp.full((length,), v.val, v.aval.dtype)  # type: ignore[attr-defined]
     return stacked[v]
@@ -297,10 +297,10 @@ def _stack(v: Any, stacked: dict, length: int) -> Array:
 # -- sums over all turns ----------------------------------------------------------------------------------------------
 
 
-def _added(body: Body) -> dict[int, Added]:
+def _accumulations(body: ScanBody) -> dict[int, Accumulation]:
     """By the number of the carried array."""
     makers, uses = _makers(body), _uses(body)
-    found: dict[int, Added] = {}
+    found: dict[int, Accumulation] = {}
     readers: dict[Any, set[int]] = {}
     for i, (before, after) in enumerate(zip(body.carried, body.ends, strict=True)):
         last = None if isinstance(after, core.Literal) else makers.get(after)
@@ -311,9 +311,9 @@ def _added(body: Body) -> dict[int, Added]:
         at, then = next(v for v in last.invars if v is not before), []
         while (made := None if isinstance(at, core.Literal) else makers.get(at)) is not None:
             if made.primitive.name in ("dot_general", "reduce_sum"):
-                found[i] = Added(made, tuple(reversed(then)))
+                found[i] = Accumulation(made, tuple(reversed(then)))
                 readers.setdefault(at, set()).add(id(then[-1][0] if then else last))
-            if made.primitive.name not in _PASSED_ON or uses[at] != 1:
+            if made.primitive.name not in _LINEAR_RESHAPES or uses[at] != 1:
                 break
             then.append((made, list[Any](made.outvars).index(at)))
             at = made.invars[0]
@@ -322,17 +322,20 @@ def _added(body: Body) -> dict[int, Added]:
     return {i: added for i, added in found.items() if only(added.root.outvars[0])}
 
 
-def _worth_it(added: dict[int, Added], body: Body) -> dict[int, Added]:
+def _profitable(added: dict[int, Accumulation], body: ScanBody) -> dict[int, Accumulation]:
     """Products that are much larger than what must be kept for them, and sums of what is kept all the same."""
     kept, fixed = set(body.cut), {*body.fixed, *body.carried, *body.closed.jaxpr.constvars}
     known = lambda v: not isinstance(v, core.Literal) and v not in fixed  # noqa: E731
-    chosen, room = {}, _MOST
+    chosen, room = {}, _MAX_BYTES
     for name in ("dot_general", "reduce_sum"):
         for i, each in added.items():
             if each.root.primitive.name != name or not all(map(known, each.root.invars)):
                 continue
             more = set(each.root.invars) - kept
-            large = _WORTH * _bytes(more) > _bytes(each.root.outvars) or body.length * _bytes(more) > room
+            large = (
+                limits().recurrent_product_ratio * _bytes(more) > _bytes(each.root.outvars)
+                or body.length * _bytes(more) > room
+            )
             if more and (name == "reduce_sum" or large):
                 continue
             room -= body.length * _bytes(more)
@@ -341,22 +344,22 @@ def _worth_it(added: dict[int, Added], body: Body) -> dict[int, Added]:
     return chosen
 
 
-def _totals(added: dict[int, Added], stacked: dict, start: Sequence[Array]) -> dict[int, Array]:
+def _final_sums(added: dict[int, Accumulation], stacked: dict, start: Sequence[Array]) -> dict[int, Array]:
     """What the carried arrays end with to which something is added."""
     totals: dict[Any, tuple[Array, bool]] = {}
     ends = {}
     for i, sum_ in added.items():
         of = sum_.root.outvars[0]
         if of not in totals:
-            totals[of] = _total(sum_.root, [stacked[v] for v in sum_.root.invars])
+            totals[of] = _sum_over_steps(sum_.root, [stacked[v] for v in sum_.root.invars])
         total, turned = totals[of]
         for each, output in sum_.then:
-            total, turned = _passed_on(each, output, total, turned)
+            total, turned = _apply_linear(each, output, total, turned)
         ends[i] = start[i] + (total.T if turned else total)
     return ends
 
 
-def _passed_on(each: core.JaxprEqn, output: int, total: Array, turned: bool) -> tuple[Array, bool]:
+def _apply_linear(each: core.JaxprEqn, output: int, total: Array, turned: bool) -> tuple[Array, bool]:
     """What ``each`` makes of a total, or ``turned`` of one [B, A] that stands for [A, B]."""
     name, params = each.primitive.name, dict(each.params)
     if turned and name == "transpose":
@@ -372,7 +375,7 @@ def _passed_on(each: core.JaxprEqn, output: int, total: Array, turned: bool) -> 
     return found[output] if each.primitive.multiple_results else found, turned
 
 
-def _total(root: core.JaxprEqn, factors: Sequence[Array]) -> tuple[Array, bool]:
+def _sum_over_steps(root: core.JaxprEqn, factors: Sequence[Array]) -> tuple[Array, bool]:
     """The sum over all turns, from inputs [turns, ...] of each; whether it has its axes exchanged.
 
     Of a product [A, B] the larger axis is best the last.

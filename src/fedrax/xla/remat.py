@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from fedrax.xla.rewriting import CALLS, called_in_place, evaluated, inputs_of, replayed
-from fedrax.xla.tracing import parts_of_scan
+from fedrax.xla.rewriting import CALL_PRIMITIVES, evaluate_jaxpr, evaluate_subgraph, inline_calls, input_shapes
+from fedrax.xla.tracing import scan_counts
 
 _CHEAP = ("add", "add_any", "copy", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub")
-_FEW = 8
+_MAX_OPERATIONS = 8
 """Operations up to which computing an array takes no longer than to read it."""
 
 
-class Kept(NamedTuple):
+class ScanOutput(NamedTuple):
     """Where a stacked array comes from."""
 
     scan: core.JaxprEqn
@@ -28,32 +28,32 @@ class Kept(NamedTuple):
     """Of its body: what every turn gives."""
 
 
-def fewer_residuals(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def rematerialize_residuals(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """``closed`` in which scans compute themselves what is a cheap function of other arrays that they read."""
-    if _scans(closed) < 2:
+    if _count_scans(closed) < 2:
         return closed
-    closed = called_in_place(closed)
-    kept: dict[Any, Kept] = {}
+    closed = inline_calls(closed)
+    kept: dict[Any, ScanOutput] = {}
     equations = []
     for equation in closed.jaxpr.eqns:
         if equation.primitive.name == "scan":
-            equation = _reading_less(equation, kept)
-            _, carried = parts_of_scan(equation)
+            equation = _without_cheap_residuals(equation, kept)
+            _, carried = scan_counts(equation)
             stacks = zip(equation.outvars[carried:], equation.params["jaxpr"].jaxpr.outvars[carried:], strict=True)
-            kept.update((v, Kept(equation, inner)) for v, inner in stacks if not isinstance(inner, core.Literal))
+            kept.update((v, ScanOutput(equation, inner)) for v, inner in stacks if not isinstance(inner, core.Literal))
         equations.append(equation)
     changed: Any = closed.jaxpr
     return core.ClosedJaxpr(changed.replace(eqns=equations), closed.consts)
 
 
-def _scans(closed: core.ClosedJaxpr) -> int:
-    inside = (e.params["jaxpr"] for e in closed.jaxpr.eqns if e.primitive.name in CALLS)
-    return sum(e.primitive.name == "scan" for e in closed.jaxpr.eqns) + sum(map(_scans, inside))
+def _count_scans(closed: core.ClosedJaxpr) -> int:
+    inside = (e.params["jaxpr"] for e in closed.jaxpr.eqns if e.primitive.name in CALL_PRIMITIVES)
+    return sum(e.primitive.name == "scan" for e in closed.jaxpr.eqns) + sum(map(_count_scans, inside))
 
 
-def _reading_less(equation: core.JaxprEqn, kept: dict[Any, Kept]) -> core.JaxprEqn:
+def _without_cheap_residuals(equation: core.JaxprEqn, kept: dict[Any, ScanOutput]) -> core.JaxprEqn:
     """A scan that computes in its turns what it can; what it read is replaced by something that it reads too."""
-    first = sum(parts_of_scan(equation))
+    first = sum(scan_counts(equation))
     sources: dict[int, list[int]] = {}
     for i, v in enumerate(equation.invars[first:], first):
         if v in kept and kept[v].scan.params["length"] == equation.params["length"]:
@@ -68,7 +68,7 @@ def _reading_less(equation: core.JaxprEqn, kept: dict[Any, Kept]) -> core.JaxprE
             if there.get(v) == i and v in _cheap(others, scan.params["jaxpr"].jaxpr.eqns):
                 del there[v]
         computed.update((i, (scan, there)) for i, v in variables.items() if v not in there)
-    return _with(equation, computed, kept) if computed else equation
+    return _recompute_in_body(equation, computed, kept) if computed else equation
 
 
 def _cheap(known: Any, equations: Sequence[core.JaxprEqn]) -> set:
@@ -79,22 +79,22 @@ def _cheap(known: Any, equations: Sequence[core.JaxprEqn]) -> set:
             continue
         (made,), inputs = equation.outvars, [v for v in equation.invars if not isinstance(v, core.Literal)]
         alike = all(v in operations and v.aval.shape == made.aval.shape for v in inputs)  # type: ignore[attr-defined]
-        if alike and made not in operations and (needed := 1 + sum(operations[v] for v in inputs)) <= _FEW:
+        if alike and made not in operations and (needed := 1 + sum(operations[v] for v in inputs)) <= _MAX_OPERATIONS:
             operations[made] = needed
     return operations.keys() - known
 
 
-def _with(equation: core.JaxprEqn, computed: dict, kept: dict[Any, Kept]) -> core.JaxprEqn:
+def _recompute_in_body(equation: core.JaxprEqn, computed: dict, kept: dict[Any, ScanOutput]) -> core.JaxprEqn:
     body = equation.params["jaxpr"]
 
     def turn(*args: Any) -> list:
         given = list(args)
         for i, (scan, there) in computed.items():
             known = {v: args[place] for v, place in there.items()}
-            given[i] = evaluated(scan.params["jaxpr"], known, [kept[equation.invars[i]].variable])[0]
-        return replayed(body, given, {})
+            given[i] = evaluate_subgraph(scan.params["jaxpr"], known, [kept[equation.invars[i]].variable])[0]
+        return evaluate_jaxpr(body, given, {})
 
-    invars, shapes = list(equation.invars), list(inputs_of(body))
+    invars, shapes = list(equation.invars), list(input_shapes(body))
     for i, (_, there) in computed.items():
         other = next(iter(there.values()))
         invars[i], shapes[i] = invars[other], shapes[other]

@@ -1,6 +1,6 @@
 """Functions whose primitive operations are replaced by others, whatever model they come from.
 
-:func:`rewritten` traces a function to a jaxpr and evaluates that again, equation by equation, with a rule in the
+:func:`rewrite` traces a function to a jaxpr and evaluates that again, equation by equation, with a rule in the
 place of every primitive that has one. Functions held by an equation (bodies of loops, branches, rematerialized
 parts, calls with a derivative of their own) are rewritten inside; all else is bound as it was.
 """
@@ -21,20 +21,20 @@ Rule = Callable[[list, core.JaxprEqn], Any]
 Rules = Mapping[str, Rule]
 """By the primitive's name."""
 
-CALLS = ("jit", "pjit")
+CALL_PRIMITIVES = ("jit", "pjit")
 """Primitives that only stand for the function they hold: it is laid out in their place."""
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
+CHECKPOINT_PRIMITIVES = ("checkpoint", "remat", "remat2")
 """Primitives of ``jax.checkpoint``, whose functions have no place for arrays that they hold."""
-OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
+CUSTOM_DERIVATIVE_PRIMITIVES = ("custom_jvp_call", "custom_vjp_call")
 """Primitives that stand for a function and for a derivative which someone wrote."""
-_CLOSED_TO_US = ("shard_map", "pallas_call", "custom_partitioning")
+_OPAQUE_PRIMITIVES = ("shard_map", "pallas_call", "custom_partitioning")
 """Primitives whose functions mean something only in a context of their own."""
 
 
-def rewritten(function: Callable, rules: Rules, prepared: Callable = lambda closed: closed) -> Callable:
+def rewrite(function: Callable, rules: Rules, prepared: Callable = lambda closed: closed) -> Callable:
     """``function`` with the outputs of ``rules`` in the place of its equations.
 
-    To cover the operations of a gradient, wrap the gradient: ``rewritten(jax.grad(f), rules)``. prepared: makes of the
+    To cover the operations of a gradient, wrap the gradient: ``rewrite(jax.grad(f), rules)``. prepared: makes of the
     jaxpr another one, before the rules.
     """
 
@@ -42,13 +42,13 @@ def rewritten(function: Callable, rules: Rules, prepared: Callable = lambda clos
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         closed = prepared(closed)
         leaves = jax.tree.leaves(args)
-        out = replayed(closed, leaves, rules) if _concerns(closed, rules) else as_function(closed)(*leaves)
+        out = evaluate_jaxpr(closed, leaves, rules) if _has_rule(closed, rules) else jaxpr_as_function(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped
 
 
-def as_function(closed: core.ClosedJaxpr) -> Callable[..., list]:
+def jaxpr_as_function(closed: core.ClosedJaxpr) -> Callable[..., list]:
     """``closed`` as a function that may be differentiated.
 
     That of ``core.jaxpr_as_fun`` hands arrays of the program as NumPy's to derivatives which someone wrote. Where the
@@ -62,40 +62,40 @@ def as_function(closed: core.ClosedJaxpr) -> Callable[..., list]:
     return function
 
 
-def called_in_place(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same with the functions that it calls in their place."""
-    if not any(equation.primitive.name in CALLS for equation in closed.jaxpr.eqns):
+    if not any(equation.primitive.name in CALL_PRIMITIVES for equation in closed.jaxpr.eqns):
         return closed
-    return jax.make_jaxpr(lambda *args: replayed(closed, args, {}))(*inputs_of(closed))
+    return jax.make_jaxpr(lambda *args: evaluate_jaxpr(closed, args, {}))(*input_shapes(closed))
 
 
-def inputs_of(closed: core.ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
+def input_shapes(closed: core.ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
     """What to trace a function like it with."""
     avals: Any = [v.aval for v in closed.jaxpr.invars]
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
 
-def laid_out(function: Callable, *args: Any) -> tuple[core.ClosedJaxpr, Any]:
+def trace_inlined(function: Callable, *args: Any) -> tuple[core.ClosedJaxpr, Any]:
     """(the jaxpr of ``function``, with the functions that it calls in their place; the structure of its output)."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    return called_in_place(closed), jax.tree.structure(shape)
+    return inline_calls(closed), jax.tree.structure(shape)
 
 
-def replayed(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
+def evaluate_jaxpr(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
     """The outputs of ``closed``, evaluated equation by equation."""
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    return _run(jaxpr.eqns, values, rules, jaxpr.outvars)
+    return _evaluate_equations(jaxpr.eqns, values, rules, jaxpr.outvars)
 
 
-def evaluated(closed: core.ClosedJaxpr, known: Mapping, wanted: Sequence, rules: Rules | None = None) -> list:
+def evaluate_subgraph(closed: core.ClosedJaxpr, known: Mapping, wanted: Sequence, rules: Rules | None = None) -> list:
     """The values of any variables of ``closed`` from the values of others: only what lies between is evaluated."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(known)
-    return _run(needed(closed, wanted, values), values, rules or {}, wanted)
+    return _evaluate_equations(dependency_slice(closed, wanted, values), values, rules or {}, wanted)
 
 
-def needed(closed: core.ClosedJaxpr, wanted: Sequence, known: Container = ()) -> list[core.JaxprEqn]:
+def dependency_slice(closed: core.ClosedJaxpr, wanted: Sequence, known: Container = ()) -> list[core.JaxprEqn]:
     """The equations that lie between known variables and wanted ones."""
     found, missing = [], {v for v in wanted if not isinstance(v, core.Literal) and v not in known}
     for equation in reversed(closed.jaxpr.eqns):
@@ -106,25 +106,25 @@ def needed(closed: core.ClosedJaxpr, wanted: Sequence, known: Container = ()) ->
     return found[::-1]
 
 
-def _run(equations: Sequence[core.JaxprEqn], values: dict, rules: Rules, wanted: Sequence) -> list:
+def _evaluate_equations(equations: Sequence[core.JaxprEqn], values: dict, rules: Rules, wanted: Sequence) -> list:
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
     for equation in equations:
-        outputs = outputs_of(equation, [read(v) for v in equation.invars], rules)
+        outputs = evaluate_equation(equation, [read(v) for v in equation.invars], rules)
         values.update((v, out) for v, out in zip(equation.outvars, outputs, strict=True) if v not in values)
     return [read(v) for v in wanted]
 
 
-def outputs_of(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
+def evaluate_equation(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     """The outputs of one equation."""
     # the scopes of the function, layers' names among them, for whoever reads the compiled program
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     if equation.primitive.name in rules and not equation.primitive.multiple_results:
         names = names.extend(equation.primitive.name)
-    with source_info_util.set_name_stack(names), _numbers_of(equation):
+    with source_info_util.set_name_stack(names), _random_setting_of(equation):
         return _evaluate(equation, inputs, rules)
 
 
-def _numbers_of(equation: core.JaxprEqn) -> AbstractContextManager:
+def _random_setting_of(equation: core.JaxprEqn) -> AbstractContextManager:
     """JAX's setting, on which drawn numbers depend, as it was where the equation was traced."""
     was: bool = equation.ctx.threefry_partitionable  # type: ignore[attr-defined]
     is_now: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
@@ -143,14 +143,14 @@ def _evaluate(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
                 same = (given.shape, given.dtype) == (wanted.shape, wanted.dtype)
                 assert same, f"{primitive.name}: {given.shape} for {wanted}"
             return outputs
-    if primitive.name in CALLS:
-        return replayed(params["jaxpr"], inputs, rules)
-    if primitive.name in CHECKPOINTS:
-        function, arrays = _with_arrays_as_inputs(_inside(core.ClosedJaxpr(params["jaxpr"], ()), rules))
+    if primitive.name in CALL_PRIMITIVES:
+        return evaluate_jaxpr(params["jaxpr"], inputs, rules)
+    if primitive.name in CHECKPOINT_PRIMITIVES:
+        function, arrays = _constants_to_inputs(_rewrite_param(core.ClosedJaxpr(params["jaxpr"], ()), rules))
         params, inputs = {**params, "jaxpr": function}, [*arrays, *inputs]
-    elif primitive.name not in _CLOSED_TO_US:
-        params = {name: _inside(value, rules) for name, value in params.items()}
-    if primitive.name in OWN_DERIVATIVE:  # see `as_function`
+    elif primitive.name not in _OPAQUE_PRIMITIVES:
+        params = {name: _rewrite_param(value, rules) for name, value in params.items()}
+    if primitive.name in CUSTOM_DERIVATIVE_PRIMITIVES:  # see `jaxpr_as_function`
         inputs = [_as_array(x, v) for x, v in zip(inputs, equation.invars, strict=True)]
     out = primitive.bind(*inputs, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
@@ -162,19 +162,19 @@ def _as_array(x: Any, atom: Any) -> Any:
     return jnp.asarray(x, atom.aval.dtype) if standing and atom.aval.dtype != jax.dtypes.float0 else x
 
 
-def _inside(value: Any, rules: Rules) -> Any:
+def _rewrite_param(value: Any, rules: Rules) -> Any:
     """A parameter of an equation, rewritten where it is or holds a function."""
-    if not _concerns(value, rules) or _holds_references(value):
+    if not _has_rule(value, rules) or _has_references(value):
         return value
     if isinstance(value, tuple):  # branches; those of a linear solve have names
         make: Any = getattr(value, "_make", tuple)
-        return make(_inside(v, rules) for v in value)
+        return make(_rewrite_param(v, rules) for v in value)
     if isinstance(value, core.ClosedJaxpr):
-        return jax.make_jaxpr(lambda *args: replayed(value, args, rules))(*inputs_of(value))
+        return jax.make_jaxpr(lambda *args: evaluate_jaxpr(value, args, rules))(*input_shapes(value))
     return value
 
 
-def _with_arrays_as_inputs(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, Sequence]:
+def _constants_to_inputs(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, Sequence]:
     """A function of the arrays that ``closed`` holds and of its inputs; and these arrays."""
     jaxpr: Any = closed.jaxpr
     if not closed.consts:
@@ -182,21 +182,21 @@ def _with_arrays_as_inputs(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, Sequen
     return jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars]), closed.consts
 
 
-def _holds_references(value: Any) -> bool:
+def _has_references(value: Any) -> bool:
     """Whether a function is given references to arrays that change, which it cannot be traced anew with."""
     variables = getattr(getattr(value, "jaxpr", value), "invars", ())
     return any(hasattr(v.aval, "inner_aval") for v in variables)
 
 
-def _concerns(value: Any, rules: Rules) -> bool:
+def _has_rule(value: Any, rules: Rules) -> bool:
     """Whether a function, or one that its equations hold, has a primitive with a rule."""
     if isinstance(value, tuple):
-        return any(_concerns(v, rules) for v in value)
+        return any(_has_rule(v, rules) for v in value)
     if isinstance(value, core.ClosedJaxpr):
         value = value.jaxpr
     if not isinstance(value, core.Jaxpr):
         return False
     return any(
-        equation.primitive.name in rules or any(_concerns(v, rules) for v in equation.params.values())
+        equation.primitive.name in rules or any(_has_rule(v, rules) for v in equation.params.values())
         for equation in value.eqns
     )

@@ -15,15 +15,14 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.tracing import equations_in, functions_in
+from fedrax.xla.options import limits
+from fedrax.xla.tracing import equations_in, sub_jaxprs
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _ROUNDS = 20
-KEYS = "key<fry>"
+KEY_DTYPE = "key<fry>"
 """The type of JAX's keys of its default kind."""
-_LEAST = 1 << 12
-"""Numbers: fewer are not worth a longer program."""
 
 
 def threefry(key: Any, first: Array, second: Array) -> tuple[Array, Array]:
@@ -42,40 +41,40 @@ def threefry(key: Any, first: Array, second: Array) -> tuple[Array, Array]:
     return first, second
 
 
-def many_at_once(inputs: list, equation: core.JaxprEqn) -> Array | None:
+def lower_random_bits(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``random_bits``: as ``jax.random.bits``, of keys of JAX's default kind."""
     (keys,), width, shape = inputs, equation.params["bit_width"], tuple(equation.params["shape"])
     size = math.prod(shape)
-    if not is_threefry(keys) or width > 32 or size >= 2**32 or keys.size * size < _LEAST:
+    if not is_threefry(keys) or width > 32 or size >= 2**32 or keys.size * size < limits().random_bits:
         return None
-    bits = _of_keys(jax.random.key_data(keys).reshape(-1, 2), size)
+    bits = _bits_of_keys(jax.random.key_data(keys).reshape(-1, 2), size)
     return bits.astype(f"uint{width}").reshape(*keys.shape, *shape)
 
 
 def is_threefry(keys: Any) -> bool:
     """Whether an array of keys, or its shape, is of JAX's default kind, and each bit follows from its place alone."""
-    return str(keys.dtype) == KEYS and bool(jax.config.values["jax_threefry_partitionable"])
+    return str(keys.dtype) == KEY_DTYPE and bool(jax.config.values["jax_threefry_partitionable"])
 
 
-def is_of_one(equation: core.JaxprEqn) -> bool:
+def is_unbatchable(equation: core.JaxprEqn) -> bool:
     """Whether under ``vmap`` it is not what it is by itself, or fails: most generators take one key for all then."""
-    inside = (e for function in functions_in(equation) for e in equations_in(function))
-    return any(map(_is_alone, (equation, *inside)))
+    inside = (e for function in sub_jaxprs(equation) for e in equations_in(function))
+    return any(map(_is_unbatchable_primitive, (equation, *inside)))
 
 
-def _is_alone(equation: core.JaxprEqn) -> bool:
+def _is_unbatchable_primitive(equation: core.JaxprEqn) -> bool:
     name = equation.primitive.name
     if name == "random_bits":
-        return str(equation.invars[0].aval.dtype) != KEYS  # type: ignore[attr-defined]
+        return str(equation.invars[0].aval.dtype) != KEY_DTYPE  # type: ignore[attr-defined]
     return name in ("rng_bit_generator", "rng_uniform") or "callback" in name or "ffi" in name
 
 
-def bits_from(words: Array, first: Array, count: int) -> Array:
+def counter_bits(words: Array, first: Array, count: int) -> Array:
     """[count] bits of width 32, from the place ``first`` on, of the key with these two words."""
     return _bits(words[None], first, count)[0]
 
 
-def _of_keys(words: Array, size: int) -> Array:
+def _bits_of_keys(words: Array, size: int) -> Array:
     """[K, size] of the words [K, 2] of K keys.
 
     In a loop of two turns, which writes them down. XLA would make them anew for each of their uses, such as four times

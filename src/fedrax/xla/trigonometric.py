@@ -9,15 +9,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.conv.window import is_short
-from fedrax.xla.normal import polynomial
+from fedrax.xla.conv.window import is_half_precision
+from fedrax.xla.normal import horner
+from fedrax.xla.options import limits
 
-_LEAST = 1 << 12
-"""Numbers: fewer are not worth a longer program."""
-_QUARTER = (1.5703125, 0.0004837512969970703, 7.549533620476723e-08, 2.5633440682570896e-12)
+_HALF_PI = (1.5703125, 0.0004837512969970703, 7.549533620476723e-08, 2.5633440682570896e-12)
 """A quarter turn as a sum. The first three have eleven digits each, so that their products with whole numbers of up to
 thirteen are exact (Cody and Waite 1980)."""
-_FARTHEST = 1e4
+_MAX_ARGUMENT = 1e4
 """Numbers beyond it, which have more quarter turns in them, are the library's."""
 # With z = r^2, |r| <= pi / 4: sin r = r + r z P(z) and cos r = 1 - z / 2 + z^2 Q(z), the constant first, to a greatest
 # relative error of 4e-9.
@@ -25,29 +24,29 @@ _SINE = (-0.166666552, 0.00833215937, -0.000195151209)
 _COSINE = (0.0416666456, -0.00138873141, 2.44329713e-05)
 
 
-def sine(inputs: list[Array], equation: core.JaxprEqn, ahead: int = 0) -> Array | None:
+def lower_sin(inputs: list[Array], equation: core.JaxprEqn, ahead: int = 0) -> Array | None:
     """The rule for ``sin``, and so many quarter turns ahead: for ``cos`` one."""
     (x,) = inputs
-    if is_short(x.dtype):
-        found = sine([x.astype(jnp.float32)], equation, ahead)
+    if is_half_precision(x.dtype):
+        found = lower_sin([x.astype(jnp.float32)], equation, ahead)
         return None if found is None else found.astype(x.dtype)
-    if x.dtype != jnp.float32 or math.prod(x.shape) < _LEAST:
+    if x.dtype != jnp.float32 or math.prod(x.shape) < limits().sine_numbers:
         return None
-    near = jnp.max(jnp.abs(x)) <= _FARTHEST  # no number is not
-    return lax.cond(near, partial(_near, ahead=ahead), (lax.sin, lax.cos)[ahead], x)
+    near = jnp.max(jnp.abs(x)) <= _MAX_ARGUMENT  # no number is not
+    return lax.cond(near, partial(_polynomial, ahead=ahead), (lax.sin, lax.cos)[ahead], x)
 
 
-cosine = partial(sine, ahead=1)
+lower_cos = partial(lower_sin, ahead=1)
 """The rule for ``cos``."""
 
 
-def _near(x: Array, ahead: int) -> Array:
+def _polynomial(x: Array, ahead: int) -> Array:
     turns = jnp.round(x * (2 / math.pi))
     r = x
-    for part in _QUARTER:
+    for part in _HALF_PI:
         r = r - turns * part
     quarter, z = turns.astype(jnp.int32) + ahead, r * r
-    of_sine = r + r * z * polynomial(_SINE, z)
-    of_cosine = 1 - z / 2 + z * z * polynomial(_COSINE, z)
+    of_sine = r + r * z * horner(_SINE, z)
+    of_cosine = 1 - z / 2 + z * z * horner(_COSINE, z)
     found = jnp.where(quarter & 1 == 0, of_sine, of_cosine)
     return jnp.where(quarter & 2 == 0, found, -found)

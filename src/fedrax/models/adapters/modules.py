@@ -16,7 +16,7 @@ from jax.sharding import use_abstract_mesh
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
-from fedrax.xla.tracing import NO_MESH, equations_in, shape_of
+from fedrax.xla import NO_MESH, equations_in, shape_struct
 
 Part = str | Callable[..., Any]
 """A method's name, or a function whose first argument is the module."""
@@ -136,7 +136,7 @@ def _signs_of_training(
         outputs, statistics = run(method, variables, x, key if train else None, train)
         return statistics, [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
 
-    shapes = jax.tree.map(shape_of, (variables, x, key))
+    shapes = jax.tree.map(shape_struct, (variables, x, key))
     try:
         with use_abstract_mesh(NO_MESH):
             made = jax.make_jaxpr(call)(*shapes)

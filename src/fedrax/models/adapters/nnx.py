@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.models.adapters.modules import Part, begun, library, model_of, modes
-from fedrax.xla.fingerprint import enclosed
+from fedrax.xla import closure_values
 
 
 def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
@@ -121,7 +121,7 @@ def _holds_traced(graph: Any) -> bool:
         elif isinstance(value, tuple | list):
             waiting += value
         elif isinstance(value, types.FunctionType):
-            waiting += enclosed(value)
+            waiting += closure_values(value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             waiting += [getattr(value, field.name) for field in dataclasses.fields(value)]
     return False

@@ -19,8 +19,7 @@ from fedrax.errors import FedraxError
 from fedrax.prng.seeds import WATCHING, seeded
 from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round, serve
 from fedrax.tree import Tree
-from fedrax.xla.fingerprint import Code
-from fedrax.xla.precision import Format
+from fedrax.xla import CodeFingerprint, OperandFormat
 
 Drawn = Literal["always", "poisson", "fixed"]
 """How the watched client comes into a round: it is always there; by a coin of its own, and else nobody is; or drawn,
@@ -46,7 +45,7 @@ def watch(
     rate: float = 1.0,
     bystander: Batch | None = None,
     size: int | None = None,
-    precision: Format = "highest",
+    precision: OperandFormat = "highest",
 ) -> np.ndarray:
     """What is seen of a federation whose only client has the samples ``client``, float [runs, numbers].
 
@@ -67,7 +66,7 @@ def watch(
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
     other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
     known = _Known(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn, size is not None, precision)
-    program = _program(known, Code(algorithm, task))
+    program = _program(known, CodeFingerprint(algorithm, task))
     own = jnp.int32(len(samples.y) if size is None else size)
     given = (algorithm, params, (samples, other), own, jnp.float32(rate), keys)
     with jax.default_matmul_precision("highest"):  # as in a run
@@ -89,7 +88,7 @@ class _Known(NamedTuple):
     drawn: Drawn
     some: bool
     """Whether the client may have less than all samples."""
-    precision: Format
+    precision: OperandFormat
 
 
 class _Watched(Alone):
@@ -122,7 +121,7 @@ class _Watched(Alone):
 
 
 @lru_cache(maxsize=8)
-def _program(known: _Known, code: Code) -> Callable[..., Array]:
+def _program(known: _Known, code: CodeFingerprint) -> Callable[..., Array]:
     """The compiled function (algorithm, params, samples, size, rate, keys) -> what is seen with each key: of all
     worlds.
     """

@@ -12,8 +12,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Info, summed_dtype
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
-from fedrax.xla.normal import normals
-from fedrax.xla.norms import length
+from fedrax.xla import norm, normal_noise
 
 
 def shortened(vector: Tree, bound: Any) -> tuple[Tree, Array]:
@@ -22,7 +21,7 @@ def shortened(vector: Tree, bound: Any) -> tuple[Tree, Array]:
     A vector with a length that is not finite becomes zero, so that no client can add more than ``bound``, whatever its
     data. Exact but for float rounding.
     """
-    size = length(vector)
+    size = norm(vector)
     factor = jnp.where(size > bound, bound / jnp.where(size > 0, size, 1), 1)
     finite = jnp.isfinite(size)
     cut = jax.tree.map(lambda a: jnp.where(finite, factor.astype(a.dtype) * a, 0).astype(a.dtype), vector)
@@ -35,7 +34,7 @@ def with_noise(key: Array, vector: Tree, deviation: Any) -> Tree:
     Drawn as float32 whatever the run's precision, so that both precisions see the same noise.
     """
     add = lambda a, z: a + (deviation * z).astype(a.dtype)  # noqa: E731
-    return jax.tree.map(add, vector, normals(key, vector))
+    return jax.tree.map(add, vector, normal_noise(key, vector))
 
 
 def only_bookkeeping(info: Info) -> Info:

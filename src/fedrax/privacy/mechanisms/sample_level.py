@@ -23,8 +23,7 @@ from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
 from fedrax.privacy.mechanisms.taint import uncovered
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
-from fedrax.xla.per_example_clipping import bytes_written, clipped_sum
-from fedrax.xla.precision import with_operands
+from fedrax.xla import clipped_gradient_sum, materialized_bytes, with_operand_format
 
 _ROOM = 2**27
 """Bytes for gradients of single samples."""
@@ -140,7 +139,7 @@ class SampleDP(Wrapper):
         def rule(losses: Callable, params: Tree, batch: Any, weights: Array | None, key: Array) -> tuple[Array, Tree]:
             rows = len(jax.tree.leaves(batch)[0])
             real = jnp.ones(rows, bool) if weights is None else weights
-            of_one = with_operands(jax.grad(_one_loss(losses)), data.precision)
+            of_one = with_operand_format(jax.grad(_one_loss(losses)), data.precision)
             single = jax.eval_shape(lambda batch: take(batch, jnp.zeros(1, jnp.int32)), batch)
             width = min(self.microbatch or _side_by_side(of_one, params, single, key, most), rows)
 
@@ -149,7 +148,7 @@ class SampleDP(Wrapper):
                 inside = (at < rows) & real[jnp.minimum(at, rows - 1)]
                 at = jnp.minimum(at, rows - 1)
                 keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(at)
-                return clipped_sum(of_one, params, take(batch, at), keys, bound=self.clip, counts=inside)
+                return clipped_gradient_sum(of_one, params, take(batch, at), keys, bound=self.clip, counts=inside)
 
             if width == rows and isinstance(used(real), int):
                 summed = of_some(0)
@@ -185,7 +184,7 @@ def _drawn(data: ClientData, rate: Any) -> Callable:
 def _side_by_side(of_one: Callable, params: Tree, single: Tree, key: Array, most: int) -> int:
     """How many gradients have room, up to ``most``: of what is written out of each."""
     keys = jax.eval_shape(lambda key: key[None], key)
-    return max(1, min(most, _ROOM // max(1, bytes_written(of_one, params, single, keys))))
+    return max(1, min(most, _ROOM // max(1, materialized_bytes(of_one, params, single, keys))))
 
 
 def _one_loss(losses: Callable) -> Callable:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedrax.contract.client_data import Carried, ClientData
 from fedrax.tree import Tree
-from fedrax.xla.tracing import dependent
+from fedrax.xla import dependent_leaves
 
 
 def uncovered(
@@ -23,9 +23,9 @@ def uncovered(
         return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
 
     secret = (data.samples, data.size)
-    leaks = dependent(sent, secret, state)
+    leaks = dependent_leaves(sent, secret, state)
     sends = [name for name in leaks if not name.startswith("state")]
     if not sends and leaks:  # what stays on the client may be exact, as long as it does not leave in a later round
-        from_state = dependent(lambda state: sent(secret, state), state)
+        from_state = dependent_leaves(lambda state: sent(secret, state), state)
         sends = [name for name in from_state if not name.startswith("state")]
     return sends[0] if sends else None

@@ -12,10 +12,7 @@ from jax.sharding import Mesh
 from fedrax.errors import FedraxError
 from fedrax.simulation.placement.memory_budget import Account
 from fedrax.simulation.settings import Settings
-from fedrax.xla.attention import has_blocks
-from fedrax.xla.layer_scan import loops_in
-from fedrax.xla.microbatch import AXIS, cuts_in
-from fedrax.xla.tracing import equations_in
+from fedrax.xla import CLIENT_AXIS, batch_splits, equations_in, has_blockwise_attention, scanned_layers
 
 
 def choose_plan(settings: Settings, mesh: Mesh) -> str:
@@ -52,9 +49,9 @@ def describe(
 
     program: a round, traced. joining: whether devices ever work together.
     """
-    piece = max((cut.rows for cut in cuts_in(program)), default=0)
-    turns = " or ".join(map(str, sorted(set(loops_in(program)))))  # a round may take several gradients
-    blocks = has_blocks(program)
+    piece = max((cut.rows for cut in batch_splits(program)), default=0)
+    turns = " or ".join(map(str, sorted(set(scanned_layers(program)))))  # a round may take several gradients
+    blocks = has_blockwise_attention(program)
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
     where = f"one {kind}" if len(devices) == 1 else f"each of {len(devices)} {kind}s"
@@ -86,4 +83,4 @@ def make_mesh(devices: int | None) -> Mesh:
         raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
     if jax.process_count() > 1 and len({d.process_index for d in found[:devices]}) < jax.process_count():
         raise FedraxError("a run over several processes takes devices of all of them: leave devices and plan out")
-    return Mesh(np.array(found[:devices]), (AXIS,))
+    return Mesh(np.array(found[:devices]), (CLIENT_AXIS,))

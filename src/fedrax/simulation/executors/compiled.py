@@ -36,9 +36,7 @@ from fedrax.simulation.round import (
     run_round,
 )
 from fedrax.tree import Tree
-from fedrax.xla.microbatch import AXIS
-from fedrax.xla.scopes import AGGREGATE, SERVER, phase_scope, scope
-from fedrax.xla.tracing import IN_PLACE, KEPT, uncollected
+from fedrax.xla import AGGREGATE, CACHE_SIZE, CLIENT_AXIS, INLINE, SERVER, garbage_collection_paused, phase_scope, scope
 
 RECORDED_PHASES = "noted"
 """In a round's record what was noted of its messages, where clients are recorded."""
@@ -161,7 +159,7 @@ def run_block(
     xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.places))
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
     one = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
-    step = jax.jit(one, inline=IN_PLACE)  # traced once, for the records' shapes and for the loop
+    step = jax.jit(one, inline=INLINE)  # traced once, for the records' shapes and for the loop
     _, shapes = jax.eval_shape(lambda c: step(c, here=at(0), alive=jnp.bool_(True)), carry)
     records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
 
@@ -179,27 +177,29 @@ def run_block(
     return carry, records
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
     """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats.
 
     ``form`` is the algorithm's structure, with its static fields: JAX would keep what it compiles for each of them as
     long as the function, and a study of many settings in one process would hold all of their programs.
     """
-    by_device: Any = P(None, AXIS)
+    by_device: Any = P(None, CLIENT_AXIS)
     specs = Rounds(P(), P(), by_device, by_device, P())
 
     def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
-        carry, records = run_block(program, AXIS, *inputs, vectors_axis=AXIS if share_vectors(mesh) else None)
+        carry, records = run_block(
+            program, CLIENT_AXIS, *inputs, vectors_axis=CLIENT_AXIS if share_vectors(mesh) else None
+        )
         return carry, records, records.pop(RECORDED_PHASES, ())
 
     def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
-        carries = Carry(server_specs(carry.server, mesh), P(), P(AXIS))
+        carries = Carry(server_specs(carry.server, mesh), P(), P(CLIENT_AXIS))
         recorded = inputs[2].recorded is not None
         sharded = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(P(), carries, P(AXIS) if program.own_samples else P(), P(), specs, P()),
+            in_specs=(P(), carries, P(CLIENT_AXIS) if program.own_samples else P(), P(), specs, P()),
             out_specs=(carries, P(), (RecordedPhase(P(), P(), by_device),) * len(algorithm.phases) if recorded else ()),
             check_vma=False,
         )
@@ -218,7 +218,7 @@ def share_vectors(mesh: Mesh) -> bool:
 
 def server_specs(server: Any, mesh: Mesh) -> Any:
     """How a server's state lies on a mesh: every device has all of it, or of its Vectors a share."""
-    return map_vectors(lambda _: P(None, AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
+    return map_vectors(lambda _: P(None, CLIENT_AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
 _LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
@@ -288,7 +288,7 @@ class Engine:
         self.program, self.mesh = program, mesh
         self.devices = mesh.devices.size
         self.samples = None if samples is None else jax.device_put(samples, NamedSharding(mesh, P()))
-        self.store_sharding = NamedSharding(mesh, P(AXIS))
+        self.store_sharding = NamedSharding(mesh, P(CLIENT_AXIS))
 
     def block(self, algorithm: Algorithm) -> Callable:
         """The compiled program of a block of rounds of this algorithm."""
@@ -319,7 +319,7 @@ class Engine:
 
         Where clients are recorded, ``RECORDED_PHASES`` holds a list [rounds] of what was noted in each phase.
         """
-        with uncollected():  # the first time it is traced
+        with garbage_collection_paused():  # the first time it is traced
             carry, records, recorded = self.block(algorithm)(algorithm, carry, self.samples, key, xs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
         if recorded:

@@ -19,8 +19,7 @@ from fedrax import tree
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
 from fedrax.simulation.round import run_client, turn_of
 from fedrax.tree import Tree
-from fedrax.xla.microbatch import AXIS
-from fedrax.xla.scopes import AGGREGATE, STATES, scope
+from fedrax.xla import AGGREGATE, CLIENT_AXIS, STATES, scope
 
 _WAITING = 0.05
 """Of the time of joined work, in which devices wait for each other at every step; and what is to be gained at least."""
@@ -58,8 +57,8 @@ class JoiningRunner(PhaseRunner):
     def __init__(self, *inputs: Any):
         super().__init__(*inputs)
         program, algorithm, p, message, statistics, samples, here, keys = inputs
-        self.me, self.room = lax.axis_index(AXIS), here.places.client.shape[0]
-        places, counts = jax.tree.map(partial(lax.all_gather, axis_name=AXIS), (here.places, here.count))
+        self.me, self.room = lax.axis_index(CLIENT_AXIS), here.places.client.shape[0]
+        places, counts = jax.tree.map(partial(lax.all_gather, axis_name=CLIENT_AXIS), (here.places, here.count))
         shared = places.joined & (jnp.arange(self.room) < counts[:, None])
         self.together = shared.sum(dtype=jnp.int32)
         self.alone = here.count - shared[self.me].sum(dtype=jnp.int32)
@@ -94,4 +93,4 @@ class JoiningRunner(PhaseRunner):
 
 def _of_device(owner: Array, values: Tree) -> Tree:
     """The values that one of the devices has."""
-    return jax.tree.map(lambda a: lax.all_gather(a, AXIS)[owner], values)
+    return jax.tree.map(lambda a: lax.all_gather(a, CLIENT_AXIS)[owner], values)

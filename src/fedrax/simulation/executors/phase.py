@@ -15,8 +15,7 @@ from fedrax.contract.table import set_state, state_in
 from fedrax.simulation.results.message_recorder import empty_upload_buffer, record_uploads, recorded_upload
 from fedrax.simulation.round import Finished, Keys, Program, Rounds, Sums, add_client, no_sums, run_client, turn_of
 from fedrax.tree import Tree
-from fedrax.xla.grouped_conv import side_by_side
-from fedrax.xla.scopes import AGGREGATE, STATES, scope
+from fedrax.xla import AGGREGATE, STATES, scope, vmap
 
 
 class Progress(NamedTuple):
@@ -77,7 +76,7 @@ class PhaseRunner:
         at = jnp.minimum(place, self.here.count - 1) if chunk else place
         source, rows = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
         if chunk:
-            done: Finished = side_by_side(self.one)(_get_rows(source, rows), at)
+            done: Finished = vmap(self.one)(_get_rows(source, rows), at)
             return self.after(progress, at, done, real, _put_rows, _put_rows)
         with scope(STATES):
             begins = self.get_state(source, rows)

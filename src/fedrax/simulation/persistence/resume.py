@@ -23,7 +23,7 @@ from fedrax.simulation.placement.streaming import Storage
 from fedrax.simulation.results.events import Event, digest_of, read_events
 from fedrax.simulation.setup import Setup
 from fedrax.tree import Tree
-from fedrax.xla.tracing import computed
+from fedrax.xla import run_cached
 
 
 class RunStart(NamedTuple):
@@ -73,7 +73,7 @@ def check_goes_on(setup: Setup, begun: RunStart) -> None:
 
 def fresh(setup: Setup, storage: Storage) -> Carry:
     """The state before the first round."""
-    server = computed(lambda params: setup.algorithm.init(params, setup.info.num_clients), setup.params)
+    server = run_cached(lambda params: setup.algorithm.init(params, setup.info.num_clients), setup.params)
     require_finite_start(setup.algorithm, server)
     carry, store = setup.engine.put(server, setup.statistics, ()), setup.initial
     if setup.stateful:

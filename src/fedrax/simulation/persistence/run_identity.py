@@ -19,7 +19,7 @@ from fedrax.data import Federation
 from fedrax.simulation.evaluation import TracedEvaluation
 from fedrax.simulation.settings import Script, Settings
 from fedrax.tree import Tree
-from fedrax.xla.tracing import constants_in
+from fedrax.xla import constants_in
 
 _WHOLE = 1 << 28
 """Bytes of an array that are read as they are; of a larger one, which may lie on disk, pieces spread over all of it."""

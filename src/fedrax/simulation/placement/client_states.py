@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax.simulation.placement.row_file import RowFile
 from fedrax.simulation.round import Kept
 from fedrax.tree import Tree
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla import CLIENT_AXIS
 
 _PIECE_BYTES = 8 << 20
 
@@ -56,7 +56,7 @@ def rehoused(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial:
                 table[rows[here] - d * each] = values[here]
         for device in devices:
             parts.append(jax.block_until_ready(jax.device_put(tables.pop(0), device, may_alias=False)))
-        shape, sharding = (len(owners), *np.shape(first)), NamedSharding(mesh, P(AXIS))
+        shape, sharding = (len(owners), *np.shape(first)), NamedSharding(mesh, P(CLIENT_AXIS))
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
     return jax.tree.map(move, initial, saved)

@@ -29,7 +29,7 @@ from fedrax.simulation.placement.row_file import RowFile
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
-from fedrax.xla.microbatch import AXIS
+from fedrax.xla import CLIENT_AXIS
 
 _BLOCK_BYTES = 64 << 20
 """Of one block's samples, and of its states, on an accelerator or on all CPU devices together. Longer blocks save
@@ -156,7 +156,7 @@ class Streamer:
             parts.append(jax.device_put(part, device))
         release(array)
         shape = (self.room * len(parts), *array.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(AXIS)), parts)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(CLIENT_AXIS)), parts)
 
 
 # -- client states on disk -----------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Spill:
 
     def __init__(self, initial: Tree, planner: Planner, mesh: Mesh, longest: int, directory: Path | None):
         self.capacity, self.devices = planner.capacity, mesh.devices.size
-        self.sharding = NamedSharding(mesh, P(AXIS))
+        self.sharding = NamedSharding(mesh, P(CLIENT_AXIS))
         rows = self.capacity * self.devices
         self.files = jax.tree.map(lambda a: RowFile(directory, rows, np.asarray(a)), initial)
         fits = _budget(mesh) // max(1, tree.num_bytes(initial))

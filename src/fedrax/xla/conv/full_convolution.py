@@ -16,31 +16,32 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax.xla.conv.window import Space, Window
+from fedrax.xla.options import limits
 
-_USEFUL, _LESS = 0.78, 0.52
-"""Of what the kernel meets, up to which the padding is worth being left out; where it goes over places between pixels,
-or to or from few channels, up to how much."""
-_FEW = 32, 16
+_USEFUL = 0.78
+"""Part of what the kernel meets that is no padding, up to which leaving the padding out is faster, with many channels
+and no skipped pixels; for others see `Limits.full_conv_useful`."""
+_MIN_CHANNELS = 32, 16
 """Channels in, whose products are written out, and out."""
-_LONGEST = 16
-"""Entries of a kernel of one axis that are written out one after another."""
-_FEWEST = 16
-"""Pixels of all images, fewer of which are not worth a product."""
 
 
-def reaches_far(x: Array, kernel: Array, window: Window, out: Space) -> bool:
+def is_full_convolution(x: Array, kernel: Array, window: Window, out: Space) -> bool:
     """Whether images [N, space, C] under a kernel [k, C, D] are best spread."""
     if set(window.strides) != {1} or len(out) > 2 or math.prod(kernel.shape[:-2]) == 1:
         return False
     useful = math.prod(min(1, n * gap / m) for n, gap, m in zip(x.shape[1:-1], window.gaps, out, strict=True))
-    many = set(window.gaps) == {1} and all(n >= few for n, few in zip(kernel.shape[-2:], _FEW, strict=True))
-    return math.prod(x.shape[:-1]) >= _FEWEST and useful <= (_USEFUL if many else _LESS)
+    many = set(window.gaps) == {1} and all(n >= few for n, few in zip(kernel.shape[-2:], _MIN_CHANNELS, strict=True))
+    return math.prod(x.shape[:-1]) >= limits().full_conv_pixels and useful <= (
+        _USEFUL if many else limits().full_conv_useful
+    )
 
 
-def spread(x: Array, kernel: Array, window: Window, out: Space, precision: Any) -> Array:
+def scatter_convolution(x: Array, kernel: Array, window: Window, out: Space, precision: Any) -> Array:
     """[N, space, C], [k, C, D] -> [N, space of the result, D], one row of the kernel after another."""
     if len(out) == 1:
-        at = int(len(kernel) > _LONGEST)  # where the axis without pixels goes: a long kernel has a turn for each entry
+        at = int(
+            len(kernel) > limits().full_conv_taps
+        )  # where the axis without pixels goes: a long kernel has a turn for each entry
         x, kernel = jnp.expand_dims(x, 1 + at), jnp.expand_dims(kernel, at)
         more = lambda values, one: (*values[:at], one, *values[at:])  # noqa: E731
         out, window = more(out, 1), Window(*(more(*pair) for pair in zip(window, (1, (0, 0), 1, 1), strict=True)))

@@ -25,27 +25,26 @@ from fedrax.xla.conv.window import (
     Pads,
     Space,
     Window,
-    as_channels,
+    axis_to_channels,
     canonical,
-    in_planes,
+    crop_negative_padding,
+    fold_depth,
     is_mostly_padding,
-    meetings,
-    no_smaller,
+    pad_small_images,
     padded,
-    seen_whole,
-    tap,
-    without_needless,
+    patches,
+    strided_slice,
+    tap_regions,
 )
+from fedrax.xla.options import limits
 
-_MOST_SAMPLES = 128
+_MAX_TRANSPOSED_SAMPLES = 128
 """Of a batch that is turned round by a product with the identity: its arithmetic grows with the batch."""
 _FEW = 24
 """Channels: products with up to so many in their result are slow."""
 _VERY_FEW, _NARROW = 4, 16
 """Samples and channels out: with so few of both, or of one axis so few samples, products of samples as channels are
 slow."""
-_CACHED = 2 << 20
-"""Bytes that are best touched by the samples which are worked on together."""
 _FEW_COPIES = 3
 """Of each pixel, up to which it is worth laying out what each place saw."""
 _WIDEST = 7
@@ -61,40 +60,40 @@ def kernel_gradient(images: Array, upstream: Array, window: Window, places: Spac
     differentiated, and the other way round.
     """
     if images.dtype != jnp.float32 or math.prod(places) == 1:
-        return _place_by_place(images, upstream, window, places, precision)
+        return _dot_per_tap(images, upstream, window, places, precision)
     for axis in range(len(places)):
         if len(places) > 1 and upstream.shape[1 + axis] == 1 and places[axis] > 1:
-            images = as_channels(images, window, axis, places[axis], window.strides[axis])
+            images = axis_to_channels(images, window, axis, places[axis], window.strides[axis])
             others, upstream = places[:axis] + places[axis + 1 :], jnp.squeeze(upstream, 1 + axis)
             y = kernel_gradient(images, upstream, window.without_axis(axis), others, precision)
             return jnp.moveaxis(y.reshape(*others, places[axis], -1, y.shape[-1]), -3, axis)
     if len(places) > 2:
-        return _by_planes(images, upstream, window, places, precision)
+        return _fold_depth(images, upstream, window, places, precision)
     over = Window(window.dilation, window.pads, window.gaps, window.strides)
     fewest = min(images.shape[-1], upstream.shape[-1])
     if is_mostly_padding(images.shape[1:-1], places, over, upstream.shape[1:-1], fewest):
-        return _entry_by_entry(images, upstream, over, places, precision)
+        return _dot_per_tap_region(images, upstream, over, places, precision)
     unit = (1,) * len(places)
     fewer = images.shape[-1] > upstream.shape[-1]  # channels out than in
     if fewer and window.dilation != unit and window.gaps == window.strides == unit:
-        return _in_phases(images, upstream, window, places, precision)
+        return _by_phase(images, upstream, window, places, precision)
     if window.gaps != unit or (fewer and window.dilation == unit):
         # the same sums as images that go over the upstream, from the kernel's end on
-        window = _seen_from_upstream(window, images.shape[1:-1], upstream.shape[1:-1], places)
-        y = _from_few_to_many(upstream, images, window, places, precision)
+        window = _swap_roles(window, images.shape[1:-1], upstream.shape[1:-1], places)
+        y = _choose_form(upstream, images, window, places, precision)
         return lax.rev(jnp.swapaxes(y, -2, -1), range(len(places)))
-    return _from_few_to_many(images, upstream, window, places, precision)
+    return _choose_form(images, upstream, window, places, precision)
 
 
-def _by_planes(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _fold_depth(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """Of an axis less: the first one's pixels as samples, its entries as channels."""
     given = (places[0], window.strides[0], upstream.shape[1], window.dilation[0])
-    planes, rest = in_planes(images, window, *given)
+    planes, rest = fold_depth(images, window, *given)
     y = kernel_gradient(planes, upstream.reshape(-1, *upstream.shape[2:]), rest, places[1:], precision)
     return jnp.moveaxis(y.reshape(*places[1:], places[0], -1, upstream.shape[-1]), -3, 0)
 
 
-def _in_phases(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _by_phase(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """Of a kernel that went in steps: entries that lie a step apart saw pixels that do, as one without steps would."""
     steps, unit = window.dilation, (1,) * len(places)
     most = [-(-k // step) for k, step in zip(places, steps, strict=True)]
@@ -120,7 +119,7 @@ def _in_phases(images: Array, upstream: Array, window: Window, places: Space, pr
     return lax.slice(y, (0,) * y.ndim, (*places, *y.shape[-2:]))
 
 
-def _seen_from_upstream(window: Window, space: Space, given: Space, places: Space) -> Window:
+def _swap_roles(window: Window, space: Space, given: Space, places: Space) -> Window:
     """How images go over the upstream."""
     far = [(k - 1) * stride for k, stride in zip(places, window.strides, strict=True)]
     low = [end - before for end, (before, _) in zip(far, window.pads, strict=True)]
@@ -132,25 +131,29 @@ def _seen_from_upstream(window: Window, space: Space, given: Space, places: Spac
     return Window(window.strides, pads, gaps=window.dilation, dilation=window.gaps)
 
 
-def _from_few_to_many(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _choose_form(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """In the form that is best for images of fewer channels than the upstream, or for places that lie apart."""
-    form, touched = _turned, 2 * (images.nbytes + upstream.nbytes)
+    form, touched = _samples_as_channels, 2 * (images.nbytes + upstream.nbytes)
     if math.prod(window.dilation) > 1:
         in_a_row = len(places) == 1 and images.shape[-1] <= _FEW  # what a place saw lies side by side
         if in_a_row or math.prod(places) <= _FEW_COPIES * math.prod(window.dilation):
             channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
-            form, touched = _by_columns, upstream.nbytes // upstream.shape[-1] * channels
+            form, touched = _im2col, upstream.nbytes // upstream.shape[-1] * channels
     elif math.prod(window.strides) == 1 and len(places) == 2 and max(places) <= _WIDEST and upstream.shape[-1] <= _FEW:
-        form, touched = _crossed, 2 * (1 + max(places)) * (images.nbytes + upstream.nbytes)
-    if form is _turned and len(images) <= _VERY_FEW and (len(places) == 1 or upstream.shape[-1] <= _NARROW):
-        form = _by_planes if len(places) > 1 else _by_columns
-    return _in_chunks(partial(form, window=window, places=places, precision=precision), images, upstream, touched)
+        form, touched = _row_convolutions, 2 * (1 + max(places)) * (images.nbytes + upstream.nbytes)
+    if (
+        form is _samples_as_channels
+        and len(images) <= _VERY_FEW
+        and (len(places) == 1 or upstream.shape[-1] <= _NARROW)
+    ):
+        form = _fold_depth if len(places) > 1 else _im2col
+    return _sum_over_chunks(partial(form, window=window, places=places, precision=precision), images, upstream, touched)
 
 
-def _in_chunks(form: Callable[[Array, Array], Array], images: Array, upstream: Array, touched: int) -> Array:
+def _sum_over_chunks(form: Callable[[Array, Array], Array], images: Array, upstream: Array, touched: int) -> Array:
     """The sum of ``form`` over as many samples at a time as stay in the cache. Of all, so many bytes are touched."""
     samples = len(images)
-    fewest = min(samples, -(-touched // _CACHED))
+    fewest = min(samples, -(-touched // limits().kernel_gradient_bytes))
     number = next((n for n in range(fewest, min(2 * fewest, samples + 1)) if samples % n == 0), 1)
     if number == 1:
         return form(images, upstream)
@@ -162,24 +165,24 @@ def _in_chunks(form: Callable[[Array, Array], Array], images: Array, upstream: A
     return lax.fori_loop(0, number, lambda i, total: total + form(*chunk(i)), zero)
 
 
-def _place_by_place(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _dot_per_tap(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """A product for each entry of the kernel."""
-    seen = seen_whole(images, upstream.shape[1:-1], window, places)
+    seen = patches(images, upstream.shape[1:-1], window, places)
     products = [_product(pixels, upstream, precision) for pixels in seen]
     return jnp.stack(products).reshape(*places, *products[0].shape)
 
 
-def _entry_by_entry(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _dot_per_tap_region(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """A product for each entry of the kernel, whose ``window`` it is, of the pixels that it met and their upstream."""
     axes, channels = len(places), (images.shape[-1], upstream.shape[-1])
     found = dict.fromkeys(product(*map(range, places)), jnp.zeros(channels, images.dtype))
-    for met in meetings(images.shape[1:-1], places, window, upstream.shape[1:-1]):
-        pixels = tap(images, met.pixel, met.size, window.strides)
-        found[met.index] = _product(pixels, tap(upstream, met.first, met.size, (1,) * axes), precision)
+    for met in tap_regions(images.shape[1:-1], places, window, upstream.shape[1:-1]):
+        pixels = strided_slice(images, met.pixel, met.size, window.strides)
+        found[met.index] = _product(pixels, strided_slice(upstream, met.first, met.size, (1,) * axes), precision)
     return jnp.stack(list(found.values())).reshape(*places, *channels)
 
 
-def _by_columns(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _im2col(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """One product of the upstream and what each place of it saw of the images."""
     given = upstream.shape[1:-1]
     if is_patches(window, images.shape[1:-1], given, places):
@@ -187,7 +190,7 @@ def _by_columns(images: Array, upstream: Array, window: Window, places: Space, p
         axes = range(1, 2 * len(places), 2)
         columns = cut.transpose(0, *axes, *(axis + 1 for axis in axes), cut.ndim - 1)
     else:
-        columns = jnp.stack(list(seen_whole(images, given, window, places)), -2)
+        columns = jnp.stack(list(patches(images, given, window, places)), -2)
     y = _product(columns.reshape(len(images), *given, -1), upstream, precision)
     return y.reshape(*places, -1, upstream.shape[-1])
 
@@ -207,7 +210,7 @@ def _product(left: Array, right: Array, precision: Any) -> Array:
     return lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision)
 
 
-def _crossed(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _row_convolutions(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """Every entry of the kernel in one product, of images shifted along the width and upstream along the height.
 
     So both have as many times their few channels as the kernel has entries along an axis.
@@ -217,18 +220,18 @@ def _crossed(images: Array, upstream: Array, window: Window, places: Space, prec
     rows = padded(upstream, ((high - 1 - above, height + above - upstream.shape[1]), (0, 0)), (1, 1), 0)
     columns = padded(images, ((0, 0), sides), (1, 1), 0)
     rows, columns = lax.optimization_barrier((rows, columns))  # or each shift would look anew where the padding is
-    rows = jnp.stack([tap(rows, (high - 1 - i, 0), (height, width), (1, 1)) for i in range(high)], -2)
-    columns = jnp.stack([tap(columns, (0, j), (height, width), (1, 1)) for j in range(wide)], -2)
+    rows = jnp.stack([strided_slice(rows, (high - 1 - i, 0), (height, width), (1, 1)) for i in range(high)], -2)
+    columns = jnp.stack([strided_slice(columns, (0, j), (height, width), (1, 1)) for j in range(wide)], -2)
     rows, columns = (a.reshape(*a.shape[:-2], -1) for a in (rows, columns))
     y = _product(columns, rows, precision).reshape(wide, -1, high, upstream.shape[-1])
     return y.transpose(2, 0, 1, 3)
 
 
-def _turned(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
+def _samples_as_channels(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
     """A convolution of images [C, space, N] with upstream [space, N, D]."""
     window = window._replace(pads=_just_enough(images.shape[1:-1], upstream.shape[1:-1], window, places))
-    images, window = without_needless(_last_to_first(images), window)
-    images, window = no_smaller(images, window, upstream.shape[1:-1], places)
+    images, window = crop_negative_padding(_last_to_first(images), window)
+    images, window = pad_small_images(images, window, upstream.shape[1:-1], places)
     numbers = lax.ConvDimensionNumbers(*canonical(len(places)))
     over = (window.strides, window.pads, window.gaps, window.dilation)
     y = lax.conv_general_dilated(images, jnp.moveaxis(upstream, 0, -2), *over, numbers, precision=precision)
@@ -247,7 +250,7 @@ def _just_enough(space: Space, given: Space, window: Window, places: Space) -> P
 
 def _last_to_first(x: Array) -> Array:
     """[N, space, C] -> [C, space, N]."""
-    if len(x) > _MOST_SAMPLES:
+    if len(x) > _MAX_TRANSPOSED_SAMPLES:
         return jnp.swapaxes(x, 0, -1)
     # a product with the identity: a transposition goes number by number, and computes for each what x is computed of
     flat, identity = x.reshape(len(x), -1), jnp.eye(len(x), dtype=x.dtype)
@@ -282,7 +285,7 @@ def depthwise_kernel_gradient(images: Array, upstream: Array, window: Window, pl
         seen = lax.dynamic_slice(images, (sample, *first, 0), (1, *reach(block), channels))
         for pixel in product(*map(range, block)):
             start = tuple(at * step for at, step in zip(pixel, window.dilation, strict=True))
-            total = total + tap(seen, start, places, window.strides)[0][..., None, :] * given[pixel]
+            total = total + strided_slice(seen, start, places, window.strides)[0][..., None, :] * given[pixel]
         return total
 
     zero = jnp.zeros((*places, several, channels), images.dtype)

@@ -3,7 +3,7 @@
 XLA:CPU hands a convolution to its matrix-product library only where images lie as [batch, space, channels] and
 kernels as [space, channels in, channels out]. It brings convolutions of other forms, such as the gradients of
 every convolution, into this one at the top level of a program, but not inside a loop or branch, where they run
-element by element, ten to thirty times slower; and so do convolutions in groups everywhere. :func:`convolution` says
+element by element, ten to thirty times slower; and so do convolutions in groups everywhere. :func:`lower_convolution` says
 which form is good, from the shapes alone.
 
 Shapes are written with N for the batch, C and D for channels in and out, G for groups of channels, "space" for
@@ -21,47 +21,46 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.conv.full_convolution import reaches_far, spread
+from fedrax.xla.conv.full_convolution import is_full_convolution, scatter_convolution
 from fedrax.xla.conv.kernel_gradient import depthwise_kernel_gradient, is_patches, kernel_gradient
 from fedrax.xla.conv.window import (
     MOST_TAPS,
     Window,
-    as_channels,
+    axis_to_channels,
     canonical,
-    in_planes,
+    crop_negative_padding,
+    fold_depth,
+    is_half_precision,
     is_mostly_padding,
-    is_short,
-    meetings,
-    no_smaller,
     out_space,
+    pad_small_images,
     padded,
-    seen_whole,
-    tap,
+    patches,
+    strided_slice,
+    tap_regions,
     taps,
-    without_needless,
 )
+from fedrax.xla.options import limits
 
-_MOST_GROUPS = 64
-"""Groups of channels up to which each gets a product of its own; of more, or of very few channels, neighbors share."""
 _MOST_COLUMNS = 256 << 20
 """Bytes of what kernels of 64 bits see at all places, which is laid out."""
 _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
 
-def convolution(inputs: list[Array], equation: core.JaxprEqn, apart: bool = False) -> Array | None:
+def lower_convolution(inputs: list[Array], equation: core.JaxprEqn, per_example: bool = False) -> Array | None:
     """`lax.conv_general_dilated` with these inputs and parameters; None where it is best left alone.
 
-    apart: groups of channels may be samples, of which one that is not finite must not touch the others.
+    per_example: groups of channels may be samples, of which one that is not finite must not touch the others.
     """
     (x, kernel), params = inputs, equation.params
     numbers, out_type = params["dimension_numbers"], params["preferred_element_type"]
-    if is_short(x.dtype) and is_short(kernel.dtype):
+    if is_half_precision(x.dtype) and is_half_precision(kernel.dtype):
         wide = equation.replace(params=params | {"preferred_element_type": None})
-        y = convolution([a.astype(jnp.float32) for a in inputs], wide, apart)
+        y = lower_convolution([a.astype(jnp.float32) for a in inputs], wide, per_example)
         return None if y is None else y.astype(equation.outvars[0].aval.dtype)  # type: ignore[attr-defined]
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and x.dtype == kernel.dtype and out_type in (None, x.dtype):
-        return _of_parts(x, kernel, equation)
+        return _complex_convolution(x, kernel, equation)
     if x.dtype not in (jnp.float32, jnp.float64) or x.dtype != kernel.dtype or out_type not in (None, x.dtype):
         return None
     window = Window(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"])
@@ -80,31 +79,31 @@ def convolution(inputs: list[Array], equation: core.JaxprEqn, apart: bool = Fals
     if batch > channel and few:  # as in the gradient of a kernel
         images, upstream = x.transpose(channel, *pixels, batch), kernel.transpose(into, *entries, out)
         form = _kernel_gradient if groups == 1 else _kernel_gradients
-        y = form(images, upstream, window, places, by_batch * groups, params["precision"], apart)
+        y = form(images, upstream, window, places, by_batch * groups, params["precision"], per_example)
         y = jnp.moveaxis(y, -2, 0)
     else:
-        x, window = without_needless(x.transpose(batch, *pixels, channel), window)
+        x, window = crop_negative_padding(x.transpose(batch, *pixels, channel), window)
         fewest = min(kernel.shape[axis] for axis in (into, out)) if groups == by_batch == 1 else 0
         if x.dtype == jnp.float32 and is_mostly_padding(x.shape[1:-1], given, window, places, fewest):
             kernel = kernel.transpose(*entries, *sorted((into, out)))
-            y = _entry_by_entry(x, kernel, out < into, window, places, params["precision"])
+            y = _dot_per_tap_region(x, kernel, out < into, window, places, params["precision"])
         else:
             kernel = kernel.transpose(*entries, into, out)
             if by_batch > 1:
                 groups = by_batch
                 x = _groups_of_batch_to_channels(x, groups)
-            y = _merged_groups(x, kernel, window, groups, params["precision"], apart)
+            y = _grouped_merged(x, kernel, window, groups, params["precision"], per_example)
     # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
 
 
-def _of_parts(x: Array, kernel: Array, equation: core.JaxprEqn) -> Array:
+def _complex_convolution(x: Array, kernel: Array, equation: core.JaxprEqn) -> Array:
     """Of complex numbers, from convolutions of their real and imaginary parts."""
     of_real = equation.replace(params=equation.params | {"preferred_element_type": None})
 
     def real(x: Array, kernel: Array) -> Array:
-        y = convolution([x, kernel], of_real)
+        y = lower_convolution([x, kernel], of_real)
         return lax.conv_general_dilated_p.bind(x, kernel, **of_real.params) if y is None else y
 
     (a, b), (c, d) = ((one.real, one.imag) for one in (x, kernel))
@@ -112,54 +111,68 @@ def _of_parts(x: Array, kernel: Array, equation: core.JaxprEqn) -> Array:
 
 
 def _kernel_gradient(
-    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any, apart: bool
+    images: Array,
+    upstream: Array,
+    window: Window,
+    places: tuple[int, ...],
+    groups: int,
+    precision: Any,
+    per_example: bool,
 ) -> Array:
     """[k, C / groups, D]: each group of channels in goes to a group of channels out."""
     if groups == images.shape[-1] > 1:
         return depthwise_kernel_gradient(images, upstream, window, places)[..., None, :]
-    if apart and groups > 1:
-        return _one_by_one(_by_group(groups, images, upstream), kernel_gradient, window, places, precision)
-    several = _together(groups, min(images.shape[-1], upstream.shape[-1]) // groups)
+    if per_example and groups > 1:
+        return _map_groups(_split_groups(groups, images, upstream), kernel_gradient, window, places, precision)
+    several = _groups_per_dot(groups, min(images.shape[-1], upstream.shape[-1]) // groups)
     parts = zip(jnp.split(images, groups // several, -1), jnp.split(upstream, groups // several, -1), strict=True)
     found = [kernel_gradient(*part, window, places, precision) for part in parts]
-    return jnp.concatenate([_own_blocks(one, several) for one in found], -1)
+    return jnp.concatenate([_diagonal_blocks(one, several) for one in found], -1)
 
 
 def _kernel_gradients(
-    images: Array, upstream: Array, window: Window, places: tuple[int, ...], groups: int, precision: Any, apart: bool
+    images: Array,
+    upstream: Array,
+    window: Window,
+    places: tuple[int, ...],
+    groups: int,
+    precision: Any,
+    per_example: bool,
 ) -> Array:
     """[k, C, groups D]: of each group of samples a gradient of its own, one after another."""
     images = images.reshape(groups, -1, *images.shape[1:])
     upstream = jnp.moveaxis(upstream.reshape(*upstream.shape[:-1], groups, -1), -2, 0)
-    return _one_by_one((images, upstream), kernel_gradient, window, places, precision)
+    return _map_groups((images, upstream), kernel_gradient, window, places, precision)
 
 
-def _by_group(groups: int, *arrays: Array) -> tuple[Array, ...]:
+def _split_groups(groups: int, *arrays: Array) -> tuple[Array, ...]:
     """[..., G C] -> [G, ..., C] of each."""
     return tuple(jnp.moveaxis(a.reshape(*a.shape[:-1], groups, -1), -2, 0) for a in arrays)
 
 
-def _one_by_one(groups: tuple[Array, ...], function: Callable[..., Array], *rest: Any) -> Array:
+def _map_groups(groups: tuple[Array, ...], function: Callable[..., Array], *rest: Any) -> Array:
     """``function`` of the parts of each group, [G, ...]: [..., D] as [..., G D]."""
     found = jnp.moveaxis(lax.map(lambda parts: function(*parts, *rest), groups), 0, -2)
     return found.reshape(*found.shape[:-2], -1)
 
 
-def _together(groups: int, fewest: int) -> int:
+def _groups_per_dot(groups: int, fewest: int) -> int:
     """How many neighboring groups, of ``fewest`` channels in or out, are computed as one.
 
     So that products are not too many to compile, nor of very few channels, which take twice as long as those of twice
     as many.
     """
-    possible = [n for n in range(1, groups + 1) if groups % n == 0 and (groups // n <= _MOST_GROUPS or n == groups)]
+    possible = [
+        n for n in range(1, groups + 1) if groups % n == 0 and (groups // n <= limits().conv_groups or n == groups)
+    ]
     enough = [n for n in possible if n * fewest > _VERY_FEW] or [groups]
     return max((n for n in enough if n * fewest <= _FEW), default=enough[0])
 
 
-def _merged(kernel: Array, groups: int) -> tuple[Array, int]:
+def _merge_groups(kernel: Array, groups: int) -> tuple[Array, int]:
     """(the kernel [k, C, G D] with groups computed as one, zeros between them, how many groups there are then)."""
     *space, channels, out = kernel.shape
-    several = _together(groups, min(channels, out // groups))
+    several = _groups_per_dot(groups, min(channels, out // groups))
     if several == 1:
         return kernel, groups
     own = kernel.reshape(*space, 1, channels, groups // several, several, -1)
@@ -167,7 +180,7 @@ def _merged(kernel: Array, groups: int) -> tuple[Array, int]:
     return jnp.where(is_own, own, 0).reshape(*space, several * channels, out), groups // several
 
 
-def _own_blocks(gradient: Array, several: int) -> Array:
+def _diagonal_blocks(gradient: Array, several: int) -> Array:
     """[k, n C, n D] -> [k, C, n D]: of n groups computed as one, what is between each and itself."""
     if several == 1:
         return gradient
@@ -190,26 +203,26 @@ def _groups_of_batch_to_channels(x: Array, groups: int) -> Array:
     return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)
 
 
-def _merged_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any, apart: bool) -> Array:
-    """As :func:`_in_groups`, of neighboring groups as one where they are many or of few channels."""
-    if groups > 1 and not apart and not _is_depthwise(kernel, groups):
-        kernel, groups = _merged(kernel, groups)
-    return _in_groups(x, kernel, window, groups, precision, apart)
+def _grouped_merged(x: Array, kernel: Array, window: Window, groups: int, precision: Any, per_example: bool) -> Array:
+    """As :func:`_grouped`, of neighboring groups as one where they are many or of few channels."""
+    if groups > 1 and not per_example and not _is_depthwise(kernel, groups):
+        kernel, groups = _merge_groups(kernel, groups)
+    return _grouped(x, kernel, window, groups, precision, per_example)
 
 
-def _in_groups(x: Array, kernel: Array, window: Window, groups: int, precision: Any, apart: bool) -> Array:
+def _grouped(x: Array, kernel: Array, window: Window, groups: int, precision: Any, per_example: bool) -> Array:
     """[N, space, G C], [k, C, G D] -> [N, space, G D]."""
     if groups == 1:
         return _dense(x, kernel, window, precision)
     out = out_space(x.shape[1:-1], kernel.shape[:-2], window)
-    axis, depthwise = _single(x, kernel, out), _is_depthwise(kernel, groups)
+    axis, depthwise = _unit_axis(x, kernel, out), _is_depthwise(kernel, groups)
     # sums of many channels each are faster than products of few in each
     if axis is not None and not (depthwise and x.shape[1 + axis] > 1 and kernel.shape[-1] > _FEW):
-        return _along_others(x, kernel, window, out, groups, precision, axis, apart)
+        return _without_unit_axis(x, kernel, window, out, groups, precision, axis, per_example)
     if depthwise:
         return _depthwise(x, kernel, window, out)
-    if len(x) == 1 or apart:  # samples with kernels of their own
-        return _one_by_one(_by_group(groups, x, kernel), _dense, window, precision)
+    if len(x) == 1 or per_example:  # samples with kernels of their own
+        return _map_groups(_split_groups(groups, x, kernel), _dense, window, precision)
     parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
     return jnp.concatenate([_dense(part, weights, window, precision) for part, weights in parts], -1)
 
@@ -223,36 +236,36 @@ def _dense(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
         x = lax.slice(x, (0,) * x.ndim, x.shape, (1, *window.strides, 1))
         return lax.dot_general(x, kernel.reshape(kernel.shape[-2:]), (((x.ndim - 1,), (0,)), ((), ())), precision)
     if math.prod(out) == 1 and unpadded and window.gaps == unit:
-        x = tap(x, (0,) * len(entries), entries, window.dilation)
+        x = strided_slice(x, (0,) * len(entries), entries, window.dilation)
         over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
         y = lax.dot_general(x, kernel, (over, ((), ())), precision)
         return y.reshape(len(x), *out, -1)
     if x.dtype != jnp.float32:
-        return _by_columns(x, kernel, window, out, precision)
-    axis = _single(x, kernel, out)
+        return _im2col(x, kernel, window, out, precision)
+    axis = _unit_axis(x, kernel, out)
     if axis is not None:
-        return _along_others(x, kernel, window, out, 1, precision, axis, False)
-    if reaches_far(x, kernel, window, out):
-        return spread(x, kernel, window, out, precision).reshape(len(x), *out, -1)
+        return _without_unit_axis(x, kernel, window, out, 1, precision, axis, False)
+    if is_full_convolution(x, kernel, window, out):
+        return scatter_convolution(x, kernel, window, out, precision).reshape(len(x), *out, -1)
     if window.gaps != unit and window.strides == window.dilation == unit:
-        return _between_pixels(x, kernel, window, out, precision)
+        return _transposed(x, kernel, window, out, precision)
     if len(entries) > 2:  # Eigen's convolutions of volumes are slow: their depth goes to samples and channels
-        x, rest = in_planes(x, window, entries[0], window.dilation[0], out[0], window.strides[0])
+        x, rest = fold_depth(x, window, entries[0], window.dilation[0], out[0], window.strides[0])
         kernel = jnp.moveaxis(kernel, 0, -3).reshape(*entries[1:], -1, kernel.shape[-1])
         return _dense(x, kernel, rest, precision).reshape(-1, *out, kernel.shape[-1])
-    count = _neighbors(kernel, window, out)
+    count = _outputs_per_dot(kernel, window, out)
     if count > 1:
         step, none = window.strides[-1], (0,) * (len(entries) - 1)
-        kernel = _beside([kernel] * count, [(*none, i * step) for i in range(count)])
+        kernel = _stack_kernels([kernel] * count, [(*none, i * step) for i in range(count)])
         window = window._replace(strides=(*window.strides[:-1], count * step))
-    x, window = no_smaller(x, window, entries, out)
+    x, window = pad_small_images(x, window, entries, out)
     numbers = lax.ConvDimensionNumbers(*canonical(len(entries)))
     return lax.conv_general_dilated(
         x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
     ).reshape(len(x), *out, -1)
 
 
-def _entry_by_entry(
+def _dot_per_tap_region(
     x: Array, kernel: Array, turned: bool, window: Window, out: tuple[int, ...], precision: Any
 ) -> Array:
     """A product of each entry of the kernel and the pixels that it meets: none with padding.
@@ -261,43 +274,50 @@ def _entry_by_entry(
     """
     entries, results = kernel.shape[:-2], kernel.shape[-2 if turned else -1]
     total = jnp.zeros((len(x), *out, results), x.dtype)
-    for met in meetings(x.shape[1:-1], entries, window, out):
-        seen = tap(x, met.pixel, met.size, window.strides)
+    for met in tap_regions(x.shape[1:-1], entries, window, out):
+        seen = strided_slice(x, met.pixel, met.size, window.strides)
         y = lax.dot_general(seen, kernel[met.index], (((seen.ndim - 1,), (int(turned),)), ((), ())), precision)
         ends = [(at, n - at - size) for at, n, size in zip(met.first, out, met.size, strict=True)]
         total = total + jnp.pad(y, [(0, 0), *ends, (0, 0)])
     return total
 
 
-def _single(x: Array, kernel: Array, out: tuple[int, ...]) -> int | None:
+def _unit_axis(x: Array, kernel: Array, out: tuple[int, ...]) -> int | None:
     """An axis of several on which images or results have one pixel and the kernel more than one entry."""
     entries = kernel.shape[:-2]
     several = range(len(entries)) if len(entries) > 1 else ()
     return next((i for i in several if 1 in (x.shape[1 + i], out[i]) and entries[i] > 1), None)
 
 
-def _along_others(
-    x: Array, kernel: Array, window: Window, out: tuple[int, ...], groups: int, precision: Any, axis: int, apart: bool
+def _without_unit_axis(
+    x: Array,
+    kernel: Array,
+    window: Window,
+    out: tuple[int, ...],
+    groups: int,
+    precision: Any,
+    axis: int,
+    per_example: bool,
 ) -> Array:
     """Of images with one pixel along an axis, or of results with one: this axis of the kernel as channels."""
     rest, entries, wide = window.without_axis(axis), kernel.shape[axis], window.dilation[axis]
     if x.shape[1 + axis] > 1:
-        x, kernel = as_channels(x, window, axis, entries, wide), jnp.moveaxis(kernel, axis, -3)
+        x, kernel = axis_to_channels(x, window, axis, entries, wide), jnp.moveaxis(kernel, axis, -3)
         x = jnp.swapaxes(x.reshape(*x.shape[:-1], entries, groups, -1), -3, -2).reshape(x.shape)
         kernel = kernel.reshape(*kernel.shape[:-3], -1, kernel.shape[-1])
-        return jnp.expand_dims(_merged_groups(x, kernel, rest, groups, precision, apart), 1 + axis)
+        return jnp.expand_dims(_grouped_merged(x, kernel, rest, groups, precision, per_example), 1 + axis)
     places = [window.pads[axis][0] - i * window.strides[axis] for i in range(out[axis])]  # where each meets the pixel
     entry = lambda at: lax.index_in_dim(kernel, at // wide, axis, keepdims=False)  # noqa: E731
     none = jnp.zeros_like(entry(0))
     met = [entry(at) if at % wide == 0 and 0 <= at // wide < entries else none for at in places]
     each = [one.reshape(*one.shape[:-1], groups, -1) for one in met]
     kernel = jnp.concatenate(each, -1).reshape(*none.shape[:-1], -1)
-    y = _merged_groups(jnp.squeeze(x, 1 + axis), kernel, rest, groups, precision, apart)
+    y = _grouped_merged(jnp.squeeze(x, 1 + axis), kernel, rest, groups, precision, per_example)
     y = jnp.swapaxes(y.reshape(*y.shape[:-1], groups, out[axis], -1), -3, -2)
     return jnp.moveaxis(y.reshape(*y.shape[:-2], -1), -2, 1 + axis)
 
 
-def _neighbors(kernel: Array, window: Window, out: tuple[int, ...]) -> int:
+def _outputs_per_dot(kernel: Array, window: Window, out: tuple[int, ...]) -> int:
     """How many neighbors along the last axis of space are best computed as channels of one place.
 
     They share what they read, and products of few channels take as long as those of some more. Zeros in the kernel are
@@ -314,7 +334,7 @@ def _neighbors(kernel: Array, window: Window, out: tuple[int, ...]) -> int:
     return min((n for n in fitting if n * results >= enough), default=max(fitting, default=1))
 
 
-def _beside(kernels: Sequence[Array], before: Sequence[Sequence[int]]) -> Array:
+def _stack_kernels(kernels: Sequence[Array], before: Sequence[Sequence[int]]) -> Array:
     """n of [k, C, D] -> [k', C, n D]: each in a larger kernel, this many entries ``before`` its own on each axis."""
     ends = [
         [at + n for at, n in zip(low, kernel.shape, strict=False)] for kernel, low in zip(kernels, before, strict=True)
@@ -327,7 +347,7 @@ def _beside(kernels: Sequence[Array], before: Sequence[Sequence[int]]) -> Array:
     return jnp.stack(placed, -2).reshape(*placed[0].shape[:-1], -1)
 
 
-def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
+def _transposed(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
     """The kernel over images with zeros between their pixels, as in the gradient of one with strides.
 
     Of places that lie ``gaps`` apart each sees the same entries of the kernel: they are a convolution of the images
@@ -347,7 +367,7 @@ def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...
     def seen(kernel: Array, first: Sequence[int]) -> Array:
         ends = [at + n + size - 1 for at, n, size in zip(first, blocks, kernel.shape, strict=False)]
         pads = tuple((-at, end - n) for at, end, n in zip(first, ends, x.shape[1:-1], strict=True))
-        images, window = without_needless(x, Window(unit, pads, unit, unit))
+        images, window = crop_negative_padding(x, Window(unit, pads, unit, unit))
         return _dense(images, kernel, window, precision)
 
     if (
@@ -356,7 +376,7 @@ def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...
     ):
         least = [min(pixels) for pixels in zip(*(pixel for _, pixel in phases), strict=True)]
         before = [[at - low for at, low in zip(pixel, least, strict=True)] for _, pixel in phases]
-        y = seen(_beside(kernels, before), least)
+        y = seen(_stack_kernels(kernels, before), least)
     else:
         nothing = jnp.zeros((len(x), *blocks, kernel.shape[-1]), x.dtype)
         found = [seen(own, pixel) if own.size else nothing for own, (_, pixel) in zip(kernels, phases, strict=True)]
@@ -367,17 +387,17 @@ def _between_pixels(x: Array, kernel: Array, window: Window, out: tuple[int, ...
     return lax.slice(y, (0,) * y.ndim, (len(x), *out, y.shape[-1]))
 
 
-def _by_columns(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
+def _im2col(x: Array, kernel: Array, window: Window, out: tuple[int, ...], precision: Any) -> Array:
     """One matrix product of what the kernel sees at each place and the kernel."""
     if math.prod(kernel.shape[:-2]) <= math.prod(out):
-        columns = jnp.concatenate([tap for _, tap in taps(x, kernel.shape[:-2], window, out)], -1)
+        columns = jnp.concatenate([strided_slice for _, strided_slice in taps(x, kernel.shape[:-2], window, out)], -1)
         flat = kernel.reshape(-1, kernel.shape[-1])
         return lax.dot_general(columns, flat, (((columns.ndim - 1,), (0,)), ((), ())), precision)
     # a large kernel with few places, as in a kernel's gradient: a product for each place
     over = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
     places = [
         lax.dot_general(seen, kernel, (over, ((), ())), precision)
-        for seen in seen_whole(x, kernel.shape[:-2], window, out)
+        for seen in patches(x, kernel.shape[:-2], window, out)
     ]
     return jnp.stack(places, 1).reshape(len(x), *out, -1)
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from itertools import product
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
-from fedrax.xla.conv.window import is_short
+from fedrax.xla.conv.window import is_half_precision
 
 _FEW_TAPS, _MOST_TAPS = 8, 128
 """Entries of a window: up to so many XLA adds up fast of itself, and so many are worth being laid out one after
 another."""
-_MANY_SUMS = 1 << 15
-"""Sums that one operation gives, from which on they stay as they are."""
 
 
-def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+def lower_max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
     (source, operand), params = inputs, equation.params
-    if is_short(operand.dtype):
-        total = max_pool_gradient([a.astype(jnp.float32) for a in inputs], equation)
+    if is_half_precision(operand.dtype):
+        total = lower_max_pool_gradient([a.astype(jnp.float32) for a in inputs], equation)
         return None if total is None else total.astype(operand.dtype)
     sizes, strides, pads = params["window_dimensions"], params["window_strides"], params["padding"]
     known = params["select_prim"].name == "ge" and operand.dtype in (jnp.float32, jnp.float64)
@@ -31,8 +28,8 @@ def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | N
         return None
     padded = lax.pad(operand, jnp.asarray(-jnp.inf, operand.dtype), [(low, high, 0) for low, high in pads])
     pixels = list(product(*map(range, sizes)))
-    first = _first_maximum(padded, pixels, strides, source.shape)
-    total = _spread(source, first, sizes, strides)
+    first = _argmax_tap(padded, pixels, strides, source.shape)
+    total = _scatter_to_windows(source, first, sizes, strides)
     # windows need not reach the last pixels, and may go beyond them by less than a stride
     room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
     total = lax.pad(total, jnp.zeros((), total.dtype), room)
@@ -40,7 +37,7 @@ def max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | N
     return lax.slice(total, low, [at + n for at, n in zip(low, operand.shape, strict=True)])
 
 
-def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+def _argmax_tap(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
     """The number of the pixel at which each window of x has its first maximum, [shape], of the type of x."""
     best, first = None, jnp.zeros(shape, x.dtype)
     for number, pixel in enumerate(pixels):
@@ -53,7 +50,7 @@ def _first_maximum(x: Array, pixels: list[tuple], strides: tuple[int, ...], shap
     return jnp.sqrt(first)
 
 
-def _spread(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+def _scatter_to_windows(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """What each pixel gets from the windows: ``source`` of those, [shape], whose pixel number ``first`` it is.
 
     In one pass over the pixels, with an axis for the strides and one for what is left of them beside each other, so
@@ -70,14 +67,14 @@ def _spread(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[
         begin = [r - 1 - q for q, r in zip(steps, reach, strict=True)]
         end = [at + n for at, n in zip(begin, full, strict=True)]
         apart = lambda a, at=(begin, end): jnp.expand_dims(lax.slice(a, *at), tuple(range(1, 2 * a.ndim, 2)))  # noqa: E731
-        numbers = jnp.expand_dims(_numbers(steps, sizes, strides), tuple(range(0, 2 * source.ndim, 2)))
+        numbers = jnp.expand_dims(_tap_numbers(steps, sizes, strides), tuple(range(0, 2 * source.ndim, 2)))
         part = jnp.where(apart(first) == numbers.astype(first.dtype), apart(source), 0)
         total = part if total is None else total + part
     assert total is not None
     return total.reshape([n * s for n, s in zip(full, strides, strict=True)])
 
 
-def _numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+def _tap_numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """Of the pixels so many strides into a window, by what is left of them, int32 [strides]; -2 beyond the window."""
     number, inside = jnp.zeros(strides, jnp.int32), jnp.ones(strides, bool)
     for axis, (q, stride, size) in enumerate(zip(steps, strides, sizes, strict=True)):
@@ -86,7 +83,7 @@ def _numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int,
     return jnp.where(inside, number, -2)
 
 
-def sum_of_windows(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+def lower_window_sum(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
     """`reduce_window_sum` at every place, as the gradient of average pooling has it: one axis after another."""
     (x,), params = inputs, equation.params
     sizes = params["window_dimensions"]
@@ -102,47 +99,3 @@ def sum_of_windows(inputs: list[Array], equation: core.JaxprEqn) -> Array | None
         shifted = [lax.slice_in_dim(x, at, at + places, axis=axis) for at in range(size)]
         x = sum(shifted[1:], shifted[0])
     return x
-
-
-def largest(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`reduce_max` without axes of length one, as :func:`sum_in_steps`."""
-    (x,) = inputs
-    empty = any(x.shape[axis] == 0 for axis in equation.params["axes"])  # of which there is no largest
-    if 1 not in x.shape or empty or not jnp.issubdtype(x.dtype, jnp.floating):
-        return None
-    return _without_ones(jnp.max, x, equation.params["axes"])
-
-
-def sum_in_steps(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
-
-    XLA:CPU adds vectors where the last axis stays, and single numbers where it goes; and where a sum goes back into
-    what it is of, as in a softmax's gradient, it is six times as slow at arrays with axes of length one. Many sums stay
-    as they are: it would move a reshape of them to what they are of, which it then writes out, and computes anew for
-    each of its numbers what it is made of.
-    """
-    (x,), axes = inputs, equation.params["axes"]
-    many = equation.outvars[0].aval.size >= _MANY_SUMS  # type: ignore[attr-defined]
-    if x.dtype not in (jnp.float32, jnp.float64) or not (many or 1 in x.shape or _apart(x, axes)):
-        return None
-    y = _without_ones(_in_steps, x, axes) if 1 in x.shape else _in_steps(x, axes)
-    return lax.optimization_barrier(y) if many else y
-
-
-def _without_ones(reduced: Callable[[Array, tuple[int, ...]], Array], x: Array, axes: Sequence[int]) -> Array:
-    """``reduced`` over ``axes``, of an array that has none of length one."""
-    long = [axis for axis, size in enumerate(x.shape) if size != 1]
-    left = [size for axis, size in enumerate(x.shape) if axis not in axes]
-    squeezed = x.reshape([x.shape[axis] for axis in long])
-    return reduced(squeezed, tuple(i for i, axis in enumerate(long) if axis in axes)).reshape(left)
-
-
-def _apart(x: Array, axes: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``axes`` that lie apart from the last ones, where last ones are among them."""
-    first = tuple(axis for axis in axes if any(other not in axes for other in range(axis, x.ndim)))
-    return first if len(first) < len(axes) else ()
-
-
-def _in_steps(x: Array, axes: Sequence[int]) -> Array:
-    first = _apart(x, axes)
-    return lax.optimization_barrier(x.sum(first, keepdims=True)).sum(axes) if first else x.sum(axes)

@@ -55,7 +55,7 @@ def out_space(space: Sequence[int], kernel_space: Sequence[int], window: Window)
     return tuple(max(0, (n - r) // s + 1) for n, r, s in zip(room, reach, window.strides, strict=True))
 
 
-def is_short(dtype: Any) -> bool:
+def is_half_precision(dtype: Any) -> bool:
     """Whether numbers are of 16 bits: a CPU has no arithmetic of theirs, and XLA computes in float32 and rounds."""
     return dtype in (jnp.bfloat16, jnp.float16)
 
@@ -74,14 +74,14 @@ def padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
     return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
-def without_needless(x: Array, window: Window) -> tuple[Array, Window]:
+def crop_negative_padding(x: Array, window: Window) -> tuple[Array, Window]:
     """Images without the pixels that negative padding drops, and a window without negative padding."""
     if all(low >= 0 and high >= 0 for low, high in window.pads):
         return x, window
     return padded(x, window.pads, window.gaps, 0), window.without_padding()
 
 
-def in_planes(x: Array, window: Window, entries: int, apart: int, number: int, step: int) -> tuple[Array, Window]:
+def fold_depth(x: Array, window: Window, entries: int, apart: int, number: int, step: int) -> tuple[Array, Window]:
     """Images [N, depth, space, C] as [N number, space, entries C], and how a window goes over these.
 
     Of the depth, each of ``number`` samples sees so many ``entries``, which lie ``apart``, and the next sample the same
@@ -96,7 +96,7 @@ def in_planes(x: Array, window: Window, entries: int, apart: int, number: int, s
     return planes.reshape(len(x) * number, *x.shape[2:-1], -1), rest
 
 
-def as_channels(x: Array, window: Window, axis: int, entries: int, apart: int) -> Array:
+def axis_to_channels(x: Array, window: Window, axis: int, entries: int, apart: int) -> Array:
     """[N, space, C] -> [N, other space, entries C]: of an axis of space so many entries, this far ``apart``.
 
     From the first that a window sees.
@@ -110,7 +110,7 @@ def as_channels(x: Array, window: Window, axis: int, entries: int, apart: int) -
     return x.reshape(*x.shape[:-2], -1)
 
 
-def tap(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+def strided_slice(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """``size`` pixels of x [N, space, C] from ``start`` on, ``strides`` apart."""
     stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, size, strides, strict=True)]
     return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[-1]), (1, *strides, 1))
@@ -121,18 +121,18 @@ def taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int
     x = padded(x, window.pads, window.gaps, 0)
     for index in product(*map(range, kernel_space)):
         start = tuple(i * d for i, d in zip(index, window.dilation, strict=True))
-        yield index, tap(x, start, out, window.strides)
+        yield index, strided_slice(x, start, out, window.strides)
 
 
-def seen_whole(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
+def patches(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
     """What the whole kernel sees of the images at each place of the result, [N, k, C]."""
     x = padded(x, window.pads, window.gaps, 0)
     for index in product(*map(range, out)):
         start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
-        yield tap(x, start, kernel_space, window.dilation)
+        yield strided_slice(x, start, kernel_space, window.dilation)
 
 
-class Met(NamedTuple):
+class TapRegion(NamedTuple):
     """Of one entry of a kernel the places of the result at which it meets a pixel, and these pixels."""
 
     index: Space
@@ -143,7 +143,7 @@ class Met(NamedTuple):
     size: Space
 
 
-def meetings(space: Space, entries: Space, window: Window, out: Space) -> list[Met]:
+def tap_regions(space: Space, entries: Space, window: Window, out: Space) -> list[TapRegion]:
     """Those entries of a kernel over images without gaps that meet any pixel at all."""
 
     def along(n: int, size: int, low: int, step: int, apart: int, places: int) -> list[tuple[int, int, int, int]]:
@@ -157,7 +157,7 @@ def meetings(space: Space, entries: Space, window: Window, out: Space) -> list[M
 
     lows = [low for low, _ in window.pads]
     axes = [along(*each) for each in zip(space, entries, lows, window.strides, window.dilation, out, strict=True)]
-    return [Met(*zip(*one, strict=True)) for one in product(*axes)]  # type: ignore[arg-type]
+    return [TapRegion(*zip(*one, strict=True)) for one in product(*axes)]  # type: ignore[arg-type]
 
 
 def is_mostly_padding(space: Space, entries: Space, window: Window, out: Space, fewest: int) -> bool:
@@ -166,11 +166,11 @@ def is_mostly_padding(space: Space, entries: Space, window: Window, out: Space, 
     """
     if set(window.gaps) != {1} or not 1 < math.prod(entries) <= _FEW_ENTRIES or len(entries) > 2 or fewest < _MANY:
         return False
-    pixels = sum(math.prod(met.size) for met in meetings(space, entries, window, out))
+    pixels = sum(math.prod(met.size) for met in tap_regions(space, entries, window, out))
     return pixels <= _PIXELS * math.prod(entries) * math.prod(out)
 
 
-def no_smaller(x: Array, window: Window, entries: Space, out: tuple[int, ...]) -> tuple[Array, Window]:
+def pad_small_images(x: Array, window: Window, entries: Space, out: tuple[int, ...]) -> tuple[Array, Window]:
     """Images with their padding, or some of it, where XLA's faster way is not for them without.
 
     It is not where the images have fewer pixels than the kernel has ``entries``, for XLA takes the one for the other
