@@ -21,6 +21,7 @@ from fedrax.config.annotations import Converter, Leaf, Static
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
+from fedrax.xla import closure_values
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("kind",))

@@ -27,7 +27,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Which operand holds what is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 _STRUCTURE |= {LINEAR_ALGEBRA_SCOPE, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
-"""What names of operations hold besides scopes: how JAX executes them, and what `fast_on_cpu` makes others of."""
+"""What names of operations hold besides scopes: how JAX executes them, and what `fedrax.xla.optimize` makes others of."""
 
 
 class Cost(NamedTuple):

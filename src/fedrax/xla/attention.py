@@ -1,8 +1,8 @@
 """Attention over many places a block of rows at a time, so that what it makes stays in a CPU's caches.
 
 The products of T places with each other are T x T numbers a head, of which softmax and a second product make T rows
-again. Each row stands for itself: :func:`block_attention` finds such products in a traced function, whatever lies between
-them, and computes them in a loop over blocks of rows. The backward pass computes a block once more instead of reading
+again. Each row stands for itself: :func:`block_attention` finds such products in a traced function, whatever is
+between them, and computes them in a loop over blocks of rows. The backward pass computes a block once more instead of reading
 what it gave, so that memory grows as T does and not as its square.
 """
 

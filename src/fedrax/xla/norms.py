@@ -2,7 +2,7 @@
 
 A client's update is x_i - x, and whoever wants its length first asks for an array that only the sum over clients reads
 again, a product with a number at a time. :func:`norm` marks the question; where the marked vector turns out to be a
-difference, :func:`fuse_norms_of_differences` puts the length of the two in its place, taken block by block in the cache.
+difference, :func:`fuse_norms_of_differences` puts the norm of the two in its place, taken block by block in the cache.
 """
 
 from __future__ import annotations
