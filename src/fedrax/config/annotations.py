@@ -215,7 +215,8 @@ class Field:
         """What is wrong with ``value``, as 'must be ...', or None."""
         violations = [kind.violation(value) for kind in self.kinds if kind.holds(value)]
         if not violations:
-            return None if acts_as(value, self.classes) else f"must be {self.words}"
+            own = not isinstance(value, type) and acts_as(value, self.classes)
+            return None if own else f"must be {self.words}"
         return None if None in violations else violations[0]
 
 

@@ -44,6 +44,8 @@ class Program(NamedTuple):
     """Clients of a round in the mean, where each joins by chance."""
     joining: int = 0
     """Devices that work together on some clients; 0: each client is one device's."""
+    client_info: bool = False
+    """Whether a round also returns the info of each client by itself, for adaptive participation policies."""
     code: CodeFingerprint | None = None
     """Of the user's own functions: edited ones make another program."""
 

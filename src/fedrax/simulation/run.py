@@ -22,7 +22,7 @@ from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.evaluation import remedy
-from fedrax.simulation.executors.compiled import RECORDED_PHASES, Carry
+from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Carry
 from fedrax.simulation.executors.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import write_client_summary
@@ -140,6 +140,8 @@ def storage_of(setup: Setup) -> Storage:
     """Who brings the run's blocks of rounds what they need."""
     settings = setup.settings
     every = (settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
+    if setup.planner.sampler.adaptive:
+        every = (1,)
     where, longest = (setup.planner, setup.engine.mesh), min(LONGEST_BLOCK, *every)
     streamer = Streamer(setup.samples, *where, longest) if setup.streamed else None
     spill = Spill(setup.initial, *where, longest, setup.directory) if setup.spilled else None
@@ -246,14 +248,19 @@ class Run:
         portion = self.storage.portion(len(events), min(pace, self._until_stop(len(events))))
         portion, recorded = self._to_record(portion, len(events) + 1)
         rounds, after = portion.rounds, len(events) + portion.rounds
-        if after < self.last:
+        sampler = setup.planner.sampler
+        if after < self.last and not sampler.adaptive:
             self.storage.make_ahead(after, min(pace, self._until_stop(after)))
         carry, records = run_portion(setup, self.storage, carry, portion)
+        client_info = records.pop(CLIENT_INFO, ())
         if not records["sound"].all():
             self._fail(carry, portion, records)
         for phases in records.pop(RECORDED_PHASES, ()):
             self.exchanges += exchanges(recorded, len(events) + 1, phases)
         carry = self.storage.settle(carry, portion)
+        if sampler.adaptive:
+            clients = np.asarray(portion.xs.places.client[0]).ravel()
+            sampler.observe(len(events), clients[clients < setup.info.num_clients], client_info[0])
         new = events_of(setup.info, records, portion.xs.count, events, clock() - began)
         enter(self.ledger, portion.xs, new, setup.info.num_clients)
         due, lost = after % setup.settings.eval_every == 0 or after == self.last, None
@@ -280,6 +287,8 @@ class Run:
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, keep parameters or messages, end."""
         settings = self.setup.settings
+        if self.setup.planner.sampler.adaptive:
+            return 1
         every = [n for n in (settings.eval_every, settings.checkpoint_every) if n is not None]
         others = LONGEST_BLOCK if self.record is None else self.record.rounds_until(done, settings.rounds)
         kept = next((n for n in range(1, LONGEST_BLOCK) if done + n in self.kept), LONGEST_BLOCK)

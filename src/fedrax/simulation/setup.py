@@ -134,10 +134,13 @@ def prepare(
         algorithm, federation, settings, sampler, _given(algorithm, script, sampler), initial, mesh.devices.size
     )
     _check_processes(planner, directory)
+    if jax.process_count() > 1 and sampler.adaptive:
+        raise FedraxError("an adaptive participation policy needs a run of a single process")
     known = Program(
         task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(algorithm, task)
     )
     program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
+    program = program._replace(client_info=sampler.adaptive)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
     traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
     account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)

@@ -133,6 +133,8 @@ def _apart(setup: Setup) -> str | None:
         return "cannot stop at a target: leave the target out"
     if settings.epsilon_budget is not None:
         return "cannot stop at a budget: leave epsilon_budget out"
+    if setup.planner.sampler.adaptive:
+        return "sample each run's cohorts by what its clients report: choose another participation"
     if ENGINES[setup.plan] is not Engine:
         return f"are one compiled program, and plan {setup.plan} is not: leave the plan out"
     if setup.streamed or setup.spilled:

@@ -40,6 +40,8 @@ from fedrax.xla import AGGREGATE, CACHE_SIZE, CLIENT_AXIS, INLINE, SERVER, garba
 
 RECORDED_PHASES = "noted"
 """In a round's record what was noted of its messages, where clients are recorded."""
+CLIENT_INFO = "client info"
+"""In a round's record the info of each client by name, [S] each, where the program asks for it."""
 
 
 class Carry(NamedTuple):
@@ -72,6 +74,7 @@ class OnDevice(Executor):
         super().__init__(program, algorithm, here, key)
         self.store, self.samples, self.vectors_axis = store, samples, vectors_axis
         self.kept: Tree = ()
+        self.client_info: dict[str, Array] = {}
         self.join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
         self.least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
         self.gather: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
@@ -88,7 +91,8 @@ class OnDevice(Executor):
         kind = JoiningRunner if self.program.joining else PhaseRunner
         runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
         with phase_scope(p):
-            sums, single, self.kept, self.store, notes = runner.run(self.kept, self.store)
+            sums, single, self.kept, self.store, notes, info = runner.run(self.kept, self.store)
+        self.client_info |= dict(info)
         if self.here.recorded is not None:
             self.recorded_phases.append(
                 RecordedPhase(message, broadcast_statistics(self.algorithm, p, statistics), notes)
@@ -136,6 +140,8 @@ def one_round(
     made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
     if executor.recorded_phases:
         made[RECORDED_PHASES] = tuple(executor.recorded_phases)
+    if program.client_info:
+        made[CLIENT_INFO] = executor.client_info
     return Carry(server, statistics, executor.store), made
 
 
@@ -187,20 +193,25 @@ def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
     by_device: Any = P(None, CLIENT_AXIS)
     specs = Rounds(P(), P(), by_device, by_device, P())
 
-    def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
+    def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any, Any]:
         carry, records = run_block(
             program, CLIENT_AXIS, *inputs, vectors_axis=CLIENT_AXIS if share_vectors(mesh) else None
         )
-        return carry, records, records.pop(RECORDED_PHASES, ())
+        return carry, records, records.pop(RECORDED_PHASES, ()), records.pop(CLIENT_INFO, {})
 
-    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any]:
+    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any, Any]:
         carries = Carry(server_specs(carry.server, mesh), P(), P(CLIENT_AXIS))
         recorded = inputs[2].recorded is not None
         sharded = jax.shard_map(
             run,
             mesh=mesh,
             in_specs=(P(), carries, P(CLIENT_AXIS) if program.own_samples else P(), P(), specs, P()),
-            out_specs=(carries, P(), (RecordedPhase(P(), P(), by_device),) * len(algorithm.phases) if recorded else ()),
+            out_specs=(
+                carries,
+                P(),
+                (RecordedPhase(P(), P(), by_device),) * len(algorithm.phases) if recorded else (),
+                by_device,
+            ),
             check_vma=False,
         )
         return sharded(algorithm, carry, *inputs)
@@ -275,7 +286,8 @@ _copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 def stacked(records: list[dict]) -> dict[str, Any]:
     """The records of single rounds as :meth:`Engine.run` gives them, by the names that the first one has."""
     found = {name: [record[name] for record in records if name in record] for name in records[0]}
-    return {name: values if name == RECORDED_PHASES else np.asarray(values) for name, values in found.items()}
+    lists = (RECORDED_PHASES, CLIENT_INFO)
+    return {name: values if name in lists else np.asarray(values) for name, values in found.items()}
 
 
 class Engine:
@@ -320,8 +332,12 @@ class Engine:
         Where clients are recorded, ``RECORDED_PHASES`` holds a list [rounds] of what was noted in each phase.
         """
         with garbage_collection_paused():  # the first time it is traced
-            carry, records, recorded = self.block(algorithm)(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+            run = self.block(algorithm)
+            carry, records, recorded, info = run(algorithm, carry, self.samples, key, xs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
+        if info:
+            real = [np.asarray(xs.places.client[r]).ravel() < self.program.num_clients for r in range(rounds)]
+            found[CLIENT_INFO] = [{name: np.asarray(a[r])[real[r]] for name, a in info.items()} for r in range(rounds)]
         if recorded:
             found[RECORDED_PHASES] = [
                 phases_to_host(jax.tree.map(lambda a, r=r: a[r], recorded), self.devices) for r in range(rounds)

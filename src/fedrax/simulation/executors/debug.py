@@ -14,7 +14,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.executors.compiled import RECORDED_PHASES, Carry, Engine, stacked
+from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Carry, Engine, stacked
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
 from fedrax.simulation.placement.planner import share_of, whole_round
 from fedrax.simulation.placement.streaming import release
@@ -64,6 +64,8 @@ class DebugEngine(Engine):
         record = {**record, "sound": True, "bad": self.program.num_clients}
         if executor.recorded_phases:
             record[RECORDED_PHASES] = phases_to_host(executor.recorded_phases, 1)
+        if self.program.client_info:
+            record[CLIENT_INFO] = executor.client_info
         return Carry(server, statistics, executor.store), record
 
 
@@ -75,6 +77,7 @@ class StepByStep(Executor):
         super().__init__(program, algorithm, here, key)
         self.store, self.samples = jax.tree.map(jnp.asarray, store), samples
         self.kept: Tree = ()
+        self.client_info: dict[str, np.ndarray] = {}
         self.where = f"{type(algorithm).__name__}, round {int(here.round) + 1}"  # as events count them
         self.keys = client_keys(self.round_key, here.places.client)
 
@@ -87,6 +90,7 @@ class StepByStep(Executor):
         for k in range(count):
             progress = runner.step(jnp.int32(k), self.kept, progress)
         self.kept, self.store = progress.kept, progress.store
+        self.client_info |= {name: np.asarray(values)[:count] for name, values in dict(progress.client_info).items()}
         if self.here.recorded is not None:
             down = broadcast_statistics(self.algorithm, p, statistics)
             self.recorded_phases.append(RecordedPhase(message, down, progress.notes))

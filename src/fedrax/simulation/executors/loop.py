@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
-from fedrax.simulation.executors.compiled import RECORDED_PHASES, Carry, Engine, stacked
+from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Carry, Engine, stacked
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
 from fedrax.simulation.placement.planner import share_of
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
@@ -51,6 +51,7 @@ class LoopEngine(Engine):
         values |= {"sound": sound, "bad": int(bad)} | (
             {RECORDED_PHASES: executor.recorded_phases} if executor.recorded_phases else {}
         )
+        values |= {CLIENT_INFO: executor.client_info} if self.program.client_info else {}
         return new._replace(store=store), values
 
     def _join(self, *shards: Array) -> Array:
@@ -104,6 +105,7 @@ class Dispatched(Executor):
         self.samples = [_shard(engine.samples, d) for d in range(len(self.devices))]
         self.stores = [_shard(carry.store, d) for d in range(len(self.devices))]
         self.kept: list[Tree] = [()] * len(self.devices)
+        self.client_info: dict[str, np.ndarray] = {}
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """As every executor, compiled."""
@@ -125,6 +127,9 @@ class Dispatched(Executor):
                     place = jax.device_put(np.int32(i), device)
                     progress[d] = self.compiled.step(p, self.algorithm, progress[d], inputs[d], self.kept[d], place)
         self.stores, self.kept = [q.store for q in progress], [q.kept for q in progress]
+        counted = [(q.client_info, int(share.count)) for q, share in zip(progress, self.shares, strict=True)]
+        for name in progress[0].client_info:
+            self.client_info[name] = np.concatenate([np.asarray(info[name])[:count] for info, count in counted])
         if self.shares[0].recorded is not None:
             notes = jax.tree.map(lambda *a: np.concatenate([np.asarray(x) for x in a]), *[q.notes for q in progress])
             down = broadcast_statistics(self.algorithm, p, statistics)

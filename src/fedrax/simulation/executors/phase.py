@@ -27,6 +27,8 @@ class Progress(NamedTuple):
     store: Tree
     notes: Any = ()
     """Of what recorded clients sent."""
+    client_info: Any = ()
+    """The info of each client by place on the device, where the program asks for it."""
 
 
 class PhaseRunner:
@@ -62,7 +64,8 @@ class PhaseRunner:
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
         sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
         notes = empty_upload_buffer(self.here.recorded, recorded_upload(shape, self.last))
-        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes)
+        info = by_place(shape.output.info) if self.program.client_info else ()
+        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes, info)
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
@@ -89,7 +92,7 @@ class PhaseRunner:
 
         real: as of :func:`add_client`. put, put_state: (table, rows, values) -> the table with them in these rows.
         """
-        sums, single, kept, store, notes = progress
+        sums, single, kept, store, notes, client_info = progress
         client, slot = self.here.places.client[at], self.here.places.slot[at]
         with scope(STATES):
             single = put(single, at, done.single)
@@ -102,7 +105,9 @@ class PhaseRunner:
             weight = jnp.where(real, weight, 0) if self.program.chunk else weight
             sums = add_client(self.program, sums, done, weight, real, client)
         notes = record_uploads(notes, self.here.recorded, client, recorded_upload(done, self.last))
-        return Progress(sums, single, kept, store, notes)
+        if self.program.client_info:
+            client_info = put(client_info, at, done.output.info)
+        return Progress(sums, single, kept, store, notes, client_info)
 
     def run(self, kept: Tree, store: Tree) -> Progress:
         """All clients of this device."""

@@ -46,6 +46,8 @@ class RunState(NamedTuple):
     owners: Any
     ledger: Any = ()
     """How often each client took part, of a private run."""
+    participation: Any = ()
+    """The state of an adaptive participation policy."""
 
 
 def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -> RunStart:
@@ -122,6 +124,8 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
         )
     if ledger is not None:
         ledger.restore(saved.ledger, done)
+    if setup.planner.sampler.adaptive:
+        setup.planner.sampler.restore(saved.participation, done)
     has_clients = not setup.stateful or meta["rows"] > 0
     store = _stored(setup, storage, saved) if has_clients else ()
     carry = setup.engine.put(saved.server, saved.statistics, ())._replace(store=store)
@@ -162,7 +166,14 @@ def _like(setup: Setup, rows: int, ledger: Ledger | None) -> RunState:
     server = setup.algorithm.init(tree.rebuilt(setup.params), setup.info.num_clients)
     repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
     counts = () if ledger is None else jnp.asarray(ledger.counts)
-    return RunState(server, setup.statistics, jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32), counts)
+    store, owners = jax.tree.map(repeat, setup.initial), jnp.zeros(rows, jnp.int32)
+    return RunState(server, setup.statistics, store, owners, counts, _policy_state(setup))
+
+
+def _policy_state(setup: Setup) -> Tree:
+    """The state of an adaptive participation policy; empty for others."""
+    sampler = setup.planner.sampler
+    return sampler.state if sampler.adaptive else ()
 
 
 def _stored(setup: Setup, storage: Storage, saved: RunState) -> Tree:
@@ -195,5 +206,5 @@ def save(
         owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
     meta = {"round": done, "rows": len(owners), "identity": setup.identity, "algorithm": setup.info.algorithm}
     counts = () if ledger is None else ledger.counts
-    saved = RunState(setup.engine.whole_server(carry), carry.statistics, store, owners, counts)
+    saved = RunState(setup.engine.whole_server(carry), carry.statistics, store, owners, counts, _policy_state(setup))
     checkpoint.save(setup.directory / name, saved, meta | more, keep_previous=clients)

@@ -74,7 +74,11 @@ class Planner:
         self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
         self._used = [0] * devices
-        if stateful:  # homes depend on all rounds before, so lay them out once, from the start
+        if stateful and sampler.adaptive:  # cohorts are not known yet: every client has a row
+            for client in range(sampler.num_clients):
+                self.home[client] = (client % devices, client // devices)
+            self.capacity = max(self.capacity, -(-sampler.num_clients // devices))
+        elif stateful:  # homes depend on all rounds before, so lay them out once, from the start
             for r in range(sampler.rounds):
                 self._assign(r, sampler.cohort(r))
                 if len(self.home) == sampler.num_clients:
@@ -92,6 +96,8 @@ class Planner:
         share = self.sampler.largest / self.devices
         spread = share * (1 - 1 / self.devices) * (1 - self.sampler.largest / self.sampler.num_clients)
         room = int(np.ceil(share) + 4 * np.sqrt(spread))
+        if self.sampler.adaptive:
+            return self.places
         cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
         most = max(len(places) for r, cohort in cohorts for places in self._assign(r, cohort))
         while most > room:
@@ -165,6 +171,8 @@ class Planner:
         return Planner(other, self.offsets, row_bytes=self._row_bytes, **kinds)
 
     def _ever_joined(self, speed: float) -> bool:
+        if self.sampler.adaptive:
+            return False
         self.joint_speed = speed
         cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
         return any(self._joined(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)

@@ -1,0 +1,152 @@
+"""Participation policies of users: without state, and adaptive ones that see what clients report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import FedAvg, FedraxError, Scaffold, Settings
+from fedrax.config.hyperparameters import check
+from fedrax.participation import CohortSizes, ParticipationPolicy, Population
+from fedrax.privacy import ClientDP
+from fedrax.simulation.settings import cohort_sampler
+from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_close, assert_identical, run
+
+
+@dataclass(frozen=True)
+class PowerOfChoice(ParticipationPolicy):
+    """The clients with the largest last known loss among random candidates (rpow-d of Cho et al. 2022)."""
+
+    candidates: int = 5
+
+    def init(self, population: Population) -> np.ndarray:
+        return np.full(population.num_clients, np.inf)
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        chances = population.sizes / population.sizes.sum()
+        candidates = rng.choice(population.num_clients, self.candidates, replace=False, p=chances)
+        return candidates[np.argsort(-state[candidates], kind="stable")[: population.cohort_size]]
+
+    def observe(self, state: Any, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> np.ndarray:
+        losses = state.copy()
+        losses[clients] = info["loss"]
+        return losses
+
+
+@dataclass(frozen=True)
+class Wrong(ParticipationPolicy):
+    """Returns what it is given."""
+
+    cohort: tuple[int, ...]
+
+    def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        return np.array(self.cohort)
+
+
+class Varying(Wrong):
+    """Says that cohorts vary."""
+
+    def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
+        return CohortSizes(population.cohort_size, varying=True)
+
+
+SEEN: list[tuple[int, list[int], list[float]]] = []
+
+
+class Seen(PowerOfChoice):
+    """Keeps what it observes."""
+
+    def observe(self, state: Any, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> np.ndarray:
+        SEEN.append((round, clients.tolist(), info["loss"].tolist()))
+        return super().observe(state, round, clients, info)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (FedAvg(local=LOCAL), {"plan": "scan"}),
+        (Scaffold(local=LOCAL), {"plan": "vmap", "devices": 2, "chunk": 2}),
+        (Scaffold(local=LOCAL), {"plan": "loop"}),
+        (Scaffold(local=LOCAL), {"plan": "debug"}),
+        (Scaffold(local=LOCAL), {"plan": "scan", "samples": "streamed", "states": "spilled"}),
+    ],
+)
+def test_an_adaptive_policy_sees_the_loss_of_each_client(algorithm: fedrax.Algorithm, options: dict[str, Any]):
+    SEEN.clear()
+    result = run(algorithm, cohort_size=3, rounds=6, participation=Seen(), **options)
+    assert [r for r, *_ in SEEN] == list(range(6))
+    cohorts = [clients for _, clients, _ in SEEN]
+    replayed = run(
+        algorithm, cohort_size=3, rounds=6, script=fedrax.simulation.Script(cohorts=[sorted(c) for c in cohorts])
+    )
+    assert_close(result, replayed)
+    for event, (_, _, losses) in zip(result.events, SEEN, strict=True):
+        np.testing.assert_allclose(np.mean(losses), event["train_loss"], rtol=1e-5)
+    known = np.full(len(SIZES), np.inf)
+    for r, clients, losses in SEEN:  # the policy, recomputed from what was observed
+        sampler = cohort_sampler(Settings(cohort_size=3, rounds=6), np.array(SIZES))
+        rng = sampler._generator(1, r)
+        assert sorted(PowerOfChoice().sample(known, r, sampler.population, rng)) == sorted(clients)
+        known[clients] = np.float32(losses)
+
+
+def test_an_adaptive_policy_goes_on_from_a_checkpoint(tmp_path: Path):
+    options: dict[str, Any] = {
+        "cohort_size": 3,
+        "eval_every": 1,
+        "participation": PowerOfChoice(),
+        "directory": tmp_path,
+    }
+    whole = run(Scaffold(local=LOCAL), **options | {"directory": None}, rounds=8)
+    run(Scaffold(local=LOCAL), **options, rounds=3)
+    assert_identical(run(Scaffold(local=LOCAL), **options, rounds=8, resume=True), whole)
+
+
+def test_cohorts_of_an_adaptive_policy_are_known_only_during_the_run():
+    sampler = cohort_sampler(Settings(cohort_size=3, participation=PowerOfChoice()), np.array(SIZES))
+    sampler.cohort(0)
+    with pytest.raises(FedraxError, match="known only during the run"):
+        sampler.cohort(1)
+    with pytest.raises(FedraxError, match="choose another participation"):
+        run(ClientDP(FedAvg(local=LOCAL), noise=1.0), cohort_size=3, participation=PowerOfChoice())
+    with pytest.raises(FedraxError, match="choose another participation"):
+        fedrax.sweep(
+            [FedAvg(local=LOCAL)], TASK, FEDERATION, mode="vectorized", cohort_size=3, participation=PowerOfChoice()
+        )
+    apart = fedrax.sweep(
+        [FedAvg(local=LOCAL)], TASK, FEDERATION, [0], rounds=2, cohort_size=3, participation=PowerOfChoice()
+    )
+    alone = fedrax.simulate(
+        FedAvg(local=LOCAL), TASK, FEDERATION, rounds=2, cohort_size=3, participation=PowerOfChoice()
+    )
+    jax.tree.map(np.testing.assert_array_equal, apart[0][0].params, alone.params)
+
+
+def test_what_a_policy_returns_is_checked():
+    for cohort in ((0, 0), (0, len(SIZES)), (0, 1, 2)):
+        with pytest.raises(FedraxError, match=r"Wrong.sample must return at most 2 different clients"):
+            run(FedAvg(local=LOCAL), cohort_size=2, participation=Wrong(cohort))
+    with pytest.raises(FedraxError, match="varying=True"):
+        run(FedAvg(local=LOCAL), cohort_size=2, participation=Wrong((1,)))
+    events = run(FedAvg(local=LOCAL), cohort_size=2, participation=Varying((1,))).events
+    assert {event["clients"] for event in events} == {1}
+    for value in (5, "uniform", PowerOfChoice):
+        with pytest.raises(FedraxError, match="participation must be"):
+            check(Settings(participation=value), "run")  # type: ignore[arg-type]
+
+
+def test_a_policy_by_path_in_a_file(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\nfrom fedrax.participation import ParticipationPolicy\n"
+        "class Largest(ParticipationPolicy):\n"
+        "    def sample(self, state, round, population, rng):\n"
+        "        return np.argsort(-population.sizes)[: population.cohort_size]\n"
+    )
+    (tmp_path / "e.toml").write_text('[run]\nparticipation = {name = "mine.py:Largest"}\n')
+    policy = fedrax.experiments.read_file(tmp_path / "e.toml").run.participation
+    assert type(policy).__name__ == "Largest"
