@@ -15,7 +15,7 @@ from fedrax.report import search_plots
 from fedrax.report.html import page
 from fedrax.report.report_data import gather
 from fedrax.report.svg import Curve, chart
-from fedrax.tuning.selection import Choice, Range, Trial
+from fedrax.tuning.selection import SearchRange, SearchResult, Trial
 from tests.cli.test_outputs import EVENT, RUN
 from tests.cli.test_report import Page, browse
 
@@ -132,7 +132,7 @@ def test_values_that_were_drawn_are_dots(tmp_path: Path):
     """Of a file that does not say so, as earlier ones do not, they are a line."""
     make(tmp_path / "r", {"test_accuracy": 0.5})
     trials = tuple(Trial({"algorithm.local.lr": 0.01 * k}, 1.0 + k, 1) for k in range(1, 31))
-    choice = Choice("loss", True, trials, {"algorithm.local.lr": Range(0.001, 1.0, True)})
+    choice = SearchResult("loss", True, trials, {"algorithm.local.lr": SearchRange(0.001, 1.0, True)})
     kept = make_comparison(tmp_path / "r", search_plots.values({"m": choice}))
     search = gather([tmp_path / "r"]).sources[0].search
     assert search is not None and search.choices == {"m": choice}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,13 +203,27 @@ def test_an_array_that_is_not_as_it_was_written_is_refused(saved: Path):
             read()
 
 
-@pytest.mark.parametrize(("version", "says"), [(3, "a newer fedrax, in format 3"), (None, "an older fedrax")])
-def test_another_format_is_named(version: int | None, says: str, saved: Path):
+OLD_META = {"identity": {"versions": "fedrax 0.0.9 with jax 0.9.0"}}
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ({"round": 3}, "an older version of fedrax in format 1"),
+        (
+            {"format": 2, "digests": {}, "meta": OLD_META},
+            r"an older version \(fedrax 0.0.9 with jax 0.9.0\) in format 2",
+        ),
+        ({"format": 99, "fedrax": "9.0"}, "fedrax 9.0 in format 99.*resume the run with that version"),
+    ],
+)
+def test_a_checkpoint_of_another_format_is_rejected_with_the_version_that_wrote_it(
+    described: Any, says: str, saved: Path
+):
     with zipfile.ZipFile(saved / checkpoint.FILE, "w") as file, file.open("meta.npy", "w") as member:
-        text = json.dumps({"round": 3} | ({} if version is None else {"format": version}))
-        np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8))
-    for read in (lambda: checkpoint.load(saved, LIKE), lambda: checkpoint.load_meta(saved)):
-        with pytest.raises(FedraxError, match=says):
+        np.lib.format.write_array(member, np.frombuffer(json.dumps(described).encode(), np.uint8))
+    for read in (lambda: checkpoint.load(saved, LIKE), lambda: checkpoint.check_format(saved)):
+        with pytest.raises(checkpoint.CheckpointFormatError, match=says):
             read()
 
 
@@ -247,7 +262,7 @@ def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_p
     with pytest.raises(FedraxError, match="finished without keep_clients: what its clients keep is not in its result"):
         again.client_state(next(iter(first.homes)))
     if stopped == "rounds":
-        with pytest.raises(FedraxError, match="kept no client states: it cannot go on; run it anew"):
+        with pytest.raises(FedraxError, match="saved without client states and cannot be continued"):
             run(SCAFFOLD, **(options | {"rounds": 5}), resume=True)
 
 

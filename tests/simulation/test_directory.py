@@ -208,7 +208,7 @@ def test_a_checkpoint_elsewhere_is_refused(tmp_path: Path):
     (tmp_path / "victim").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "victim")
-    with pytest.raises(FedraxError, match="is a link"):
+    with pytest.raises(FedraxError, match="is a symbolic link"):
         run(SCAFFOLD, directory=tmp_path / "run")
     assert not list((tmp_path / "victim").iterdir())
 

@@ -15,6 +15,8 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, user_code
 from fedrax.report import doctor
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.persistence.checkpoint import check_format
+from fedrax.simulation.persistence.run_directory import CHECKPOINT
 
 DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
 
@@ -43,6 +45,7 @@ def main(args: list[str]) -> int:
         below = doctor.runs_below(parsed.directory)
         other = f"; {below}; a comparison goes on by the command that began it" if below else ""
         raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml{other}.")
+    check_format(parsed.directory / CHECKPOINT)  # before its experiment.toml, whose names may be of that version too
     trusted = parsed.trust or user_code.is_sealed(parsed.directory)
     spec = experiment.read(file, "typed" if trusted else "none")
     if parsed.rounds is not None:

@@ -161,9 +161,12 @@ def _checkpoint(made: Examination, name: str, found: Finding) -> Finding | None:
             finding = Finding(shown, f"whole: round {rounds}, but the events before it have been changed", False)
         else:
             finding = Finding(shown, f"whole: round {rounds}", True, rounds)
+    except checkpoint.CheckpointFormatError as error:
+        finding = Finding(shown, f"another version's: {error}", False)
     except FedraxError as error:
         finding = Finding(shown, f"damaged: {error}", False)
     made.findings.append(finding)
+
     return finding
 
 

@@ -26,7 +26,7 @@ from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, C
 from fedrax.simulation.executors.debug import NonFiniteError, culprit, in_the_data
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import write_client_summary
-from fedrax.simulation.persistence.resume import RunStart, begin, check_goes_on, check_kept, save
+from fedrax.simulation.persistence.resume import RunStart, begin, check_can_continue, check_kept, save
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, owned
 from fedrax.simulation.placement.streaming import Portion, Spill, Storage, Streamer
 from fedrax.simulation.privacy_ledger import check_not_spent, enter, last_round, ledger_of
@@ -215,7 +215,7 @@ class Run:
         if self.ledger is not None and not reached and not (begun.spent and done == self.last):
             check_not_spent(self.ledger, settings, done, self.last)
         if not reached and done < self.last:
-            check_goes_on(setup, begun)
+            check_can_continue(setup, begun)
         elif setup.directory is not None and not self.keep_clients:  # it may have been cut short after its last one
             checkpoint.forget_previous(setup.directory / CHECKPOINT)
         return begun

@@ -1,7 +1,8 @@
-"""A run's state on disk: one file, replaced as a whole, so that a crash leaves the old one or the new one.
+"""Checkpoint files: a pytree of arrays and its metadata in one NPZ file, replaced atomically.
 
-It is an NPZ file, not compressed. Its last member, ``meta``, is JSON: the version of the format, a digest of each
-array, and what the run says of itself. The file before it stays beside it, for the day when a disk has lost a bit.
+A crash during a write leaves the old file or the new one, never a mixture. The last member of the file, ``meta``, is
+JSON: the format's number, the version of fedrax that wrote it, a digest of each array, and the run's own metadata.
+The previous checkpoint stays beside the last one, in case the disk damages that one.
 """
 
 from __future__ import annotations
@@ -24,32 +25,41 @@ from fedrax import tree
 from fedrax.errors import FedraxError
 from fedrax.files import reading, replacing
 from fedrax.tree import Tree
+from fedrax.version import VERSION
 
 FILE, PREVIOUS = "state.npz", "previous.npz"
-FORMAT = 2
-"""1 had no digests."""
+FORMAT = 3
+"""Number of the file format and of the names in the states and identities that runs store. Format 1 had no digests; in
+format 2 classes and fields of the stored states had other names. Checkpoints of another format are rejected."""
 _META_BYTES = 16 << 20
+"""Most bytes of ``meta`` that are read: protects against a file that claims to be huge."""
 _HEADER_BYTES = 1 << 10
+"""Most bytes of an array's header in the file."""
 _PIECE_BYTES = 8 << 20
+"""Bytes of an array that are read or written at a time."""
 
 
 class DamagedCheckpointError(FedraxError):
-    """A file that is no checkpoint, or one no longer."""
+    """The file is not a checkpoint, or its content has changed since it was written."""
+
+
+class CheckpointFormatError(FedraxError):
+    """The checkpoint was written by a version of fedrax whose format this version does not read."""
 
 
 class ChunkedArray(Protocol):
-    """An array that need not fit into memory."""
+    """An array that is read in chunks of rows, since it may not fit into memory."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """All rows in order, a few at a time."""
+        """All rows in order, in chunks of a few rows."""
         ...
 
 
-class _Digested:
-    """A member of the file, of which a digest is taken as it is read or written."""
+class _DigestingFile:
+    """A member of the archive whose digest is updated with every read and write."""
 
     def __init__(self, member: Any):
         self._member, self._hash = member, hashlib.blake2b(digest_size=16)
@@ -67,7 +77,7 @@ class _Digested:
         return self._hash.hexdigest()
 
     def check(self, name: str, digests: dict[str, str]) -> None:
-        """ValueError unless all was read that was once written, and nothing else."""
+        """Raise ValueError unless exactly the bytes that were once written have been read."""
         if self.read(1) or self.digest() != digests.get(name):
             raise ValueError(f"the array {name} is not as it was written")
 
@@ -76,9 +86,13 @@ class _Digested:
 
 
 def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool = True) -> None:
-    """Write a pytree of arrays and a JSON-able ``meta`` to ``directory``; raises FedraxError if it cannot.
+    """Write a checkpoint; raises FedraxError where the directory cannot be written.
 
-    Leaves may be :class:`ChunkedArray`. The checkpoint that is there already stays as ``previous.npz`` if asked for.
+    Args:
+        directory: where to write ``state.npz``.
+        state: a pytree of arrays; leaves may be :class:`ChunkedArray`.
+        meta: metadata that JSON can hold.
+        keep_previous: keep the checkpoint that is already there as ``previous.npz``.
     """
     leaves = {
         f"{i:06d}:{n}": x for i, (n, x) in enumerate(zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True))
@@ -88,43 +102,45 @@ def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool
     with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
         for name, leaf in leaves.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                digested = _Digested(member)
+                digested = _DigestingFile(member)
                 _write(digested, leaf)
             digests[name] = digested.digest()
-            if _is_foreign(dtype := leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype):
+            if _is_extension_dtype(dtype := leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype):
                 types[name] = dtype.name
         with archive.open("meta.npy", "w") as member:
-            text = json.dumps({"format": FORMAT, "digests": digests, "types": types, "meta": meta})
+            described = {"format": FORMAT, "fedrax": VERSION, "digests": digests, "types": types, "meta": meta}
+            text = json.dumps(described)
             np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
     if not keep_previous:
         forget_previous(directory)
 
 
 def forget_previous(directory: Path) -> None:
-    """Remove the checkpoint before the last one: what is there is whole."""
+    """Remove the previous checkpoint: the last one is complete."""
     with suppress(OSError):
         (directory / PREVIOUS).unlink()
 
 
 def _keep_previous(directory: Path) -> None:
-    """Another name for the checkpoint that is there, so that its successor does not take it away: no copy."""
+    """Link the present checkpoint under the name of the previous one, without a copy, before it is replaced."""
     with suppress(OSError):
         if (directory / FILE).exists():
             (directory / PREVIOUS).unlink(missing_ok=True)
             os.link(directory / FILE, directory / PREVIOUS)
 
 
-def _is_foreign(dtype: Any) -> bool:
-    """Whether a type is none of NumPy's own (bfloat16, int4): its files would not say which."""
+def _is_extension_dtype(dtype: Any) -> bool:
+    """Whether a dtype is not NumPy's own (bfloat16, int4): NPY headers do not name these."""
     return np.dtype(dtype).kind == "V"
 
 
 def _on_disk(dtype: Any) -> np.dtype:
-    """As what the numbers of a type are written."""
-    return np.dtype(f"u{np.dtype(dtype).itemsize}") if _is_foreign(dtype) else np.dtype(dtype)
+    """The NumPy dtype in which numbers of ``dtype`` are written."""
+    return np.dtype(f"u{np.dtype(dtype).itemsize}") if _is_extension_dtype(dtype) else np.dtype(dtype)
 
 
 def _write(member: Any, leaf: Any) -> None:
+    """Write a leaf in NPY format, chunk by chunk where it has chunks."""
     if not hasattr(leaf, "pieces"):
         array = np.asarray(leaf)
         np.lib.format.write_array(member, array.view(_on_disk(array.dtype)), allow_pickle=False)
@@ -136,12 +152,12 @@ def _write(member: Any, leaf: Any) -> None:
 
 
 def exists(directory: Path) -> bool:
-    """Whether ``directory`` holds a checkpoint, or something in its place."""
+    """Whether ``directory`` has a file with a checkpoint's name, damaged or not."""
     return any(os.path.lexists(directory / name) for name in (FILE, PREVIOUS))
 
 
 def discard(directory: Path) -> None:
-    """Remove ``directory`` and what is in it, if it holds a checkpoint."""
+    """Remove ``directory`` with all its files if it holds a checkpoint."""
     if exists(directory):
         try:
             shutil.rmtree(directory)
@@ -153,15 +169,37 @@ def discard(directory: Path) -> None:
 
 
 def load_meta(directory: Path) -> dict[str, Any]:
-    """The checkpoint's ``meta``."""
+    """The metadata of a checkpoint, without its arrays."""
     with _archive(directory / FILE) as archive:
         return _description(archive, directory / FILE).meta
 
 
-def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tree, dict[str, Any]]:
-    """(state, meta); the state must have the structure, shapes and dtypes of ``like``.
+def check_format(directory: Path) -> None:
+    """Raise CheckpointFormatError where ``directory`` holds a checkpoint that another version of fedrax wrote.
 
-    The leaves below ``in_pieces``, a name of the first level, are not read but :class:`CheckpointArray`.
+    A missing or damaged checkpoint is reported when it is loaded.
+    """
+    try:
+        load_meta(directory)
+    except CheckpointFormatError:
+        raise
+    except (OSError, FedraxError):
+        pass
+
+
+def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tree, dict[str, Any]]:
+    """Read a checkpoint and check the digest of every array.
+
+    Args:
+        directory: the checkpoint's directory.
+        like: the expected structure, shapes and dtypes of the state.
+        in_pieces: key of the first level whose leaves are not read but returned as :class:`CheckpointArray`.
+
+    Returns:
+        The state and the metadata.
+
+    Raises:
+        FedraxError: for a damaged file, another format, or a state unlike ``like``.
     """
     path, (expected, structure) = directory / FILE, jax.tree.flatten(like)
     with _archive(path) as archive:
@@ -182,14 +220,14 @@ def load(directory: Path, like: Tree, in_pieces: str | None = None) -> tuple[Tre
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The ``meta`` of a checkpoint's file of which every byte has been read and found as it was written."""
+    """Read every byte of a checkpoint file, check the digests, and return the metadata."""
     with _archive(path) as archive:
         meta, digests, _ = _description(archive, path)
         if set(digests) != _arrays_in(archive):
             raise ValueError("it does not hold the arrays that were written")
         for name in sorted(_arrays_in(archive)):
             with archive.open(f"{name}.npy") as member:
-                digested = _Digested(member)
+                digested = _DigestingFile(member)
                 while digested.read(_PIECE_BYTES):
                     pass
                 digested.check(name, digests)
@@ -198,6 +236,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The opened file; whatever fails while it is read becomes a DamagedCheckpointError."""
     try:
         with reading(path) as file, zipfile.ZipFile(file) as archive:
             yield archive
@@ -208,21 +247,25 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def damaged(path: Path, error: Exception) -> DamagedCheckpointError:
-    """What to raise for a file that cannot be read."""
+    """The error for a checkpoint file that cannot be read."""
     return DamagedCheckpointError(
         f"the checkpoint {path} is damaged or not a checkpoint: {error or type(error).__name__}"
     )
 
 
 class _Description(NamedTuple):
-    """What the run says of itself, the arrays' digests, and their types where these are none of NumPy's own."""
+    """The JSON member of a checkpoint file."""
 
     meta: dict[str, Any]
+    """The run's metadata."""
     digests: dict[str, str]
+    """Digest of each array."""
     types: dict[str, str]
+    """Dtype of each array whose dtype is not NumPy's own."""
 
 
 def _description(archive: zipfile.ZipFile, path: Path) -> _Description:
+    """Read and check ``meta``; raises CheckpointFormatError for another format."""
     info = archive.getinfo("meta.npy")
     if info.file_size > _META_BYTES:
         raise ValueError("its description is too long")
@@ -231,16 +274,13 @@ def _description(archive: zipfile.ZipFile, path: Path) -> _Description:
     found = json.loads(array.tobytes().decode())
     if not isinstance(found, dict):
         raise ValueError("it holds no description")
-    version = found.get("format", 1)
-    if isinstance(version, int) and version > FORMAT:
-        raise FedraxError(
-            f"the checkpoint {path} was written by a newer fedrax, in format {version}; this one reads format {FORMAT}:"
-            " go on with the newer one"
-        )
-    if version != FORMAT:
-        raise FedraxError(
-            f"the checkpoint {path} was written by an older fedrax, in format {version!r:.20}; this one reads format"
-            f" {FORMAT}: finish the run with the older one, or run it anew"
+    written = found.get("format", 1)
+    if written != FORMAT:
+        newer = isinstance(written, int) and written > FORMAT
+        remedy = "resume the run with that version" if newer else "finish the run with that version, or run it again"
+        raise CheckpointFormatError(
+            f"the checkpoint {path} was written by {_writer(found)} in format {written!r:.20}, and this fedrax"
+            f" {VERSION} reads format {FORMAT}: {remedy}"
         )
     meta, digests, types = found.get("meta"), found.get("digests"), found.get("types", {})
     if not (isinstance(meta, dict) and isinstance(digests, dict) and isinstance(types, dict)):
@@ -248,21 +288,32 @@ def _description(archive: zipfile.ZipFile, path: Path) -> _Description:
     return _Description(meta, digests, types)
 
 
+def _writer(found: dict[str, Any]) -> str:
+    """The version of fedrax that wrote a checkpoint, as its description or the run's identity in it names it."""
+    if isinstance(named := found.get("fedrax"), str):
+        return f"fedrax {named:.40}"
+    meta = found.get("meta")
+    identity = meta.get("identity") if isinstance(meta, dict) else None
+    versions = identity.get("versions") if isinstance(identity, dict) else None
+    return f"an older version ({versions:.80})" if isinstance(versions, str) else "an older version of fedrax"
+
+
 def _arrays_in(archive: zipfile.ZipFile) -> set[str]:
+    """The names of the arrays in the file."""
     return {name.removesuffix(".npy") for name in archive.namelist()} - {"meta"}
 
 
 def _read(archive: zipfile.ZipFile, name: str, digests: dict[str, str], own: Any) -> np.ndarray:
-    """An array; ``own``: its type where that is none of NumPy's."""
+    """An array, its digest checked; ``own``: its dtype where that is not NumPy's own."""
     with archive.open(f"{name}.npy") as member:
-        digested = _Digested(member)
+        digested = _DigestingFile(member)
         array = np.lib.format.read_array(digested, allow_pickle=False)
         digested.check(name, digests)
         return array if own is None or array.dtype != _on_disk(own) else array.view(own)
 
 
 class CheckpointArray:
-    """An array in a checkpoint, :class:`ChunkedArray`; ``own`` as of ``_read``."""
+    """A :class:`ChunkedArray` that reads its rows from a checkpoint file."""
 
     def __init__(self, path: Path, name: str, digests: dict[str, str], own: Any = None):
         self.path, self.name, self._digests = path, name, digests
@@ -279,10 +330,10 @@ class CheckpointArray:
         return shape, dtype
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """All rows in order, a few at a time; FedraxError if they are damaged, at the latest after the last ones."""
+        """All rows in order, in chunks; raises DamagedCheckpointError, at the latest after the last chunk."""
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(f"{self.name}.npy") as member:
-                digested = _Digested(member)
+                digested = _DigestingFile(member)
                 self._header(digested)
                 row = math.prod(self.shape[1:])
                 step = max(1, _PIECE_BYTES // max(1, row * self.dtype.itemsize))
@@ -296,7 +347,7 @@ class CheckpointArray:
 
 
 def _check_sizes(archive: zipfile.ZipFile, state_bytes: int) -> None:
-    """Refuse to unpack more than a checkpoint of this state holds."""
+    """Raise ValueError where the arrays are larger than a checkpoint of this state."""
     sizes = [member.file_size for member in archive.infolist() if member.filename != "meta.npy"]
     if sum(sizes) > state_bytes + _HEADER_BYTES * len(sizes):
         raise ValueError("it is larger than this run's state")

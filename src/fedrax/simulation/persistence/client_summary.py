@@ -1,4 +1,4 @@
-"""Who holds how much of what, beside a run: ``clients.json``, from which a report draws the partition."""
+"""Summary of a run's clients, ``clients.json``: sizes and label counts, from which reports draw the partition."""
 
 from __future__ import annotations
 
@@ -15,37 +15,45 @@ from fedrax.files import MAX_FILE, reading, write_text
 
 FILE = "clients.json"
 SHOWN, MAX_CLASSES = 50, 100
-"""Clients that are listed one by one, and classes that are counted for each."""
+"""Clients that are listed individually, and the most classes that are counted for each of them."""
 MAX_MEASURED = 1_000_000
-"""Clients times classes up to which distances of label distributions are computed: a run should not wait for them."""
+"""Clients times classes up to which distances of label distributions are computed, so that a run does not wait for
+them."""
 _NAME = 80
+"""Characters of a name that are kept."""
 
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """The clients of a run, the first of them one by one."""
+    """Sizes and label counts of a run's clients; the first ``SHOWN`` of them are listed individually."""
 
     data: str
     """The data set's name."""
     clients: int
+    """Number of clients."""
     samples: int
+    """Training samples of all clients."""
     smallest: int
+    """Training samples of the smallest client."""
     median: float
+    """Median of the clients' training samples."""
     largest: int
+    """Training samples of the largest client."""
     total_variation: float | None
-    """Mean distance of the clients' label distributions to that of all, in [0, 1]; None where it was not computed."""
+    """Mean total variation distance of the clients' label distributions to the global one, in [0, 1]; None where it
+    was not computed."""
     names: tuple[str, ...]
-    """Of the first clients."""
+    """Names of the first clients."""
     sizes: tuple[int, ...]
-    """Training samples of each of them."""
+    """Training samples of each of the first clients."""
     classes: tuple[str, ...]
-    """Empty where labels are not counted."""
+    """Names of the classes; empty where labels are not counted."""
     counts: tuple[tuple[int, ...], ...]
     """Training samples of each class at each of the first clients."""
 
     @classmethod
     def of(cls, federation: Federation) -> ClientSummary:
-        """The clients of a federation."""
+        """Summarize a federation."""
         sizes, classes = federation.sizes, federation.num_classes or 0
         shown = min(SHOWN, federation.num_clients)
         counted = has_one_label(federation) and classes <= MAX_CLASSES
@@ -70,12 +78,12 @@ class ClientSummary:
 
 
 def write_client_summary(directory: Path, federation: Federation) -> None:
-    """Write the file, whole or not at all."""
+    """Write ``clients.json`` atomically."""
     write_text(directory / FILE, json.dumps(asdict(ClientSummary.of(federation))) + "\n")
 
 
 def read_client_summary(directory: Path) -> ClientSummary | None:
-    """What a run's file says, None where there is none; FedraxError for one that is damaged."""
+    """Read ``clients.json``; None where it is missing. Raises FedraxError for a damaged file."""
     path = directory / FILE
     if not path.exists():
         return None
@@ -83,11 +91,11 @@ def read_client_summary(directory: Path) -> ClientSummary | None:
         with reading(path, MAX_FILE) as file:
             return _checked(json.loads(file.read().decode()))
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise FedraxError(f"{path} is not the list of a run's clients: {error}.") from error
+        raise FedraxError(f"{path} is not the summary of a run's clients: {error}.") from error
 
 
 def _checked(found: Any) -> ClientSummary:
-    """ValueError, TypeError or LookupError for anything that ``write_client_summary`` does not write."""
+    """Parse the file; ValueError, TypeError or LookupError for other content."""
     whole = {name: _whole(found[name]) for name in ("clients", "samples", "smallest", "largest")}
     names, classes = (tuple(map(_text, found[name])) for name in ("names", "classes"))
     sizes, counts = tuple(map(_whole, found["sizes"])), tuple(tuple(map(_whole, row)) for row in found["counts"])
@@ -110,18 +118,22 @@ def _checked(found: Any) -> ClientSummary:
 
 
 def _whole(value: Any) -> int:
+    """Check a count."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
-        raise ValueError(f"{value!r:.40} is no number of samples or clients")
+        raise ValueError(f"{value!r:.40} is not a number of samples or clients")
     return value
 
 
 def _number(value: Any) -> float:
+    """Check a float."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e18:
-        raise ValueError(f"{value!r:.40} is no number")
+        raise ValueError(f"{value!r:.40} is not a number")
     return float(value)
 
 
 def _text(value: Any) -> str:
+    """Check a name."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is no name")
+        raise ValueError(f"{value!r:.40} is not a name")
+
     return value

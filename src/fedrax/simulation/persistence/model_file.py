@@ -1,4 +1,4 @@
-"""Models in files: parameters and running statistics by name, in the safetensors format, which holds numbers alone."""
+"""Model files: parameters and running statistics by name, in the safetensors format, which cannot hold code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedrax.tree import Tree
 
 _PARTS = ("params", "statistics")
 _DEEP = 100
-"""Folders in a name."""
+"""Most slashes in a name: deeper nesting would exceed Python's recursion limit later."""
 
 
 def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
-    """Write parameters and statistics, whole or not at all; a leaf is called ``params/dense1/weight``."""
+    """Write parameters and statistics atomically; a leaf is called ``params/dense1/weight``."""
     from safetensors.numpy import save
 
     arrays: dict[str, np.ndarray] = {}
@@ -31,28 +31,42 @@ def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
         for name, leaf in _leaves(values).items():
             dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
             if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "buif":
-                raise FedraxError(f"{name} holds {dtype}, not numbers that a model file keeps")
+                raise FedraxError(f"{name} has dtype {dtype}, which a model file cannot hold")
             array = np.asarray(leaf)
             arrays[f"{part}/{name}" if name else part] = np.array(array, order="C")
     write_bytes(Path(path), save(arrays, {"format": "fedrax"}))
 
 
 def load_model(path: Path | str, like: Tree | None = None) -> Any:
-    """The model in a file that :meth:`fedrax.Result.save` wrote: starting parameters for ``simulate(..., params=...)``.
+    """Read a model that :meth:`fedrax.Result.save` wrote, for example to start ``simulate(..., params=...)`` from it.
 
-    Parameters come as nested dictionaries of arrays, or as :class:`fedrax.contract.Variables` where the file holds
-    statistics too. They have the precision of the file: 64-bit ones are NumPy's, unless JAX is set to hold them.
-    Parameters of
-    another structure, such as an Equinox module's, take the one of ``like``: ``task.init(key)``.
-    Raises FedraxError for a file that is damaged or of another program, and for names or shapes other than those of
-    ``like``.
+    Args:
+        path: the safetensors file.
+        like: parameters whose tree structure the result takes, such as ``task.init(key)`` of an Equinox model; by
+            default nested dictionaries.
+
+    Returns:
+        The parameters, or :class:`fedrax.contract.Variables` where the file holds running statistics too. Arrays have
+        the precision of the file; 64-bit arrays are NumPy's where ``jax_enable_x64`` is off.
+
+    Raises:
+        FedraxError: for a file that is damaged or not written by fedrax, and for names or shapes unlike ``like``.
+
+    Example:
+        >>> x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
+        >>> federation = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((2,), 2))
+        >>> result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=1, cohort_size=2, progress=False)
+        >>> result.save("model.safetensors")
+        >>> jax.tree.map(jnp.shape, fedrax.simulation.load_model("model.safetensors"))
+        {'bias': (2,), 'weight': (2, 2)}
     """
     arrays = _read(Path(path))
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for name, array in arrays.items():
         part, _, rest = name.partition("/")
         if part not in _PARTS:
-            raise FedraxError(f"{path} is no model that fedrax saved: it holds {name!r}.")
+            raise FedraxError(f"{path} is not a model file of fedrax: it holds {name!r}.")
         found[part][rest] = array
     if like is not None:
         params, statistics = like if isinstance(like, Variables) else (like, ())
@@ -63,37 +77,39 @@ def load_model(path: Path | str, like: Tree | None = None) -> Any:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file by name, checked."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with reading(path, MAX_BYTES), safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # the last: of numbers so short that NumPy has none such
+        # AttributeError: of dtypes that NumPy does not have, such as float4
         raise FedraxError(f"{path} cannot be read as a safetensors file: {error}.") from error
     for name, array in arrays.items():
         if array.dtype.kind not in "buif" and array.dtype.name != "bfloat16":
-            raise FedraxError(f"{path} is no model that fedrax saved: {name:.100} holds {array.dtype}.")
+            raise FedraxError(f"{path} is not a model file of fedrax: {name:.100} has dtype {array.dtype}.")
         if name.count("/") > _DEEP:
-            raise FedraxError(f"{path} is no model that fedrax saved: {name:.100} ... are too many folders.")
+            raise FedraxError(f"{path} is not a model file of fedrax: {name:.100} ... is nested too deeply.")
     return arrays
 
 
 def _held(array: np.ndarray) -> Any:
-    """The array as JAX's, unless JAX would make other numbers of it."""
+    """The array as a JAX array, unless JAX would change its dtype."""
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
 def _leaves(values: Tree) -> dict[str, Any]:
+    """Leaves by name; raises FedraxError for two of one name."""
     names = tree.leaf_names(values)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:  # of {"a/b": x, "a": {"b": y}}
-        raise FedraxError(f"two arrays of the model are called {twice}: in a file every name is one array's")
+    if twice is not None:  # as in {"a/b": x, "a": {"b": y}}
+        raise FedraxError(f"two arrays of the model are called {twice}: rename one, names in a file are unique")
     return dict(zip(names, jax.tree.leaves(values), strict=True))
 
 
 def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree:
-    """The arrays in the structure of ``like``."""
+    """The arrays in the tree structure of ``like``."""
     wanted = _leaves(like)
     for name in [*wanted, *arrays]:
         have, need = (np.shape(d[name]) if name in d else None for d in (arrays, wanted))
@@ -104,7 +120,7 @@ def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree
 
 
 def _nested(arrays: dict[str, np.ndarray]) -> Any:
-    """Names with slashes as dictionaries in dictionaries; a single array without a name as it is."""
+    """Nested dictionaries from names with slashes; a single unnamed array is returned as it is."""
     if set(arrays) == {""}:
         return _held(arrays[""])
     nested: dict[str, Any] = {}

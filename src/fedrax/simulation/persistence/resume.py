@@ -1,4 +1,4 @@
-"""A run's state to disk and back: checkpoints, resume, and what a failed run leaves."""
+"""Saving and restoring the state of a run: checkpoints, resume, and the state that a failed run leaves."""
 
 from __future__ import annotations
 
@@ -27,49 +27,58 @@ from fedrax.xla import run_cached
 
 
 class RunStart(NamedTuple):
-    """Where a run begins: the state, and what went before."""
+    """The state a run starts from: fresh, or restored from a checkpoint."""
 
     carry: Carry
+    """Server state, running statistics and client states on the devices."""
     events: list[Event]
+    """The events of the rounds already done."""
     has_clients: bool = True
-    """Whether the state holds what clients keep: a finished run may have kept none of it."""
+    """Whether client states are present: a finished run may have been saved without them (``keep_clients=False``)."""
     spent: bool = False
-    """Whether the privacy budget has ended the run."""
+    """Whether the run was ended by its privacy budget."""
 
 
 class RunState(NamedTuple):
-    """What a checkpoint holds: the state, and which client each row of the store belongs to (-1: none)."""
+    """The arrays of a run's checkpoint."""
 
     server: Any
+    """The algorithm's server state."""
     statistics: Tree
+    """The model's running statistics."""
     store: Tree
+    """Client states, [rows, ...]."""
     owners: Any
+    """int32 [rows]; the client of each row, -1 for unused rows."""
     ledger: Any = ()
-    """How often each client took part, of a private run."""
+    """int32 [N]; rounds in which each client participated, for private runs."""
     participation: Any = ()
-    """The state of an adaptive participation policy."""
+    """State of an adaptive participation policy."""
 
 
 def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -> RunStart:
-    """The run before its first round or, to ``resume`` it, at the last checkpoint of its directory, if there is one.
+    """The state before the first round or, with ``resume``, at the last checkpoint of the directory if there is one.
 
-    The ``ledger`` is set to what that holds.
+    The ``ledger`` is restored with it.
     """
     if not resume or setup.kept_in is None:
         return RunStart(fresh(setup, storage), [])
     begun = _restored(setup, storage, ledger)
     done = np.int32(len(begun.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
-        raise FedraxError(f"{setup.kept_in} is not alike to all processes: resume from a directory that all can read")
+        raise FedraxError(
+            f"the processes of this run find different checkpoints in {setup.kept_in}: resume from a directory on a"
+            " file system that all of them share"
+        )
     return begun
 
 
-def check_goes_on(setup: Setup, begun: RunStart) -> None:
-    """FedraxError where a run that is not over has lost what its clients kept."""
+def check_can_continue(setup: Setup, begun: RunStart) -> None:
+    """Raise FedraxError where more rounds are asked of a run that was saved without its client states."""
     if not begun.has_clients:
         raise FedraxError(
-            f"the finished run in {setup.kept_in} kept no client states: it cannot go on; run it anew in another"
-            " directory, with keep_clients=True"
+            f"the finished run in {setup.kept_in} was saved without client states and cannot be continued: run it again"
+            " in another directory with keep_clients=True"
         )
 
 
@@ -81,10 +90,11 @@ def fresh(setup: Setup, storage: Storage) -> Carry:
     if setup.stateful:
         away = storage.spill is not None
         store = () if away else setup.engine.new_store(setup.initial, setup.planner.capacity)
-    return carry._replace(store=store)  # the store is nobody else's: no copy
+    return carry._replace(store=store)  # the store has no other owner: no copy is needed
 
 
 def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> RunStart:
+    """The state at the last checkpoint, or a fresh one; adds the remedy to the error of a damaged checkpoint."""
     assert setup.kept_in is not None
     where = setup.kept_in / CHECKPOINT
     if not checkpoint.exists(where):
@@ -92,10 +102,10 @@ def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> RunStart
     try:
         return _at_checkpoint(setup, storage, where, ledger)
     except checkpoint.DamagedCheckpointError as error:
-        raise FedraxError(f"{error}; {_what_helps(setup.kept_in)}") from error
+        raise FedraxError(f"{error}; {_damage_remedy(setup.kept_in)}") from error
 
 
-def _what_helps(directory: Path) -> str:
+def _damage_remedy(directory: Path) -> str:
     """What to do about a damaged checkpoint."""
     try:
         done = checkpoint.verify(directory / CHECKPOINT / checkpoint.PREVIOUS).get("round")
@@ -105,10 +115,11 @@ def _what_helps(directory: Path) -> str:
 
 
 def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> RunStart:
+    """Load a checkpoint and check that it belongs to this run and to the events beside it."""
     assert setup.kept_in is not None
     if not (where / checkpoint.FILE).is_file():
         raise checkpoint.DamagedCheckpointError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
-    meta = _known_again(setup, where)
+    meta = _checked_meta(setup, where)
     done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
         raise FedraxError(f"{setup.kept_in} is at round {done}, beyond the {rounds} asked for")
@@ -119,8 +130,8 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
         raise FedraxError(f"{setup.kept_in} has {len(events)} events, fewer than its checkpoint's {done}")
     if digest_of(events[:done]) != meta.get("events"):
         raise FedraxError(
-            f"the events of {setup.kept_in} are not those that its checkpoint was written after: what they say was"
-            f" changed; see fedrax doctor {setup.kept_in}"
+            f"the events of {setup.kept_in} were changed after its checkpoint was written: see fedrax doctor"
+            f" {setup.kept_in}"
         )
     if ledger is not None:
         ledger.restore(saved.ledger, done)
@@ -133,20 +144,20 @@ def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger |
 
 
 def check_kept(setup: Setup) -> None:
-    """FedraxError unless what the run's directory holds was computed from the same as this run would be.
+    """Raise FedraxError unless the run in the directory has the identity of this one.
 
-    It is known by its checkpoint, or by the state that a failure has left.
+    The identity is that of its checkpoint, or of the state that a failed run left.
     """
     assert setup.kept_in is not None
     there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.kept_in / name)]
     if not there:
-        raise FedraxError(f"{setup.kept_in} has no checkpoint to be known by")
+        raise FedraxError(f"{setup.kept_in} has no checkpoint, which would tell which experiment it belongs to")
     for name in there:
-        _known_again(setup, setup.kept_in / name)
+        _checked_meta(setup, setup.kept_in / name)
 
 
-def _known_again(setup: Setup, where: Path) -> dict[str, Any]:
-    """The description of a checkpoint of this run."""
+def _checked_meta(setup: Setup, where: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint; raises FedraxError where its identity is not that of this run."""
     meta = checkpoint.load_meta(where)
     assert setup.identity is not None
     if (differs := difference(meta.get("identity"), setup.identity)) is not None:
@@ -155,14 +166,15 @@ def _known_again(setup: Setup, where: Path) -> dict[str, Any]:
 
 
 def round_of(meta: dict[str, Any], where: Path) -> int:
-    """The round after which a checkpoint was written, from its description, which is checked."""
+    """The round after which a checkpoint was written, from its metadata, which is checked."""
     counts = [meta.get(key) for key in ("round", "rows")]
     if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 2**31 for n in counts):
-        raise checkpoint.damaged(where / checkpoint.FILE, ValueError("its description has no round or no rows"))
+        raise checkpoint.damaged(where / checkpoint.FILE, ValueError("its metadata has no round or no rows"))
     return meta["round"]
 
 
 def _like(setup: Setup, rows: int, ledger: Ledger | None) -> RunState:
+    """A state of the shapes and dtypes that a checkpoint of this run must have."""
     server = setup.algorithm.init(tree.rebuilt(setup.params), setup.info.num_clients)
     repeat = lambda a: jnp.broadcast_to(a, (rows, *a.shape))  # noqa: E731
     counts = () if ledger is None else jnp.asarray(ledger.counts)
@@ -177,6 +189,7 @@ def _policy_state(setup: Setup) -> Tree:
 
 
 def _stored(setup: Setup, storage: Storage, saved: RunState) -> Tree:
+    """Client states from a checkpoint where this run keeps them: on the devices, or spilled to disk."""
     owners = setup.planner.owners()
     if storage.spill is None:
         return rehoused(saved.store, saved.owners, owners, setup.initial, setup.engine.mesh)
@@ -194,9 +207,17 @@ def save(
     ledger: Ledger | None = None,
     **more: str,
 ) -> None:
-    """Write the state after ``done`` rounds to ``name`` in the run's directory, if it has one.
+    """Write the state after ``done`` rounds, if the run has a directory.
 
-    clients: with what clients keep. more: what else to say of it.
+    Args:
+        setup: the run's setup.
+        storage: where client states are.
+        name: folder in the run's directory, ``CHECKPOINT`` or ``FAILURE``.
+        carry: the state on the devices.
+        done: rounds done.
+        clients: write client states too.
+        ledger: the privacy ledger of a private run.
+        **more: more entries of the metadata.
     """
     if setup.directory is None:
         return

@@ -1,4 +1,4 @@
-"""The one place where a run's directory is opened: made, locked against other runs, refused or gone on with."""
+"""Run directories: created, locked against other runs, and checked for an earlier run."""
 
 from __future__ import annotations
 
@@ -16,27 +16,35 @@ CHECKPOINT, FAILURE, LOCK = "checkpoint", "failure", ".lock"
 
 
 class RunDirectory:
-    """A directory that one run writes and no other. Made by :func:`owned`."""
+    """A directory that is locked for one run. Made by :func:`owned`."""
 
     def __init__(self, path: Path, descriptor: int):
         self.path, self._descriptor = path, descriptor
 
     def check_present(self) -> None:
-        """FedraxError where the directory was removed, or another put in its place, since the run began."""
+        """Raise FedraxError where the directory has been removed or replaced since the run began."""
         try:
             same = os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except OSError:
             same = False
         if not same:
-            raise FedraxError(f"{self.path} was removed during the run: nothing more can be kept there")
+            raise FedraxError(f"{self.path} was removed during the run: its checkpoints cannot be written")
 
 
 @contextmanager
 def owned(path: Path, resume: bool) -> Iterator[RunDirectory]:
-    """The directory, made if need be, as this run's own until it ends; in the end of a process the lock ends, too.
+    """Lock a run directory until the context ends or the process dies; it is created where it is missing.
 
-    Raises FedraxError where another run is writing there, where it holds a run and ``resume`` does not say to go on
-    with it, and where something else stands in the way.
+    Args:
+        path: the directory.
+        resume: allow a directory that holds a run already.
+
+    Yields:
+        The locked directory.
+
+    Raises:
+        FedraxError: where another run has the lock, where the directory holds a run and ``resume`` is False, and where
+            it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -52,18 +60,22 @@ def owned(path: Path, resume: bool) -> Iterator[RunDirectory]:
                 _locked(path, file)
         for name in (CHECKPOINT, FAILURE):
             if (path / name).is_symlink():
-                raise FedraxError(f"{path / name} is a link, which no run makes: remove it")
+                raise FedraxError(f"{path / name} is a symbolic link, which no run creates: remove it")
         if not resume and ((path / events.FILE).exists() or checkpoint.exists(path / CHECKPOINT)):
-            raise FedraxError(f"{path} holds a run already: choose another directory, or go on with it (resume)")
+            raise FedraxError(f"{path} holds a run already: choose another directory, or resume that run")
         yield RunDirectory(path, descriptor)
 
 
 def _locked(path: Path, descriptor: int) -> bool:
-    """Whether what is open is locked now; FedraxError where another run has the lock."""
+    """Lock an open file or folder; False where the file system has no locks.
+
+    Raises FedraxError where another run has the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise FedraxError(f"another run is writing to {path}: wait for it, or choose another place") from error
+        raise FedraxError(f"another run is writing to {path}: wait for it, or choose another directory") from error
+
     except OSError:
         return False
     return True

@@ -1,4 +1,7 @@
-"""What decides a run's numbers, by which a checkpoint is known again: a digest of each part."""
+"""Identity of a run: digests of everything that determines its numbers.
+
+A checkpoint stores the identity of its run, and a run is resumed only where its own identity is the same.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,19 @@ from fedrax import version
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
 from fedrax.simulation.evaluation import TracedEvaluation
+from fedrax.simulation.persistence.checkpoint import FORMAT
 from fedrax.simulation.settings import Script, Settings
 from fedrax.tree import Tree
 from fedrax.xla import constants_in
 
 _WHOLE = 1 << 28
-"""Bytes of an array that are read as they are; of a larger one, which may lie on disk, pieces spread over all of it."""
+"""Bytes up to which all of an array is hashed. A larger one may be mapped from disk: only samples of it are hashed."""
 _PIECES, _PIECE = 64, 1 << 20
+"""Number of samples of a large array, evenly spread, and bytes of each."""
 _FREE = ("rounds", "checkpoint_every", "samples", "states", "epsilon_budget")
 """Settings that a resumed run may change."""
 _SETTING = "setting "
-"""Before the names of the others."""
+"""Prefix of the other settings in the identity."""
 
 
 def identify(
@@ -40,9 +45,20 @@ def identify(
     evaluation: TracedEvaluation,
     start: Tree,
 ) -> dict[str, str]:
-    """A digest by what it is of. Equal ones mean equal numbers, on equal devices.
+    """The identity of a run. Runs of the same identity have the same numbers on the same devices.
 
-    from_file: what the file holds that the settings name for who takes part; where it lies decides nothing.
+    Args:
+        algorithm: the method with its hyper-parameters.
+        settings: the run's settings; some of them may differ (see ``_FREE``).
+        federation: the data.
+        script: the scripted cohorts and local work, if any.
+        from_file: the content of the trace file that ``settings.participation`` names; its path does not matter.
+        program: the traced round.
+        evaluation: the traced evaluation.
+        start: the starting parameters.
+
+    Returns:
+        A digest for each part, by the part's name.
     """
     given = () if script is None else (str(jax.tree.structure(vars(script))), *jax.tree.leaves(vars(script)))
     if from_file:
@@ -52,7 +68,7 @@ def identify(
         "method": of_method(algorithm),
         **{_SETTING + f.name: _digest([repr(_plain(getattr(settings, f.name)))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
-        **({"trace of who takes part": _digest(from_file)} if from_file else {}),
+        **({"participation trace": _digest(from_file)} if from_file else {}),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _of_programs([program]),
         "evaluation": _digest([evaluation.words, _of_programs(evaluation.programs)]),
@@ -60,16 +76,17 @@ def identify(
 
 
 def _of_programs(programs: Sequence[ClosedJaxpr]) -> str:
+    """A digest of traced programs and their constants."""
     return _digest(part for program in programs for part in (_text(program), *constants_in(program)))
 
 
 def _deciding(settings: Settings) -> list[dataclasses.Field]:
-    """Those that decide a run's numbers."""
+    """The settings that determine a run's numbers."""
     return [field for field in dataclasses.fields(settings) if field.name not in _FREE]
 
 
 def _plain(value: Any) -> Any:
-    """A setting of Python's own numbers and tuples, whatever somebody has counted with."""
+    """A setting with NumPy scalars and lists replaced by Python numbers and tuples, whose ``repr`` is stable."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list | tuple):
@@ -85,24 +102,24 @@ def of_method(algorithm: Algorithm) -> str:
 
 
 def of_data(federation: Federation) -> dict[str, str]:
-    """The part that all runs on these samples share."""
+    """The part of the identity that all runs on these data share: versions and a digest of the samples."""
     sets = (*federation.train, *federation.test)
     digest = _digest([*sets, federation.offsets, *jax.tree.leaves(federation.test_offsets)])
     return {"versions": _versions(), "data": digest}
 
 
 def settings_in(identity: dict[str, str]) -> str:
-    """The part that all runs with these settings share."""
+    """The part of an identity that all runs with the same settings share."""
     return " ".join(digest for name, digest in identity.items() if name.startswith(_SETTING))
 
 
 def form_of(algorithm: Algorithm) -> str:
-    """A digest of the method but for its floats, which are inputs of its program."""
+    """A digest of the method without its float hyper-parameters, which are inputs of the compiled program."""
     return _digest([_without_places(str(jax.tree.structure(algorithm)))])
 
 
 def difference(kept: Any, now: dict[str, str]) -> str | None:
-    """What a checkpoint's identity differs in, in words; None if in nothing."""
+    """Describe how a stored identity differs from that of this run; None where they are equal."""
     if not isinstance(kept, dict):
         return "it was written by another version of fedrax"
     if kept.get("versions") != now["versions"]:
@@ -116,20 +133,22 @@ def difference(kept: Any, now: dict[str, str]) -> str | None:
 
 
 def _versions() -> str:
-    return f"fedrax {version.VERSION} with jax {jax.__version__}"
+    """The versions that computed a run; the format tells unreleased versions of one number apart."""
+    return f"fedrax {version.VERSION} (format {FORMAT}) with jax {jax.__version__}"
 
 
 def _text(program: ClosedJaxpr) -> str:
-    """The program as text, without the colors that it has on a terminal."""
+    """The program as text, without the terminal colors that JAX may add."""
     return _without_places(re.sub(r"\x1b\[[0-9;]*m", "", str(program.jaxpr)))
 
 
 def _without_places(text: str) -> str:
-    """The text without the places of Python objects in memory."""
+    """The text without memory addresses of Python objects."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def _digest(parts: Iterable[Any]) -> str:
+    """A digest of strings, arrays and random keys."""
     made = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, str):
