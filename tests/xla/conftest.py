@@ -9,6 +9,9 @@ import pytest
 from fedrax.xla import Limits, Options, use_options
 
 
+@pytest.fixture(scope="module", autouse=True)
+def users_compilation(full_compilation: None) -> None:
+    """XLA's own optimizations: some wrong results of XLA show with them alone."""
 
 
 @pytest.fixture

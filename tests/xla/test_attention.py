@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from jax.extend import core
 
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
 from fedrax.models import from_equinox, from_linen
-from fedrax.xla.attention import has_blockwise_attention
+from fedrax.xla.attention import block_attention, has_blockwise_attention
 from fedrax.xla.pipeline import optimize, optimize_forward
 
 B, T, H, D = 3, 12, 2, 4
@@ -39,12 +40,13 @@ def is_cut(function: Any, *args: Any) -> bool:
     return has_blockwise_attention(jax.make_jaxpr(optimize_forward(function))(*args))
 
 
-def agrees(function: Any, *args: Any, rtol: float = 2e-5) -> None:
-    """Values, gradients and gradients of gradients are those of the function as it is written."""
+def agrees(function: Any, *args: Any, rtol: float = 2e-5, twice: bool = False) -> None:
+    """Values, gradients and, where asked for, gradients of gradients are those of the function as it is written."""
     real = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
     loss = lambda f: lambda *args: jnp.sum(jnp.tanh(f(*args)))  # noqa: E731
-    twice = lambda f: jax.grad(lambda *args: sum(jnp.sum(g**2) for g in jax.grad(loss(f), real)(*args)), real)  # noqa: E731
-    for made in (lambda f: f, lambda f: jax.grad(loss(f), real), twice):
+    second = lambda f: jax.grad(lambda *args: sum(jnp.sum(g**2) for g in jax.grad(loss(f), real)(*args)), real)  # noqa: E731
+    first = lambda f: lambda *args: (f(*args), jax.grad(loss(f), real)(*args))  # noqa: E731
+    for made in (first, second) if twice else (first,):
         wanted = jax.jit(made(function))(*args)
         found = jax.jit(optimize(made(optimize_forward(function))))(*args)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -114,6 +116,7 @@ WAYS: dict[str, tuple] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_write_attention(way: str):
     function, *others = WAYS[way]
@@ -122,15 +125,17 @@ def test_ways_to_write_attention(way: str):
     agrees(function, *args, rtol=2e-3 if way == "half" else 2e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", [(1, 17, 1, 4), (1, 16, 3, 4), (2, 7, 5, 3), (5, 31, 1, 2), (4, 19, 4, 9)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_any_number_of_samples_places_and_heads(shape: tuple, dtype: Any):
     with jax.enable_x64(dtype is np.float64):
         args = [normal(i, *shape, dtype=dtype) for i in range(3)]
         assert is_cut(attention(), *args)
-        agrees(attention(), *args, rtol=2e-5 if dtype is np.float32 else 1e-12)
+        agrees(attention(), *args, rtol=2e-5 if dtype is np.float32 else 1e-12, twice=dtype is np.float64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["qd,kd->qk qk,kd->qd", "dq,dk->kq kq,dk->dq", "hqd,hkd->qhk qhk,hkd->hdq"])
 def test_any_order_of_axes(spec: str):
     sizes = {"q": 20, "k": 18, "h": 3, "d": 2}
@@ -143,6 +148,7 @@ def test_any_order_of_axes(spec: str):
     assert is_cut(function, *args) == (first != "dq,dk->kq")  # of which softmax is over the rows
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -167,6 +173,7 @@ def reversing(a: Array) -> Array:
 reversing.defvjp(lambda a: (a, None), lambda _, g: (-g,))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("function", "cut"),
     [
@@ -245,3 +252,26 @@ def test_networks_of_others(name: str):
     for plan in ("vmap", "debug"):
         for a, b in zip(jax.tree.leaves(found["scan"].params), jax.tree.leaves(found[plan].params), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+MASK = jnp.tril(jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize("change", [optimize, lambda f: optimize(jax.grad(f))], ids=["value", "gradient"])
+def test_arrays_of_functions_inside_what_is_computed_twice(change: Any):
+    attend = jax.jit(lambda w, x: jax.nn.softmax((x @ w) * MASK))
+    f = lambda w, x: (jax.checkpoint(attend)(w, x) ** 2).sum()  # noqa: E731
+    w, x = (jax.random.normal(jax.random.key(k), (8, 8)) for k in range(2))
+    plain = jax.grad(f) if change is not optimize else f
+    np.testing.assert_allclose(jax.jit(change(f))(w, x), plain(w, x), rtol=1e-5)
+    closed = jax.make_jaxpr(f)(w, x)
+    np.testing.assert_allclose(core.jaxpr_as_fun(block_attention(closed))(w, x)[0], f(w, x), rtol=1e-5)
+
+
+def test_attention_in_blocks_beside_arrays_of_functions_in_a_checkpoint():
+    mask = jnp.tril(jnp.ones((48, 48)))
+    attend = jax.jit(lambda q, k: (jax.nn.softmax((q @ k.T) * mask) @ k).sum())
+    f = lambda q, k: jax.checkpoint(attend)(q, k)  # noqa: E731
+    q, k = (jax.random.normal(jax.random.key(k), (48, 8)) for k in range(2))
+    closed = block_attention(jax.make_jaxpr(f)(q, k))
+    np.testing.assert_allclose(jax.jit(core.jaxpr_as_fun(closed))(q, k)[0], f(q, k), rtol=1e-5)

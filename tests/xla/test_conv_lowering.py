@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
-from tests.xla.rewritten import EACH_TYPE, assert_same, double_precision, draw, gradients
+from tests.xla.agreement import EACH_TYPE, assert_same, double_precision, draw, gradients
 
 __all__ = ["double_precision"]
 
@@ -83,7 +83,7 @@ def test_strides(size: int, step: int, dtype: Any):
     assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # which XLA would make zeros of
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
@@ -125,7 +125,7 @@ def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
     assert_same(gradients(partial(conv, **options), 1), draw(rng, (3, 8, 8, 6), dtype), draw(rng, kernel, dtype))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("channels", "kernel", "options"),
     [
@@ -178,6 +178,7 @@ def test_many_groups_share_products(dtype: Any, limits: Callable[..., None]):
     assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"feature_group_count": 3, "window_strides": (2, 1)}])
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 def test_complex_numbers(options: dict, dtype: Any):
@@ -189,6 +190,7 @@ def test_complex_numbers(options: dict, dtype: Any):
     assert_same(gradients(partial(conv, **options), 1), x.astype(dtype), w.astype(dtype))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("groups", "into", "out", "products"), [(8, 4, 4, 2), (8, 2, 3, 1), (6, 3, 8, 2), (4, 6, 5, 2), (3, 17, 18, 3)]
 )
@@ -228,6 +230,7 @@ def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
         assert all(a <= b for a, b in zip(out.aval.shape[1:-1], given.aval.shape[1:-1], strict=True))  # type: ignore[attr-defined]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("groups", "out"), [(1, 4), (6, 6), (6, 24), (3, 6)])
 @pytest.mark.parametrize(
     "options", [dict(), dict(window_strides=(3, 2), padding=((4, 2), (1, 1)), rhs_dilation=(2, 1))]
@@ -239,6 +242,7 @@ def test_images_of_one_row(groups: int, out: int, options: dict, dtype: Any):
     assert_same(one, draw(rng, (3, 1, 7, 6), dtype), draw(rng, (3, 4, 6 // groups, out), dtype))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [
@@ -272,6 +276,7 @@ def test_padding_of_the_users_own_is_no_kernels():
     assert "rhs_reversal" not in text and "pad=" not in text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [
@@ -296,6 +301,7 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
         assert np.prod(entries[:-2]) <= np.prod(images[1:-1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "step", "pads"), [(1, 3, (3, 3)), (2, 5, (5, 6)), (2, 4, (0, 6)), (3, 4, (7, 1))])
 def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
     """Some phases of a kernel's gradient, of fewer channels out than in, meet no pixel."""
@@ -304,6 +310,7 @@ def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
     assert_same(gradients(partial(conv, window_strides=(step, 1), padding=(pads, (1, 1))), 1), x, w)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pads", [((9, 0), (0, 7)), ((0, 9), (2, 2)), ((3, 4), (6, 0)), ((1, 0), (0, 0))])
 def test_padding_of_any_size_on_either_side(pads: Any):
     x, w = (draw(np.random.default_rng(1), shape) for shape in ((2, 6, 5, 20), (3, 3, 20, 20)))

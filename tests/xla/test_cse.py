@@ -174,6 +174,7 @@ def test_looking_goes_into_calls() -> None:
     assert not has_common_subexpressions(jax.make_jaxpr(once)(w, v))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(30))
 def test_random_programs_keep_their_values(seed: int) -> None:
     """Operations on what was made before, drawn so that many repeat each other."""
@@ -199,3 +200,13 @@ def test_random_programs_keep_their_values(seed: int) -> None:
     once = core.jaxpr_as_fun(eliminate_common_subexpressions(flat))
     close(once(*args)[0], program(*args))
     close(jax.grad(lambda *a: once(*a)[0], (0, 1))(*args), jax.grad(program, (0, 1))(*args))
+
+
+def test_callbacks_are_like_no_other():
+    def made(factor: float) -> Any:
+        call = lambda v: np.float32(factor * v)  # noqa: E731
+        return jax.checkpoint(lambda x: jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float32), x))
+
+    one, other = made(2.0), made(3.0)
+    closed = jax.make_jaxpr(lambda x: (one(x), other(x)))(1.0)
+    assert [float(v) for v in core.jaxpr_as_fun(eliminate_common_subexpressions(closed))(jnp.float32(1))] == [2, 3]

@@ -12,7 +12,8 @@ from flax import linen as nn
 from jax import Array, lax
 
 from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
-from fedrax.models import Model, from_linen
+from fedrax.contract.task import Batch
+from fedrax.models import MLP, Model, from_linen
 from fedrax.xla import microbatch
 from fedrax.xla.per_example import analyze_per_example
 from fedrax.xla.pipeline import optimize
@@ -305,7 +306,7 @@ def test_what_products_give_is_counted():
     assert looped is not None and (looped.bytes, looped.weights) == (4 * 16 * 4, 16 * SQUARE.nbytes)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [5, 6, 7, 12])
 @pytest.mark.parametrize("counted", [False, True])
 def test_pieces_add_up(rows: int, counted: bool, limits: Callable[..., None]):
@@ -380,3 +381,29 @@ def test_plan_debug_computes_what_was_written(limits: Callable[..., None]):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), compiled.params, stepped.params)
     with jax.disable_jit():
         assert optimize(of_each) is of_each
+
+
+def reads_drawn(w: Any, batch: Any, key: Any) -> Any:
+    """Each sample reads a number of its own among those that are drawn for the batch."""
+    x, y = batch
+    noise, h = jax.random.normal(key, (len(x), 10)), x @ w
+    return (h**2).sum(1) * jnp.exp(jnp.take_along_axis(noise, y[:, None], 1)[:, 0])
+
+
+def test_numbers_drawn_for_the_batch_that_each_sample_reads(limits: Callable[..., None]):
+    """In pieces they would be drawn anew, and be the same in each."""
+    key = jax.random.key(0)
+    w, batch = jax.random.normal(key, (5, 7)), (jax.random.normal(key, (24, 5)), jnp.arange(24) % 10)
+    assert analyze_per_example(reads_drawn, w, batch, key) is None
+    limits(microbatch_weight_ratio=0, microbatch_bytes=4 * 28)
+    cut = microbatch.plan_microbatches(reads_drawn, w, batch, key, 13)
+    assert cut is None or cut.drawn is not None
+
+
+@pytest.mark.parametrize("classes", [10, 17])
+def test_models_of_few_and_of_many_outputs_are_cut(classes: int, limits: Callable[..., None]):
+    """The zoo's last layer is one program, whatever the number of samples."""
+    limits(microbatch_weight_ratio=0, microbatch_bytes=1 << 13)
+    task, key = classification(MLP().build((8,), classes)), jax.random.key(0)
+    batch = Batch(jnp.ones((64, 8)), jnp.zeros(64, int))
+    assert microbatch.plan_microbatches(task.loss, task.init(key), batch, key, 13) is not None

@@ -57,6 +57,7 @@ def test_sums_are_those_of_single_gradients(network: str):
         np.testing.assert_allclose(leaf, other, atol=2e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_dense_layers_are_never_written_out(network: str):
     gradient, params, samples = gradient_of(network)

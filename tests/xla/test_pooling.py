@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
-from tests.xla.rewritten import EACH_TYPE, assert_same, double_precision, draw, gradients
+from tests.xla.agreement import EACH_TYPE, assert_same, double_precision, draw, gradients
 
 __all__ = ["double_precision"]
 

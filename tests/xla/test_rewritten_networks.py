@@ -18,7 +18,7 @@ import fedrax
 from fedrax.algorithms.moon import MOON
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
 from fedrax.simulation.setup import prepare
-from tests.xla.rewritten import assert_same, draw
+from tests.xla.agreement import assert_same, draw
 
 
 @pytest.fixture(autouse=True)

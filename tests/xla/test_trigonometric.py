@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.extend import core
 
 from fedrax.xla.pipeline import optimize
-from tests.xla.rewritten import assert_same, double_precision, draw, gradients
+from tests.xla.agreement import assert_same, double_precision, draw, gradients
 
 __all__ = ["double_precision"]
 BOTH = pytest.mark.parametrize("name", ["sin", "cos"])
@@ -21,6 +22,7 @@ def compiled(function: Callable, *args: object) -> str:
     return jax.jit(optimize(function)).lower(*args).as_text()
 
 
+@pytest.mark.few(4)
 @BOTH
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 30.0, 1e3, 9999.0, 1e6, 1e30])
 def test_numbers_of_any_size_are_right_to_two_units_of_the_last_place(name: str, scale: float) -> None:
@@ -38,6 +40,7 @@ def test_multiples_of_a_quarter_turn(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-10)
 
 
+@pytest.mark.few(4)
 @BOTH
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) -> None:
@@ -47,6 +50,7 @@ def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) 
     np.testing.assert_allclose(found, expected, rtol=2.4e-7)
 
 
+@pytest.mark.few(4)
 @BOTH
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16, np.float16])
 def test_values_and_gradients_of_every_type(name: str, dtype: type) -> None:
@@ -79,3 +83,13 @@ def test_few_numbers_are_left_as_they_are(name: str) -> None:
     left = {4095: True, 4096: False}
     for size, as_it_is in left.items():
         assert ("stablehlo.case" not in compiled(one, np.zeros(size, np.float32))) == as_it_is
+
+
+def test_arrays_of_functions_do_not_keep_a_checkpoint_from_being_rewritten():
+    mask = jnp.tril(jnp.ones((8, 8), jnp.float32))
+    attend = jax.jit(lambda w, x: jnp.sin(jnp.tile(x @ w, (64, 1)) * jnp.tile(mask, (64, 1))))
+    f = lambda w, x: (jax.checkpoint(attend)(w, x) ** 2).sum()  # noqa: E731
+    w, x = (jax.random.normal(jax.random.key(k), (8, 8), jnp.float32) for k in range(2))
+    found = jax.make_jaxpr(optimize(f))(w, x)
+    assert "cond" in str(found) and "cond" not in str(jax.make_jaxpr(f)(w, x))
+    np.testing.assert_allclose(core.jaxpr_as_fun(found)(w, x)[0], f(w, x), rtol=1e-5)

@@ -36,6 +36,7 @@ def in_turn(x: Any) -> Any:
     return jax.lax.scan(lambda total, part: (total, bias(part)), 0, x.reshape(2, 16, 12, 12, 8))[1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("function", [bias, table, counted, pooled, in_turn, jax.vmap(bias)])
 def test_sums_are_rounded_once(function: Any, dtype: Any):
@@ -43,3 +44,8 @@ def test_sums_are_rounded_once(function: Any, dtype: Any):
     wanted, found = function(short.astype(jnp.float32)), jax.jit(optimize(function))(short)
     assert found.dtype == dtype
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-3)
+
+
+def test_the_largest_of_nothing():
+    f = lambda x: jnp.max(x, axis=1, initial=0.0)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(optimize(f))(jnp.zeros((1, 0))), [0])

@@ -1,0 +1,165 @@
+"""What each compiler pass gains: every pass off in turn, on workloads and on networks.
+
+``python -m benchmarks.ablation`` runs fedrax on the workloads W1 to W10 and on the networks of `benchmarks.networks`,
+with all passes and with each pass of `fedrax.xla.PASSES` switched off by ``FEDRAX_DISABLED_PASSES``. The clocks are
+those of `benchmarks.peers` and `benchmarks.networks`: a fresh process for each run, on a quiet machine, with nothing
+compiled before. It appends the runs to ``results/ablation.jsonl`` and writes the table ``results/ablation.md``. An
+interrupted command is resumed with ``--resume``. ``--quick`` measures one small workload and one network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import cache_directory
+from benchmarks.make_arrays import ensure_arrays
+from benchmarks.network_cases import CASES
+from benchmarks.pages import markdown_table, write_page
+from benchmarks.points import REPOSITORY, measure_point
+from benchmarks.quiet import run_quietly
+from benchmarks.sessions import RESULTS, Session
+from benchmarks.workloads import ON_A_CPU
+
+RAW = RESULTS / "ablation.jsonl"
+ALL = "all passes"
+QUICK = "W1"
+WORTH = 1.03
+"""A pass that gains less than this on every case is a candidate for removal."""
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    session = Session.latest(RAW) if arguments.resume or arguments.report else Session.start(RAW)
+    if not arguments.report:
+        measure(session, arguments)
+    print(write_page(arguments.out / "ablation.md", sections(session)).read_text())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--workloads", nargs="*", choices=ON_A_CPU, default=list(ON_A_CPU), help="default: W1 to W10")
+    add("--networks", nargs="*", choices=list(CASES), default=list(CASES), metavar="NAME", help="default: all")
+    add("--passes", nargs="+", choices=names(), default=names(), metavar="PASS", help="default: all")
+    add("--quick", action="store_true", help="one small workload and one network, one run each")
+    add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
+    add("--resume", action="store_true", help="continue the last session")
+    add("--report", action="store_true", help="only write the last session's page again")
+    add("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    add("--out", type=Path, default=RESULTS, help="where the page is written")
+    add("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine (default 300)")
+    add("--timeout", type=float, default=900, help="seconds a run may take (default 900)")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.workloads, arguments.networks, arguments.repeats = [QUICK], [next(iter(CASES))], 1
+    return arguments
+
+
+def names() -> list[str]:
+    """The passes that can be off on a CPU."""
+    from fedrax.xla import PASSES
+
+    return [one.name for one in PASSES if "cpu" in one.backends]
+
+
+def measure(session: Session, arguments: argparse.Namespace) -> None:
+    """Run what the session does not hold yet."""
+    arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
+    done = {identity(run) for run in session.runs if "failed" not in run}
+    for repeat, case, disabled in schedule(arguments):
+        if (case, disabled, repeat) in done:
+            continue
+        variables = {"FEDRAX_DISABLED_PASSES": "" if disabled == ALL else disabled}
+        if case in arrays:
+            result = run_workload(case, arrays[case], variables, arguments)
+        else:
+            result = measure_point(
+                "benchmarks.networks", {"name": case}, arguments.max_wait, arguments.timeout, **variables
+            )
+        session.add({"case": case, "disabled": disabled, "repeat": repeat} | result)
+        print(case, disabled, result.get("failed", seconds(result)), flush=True)
+
+
+def schedule(arguments: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
+    """(repeat, case, pass that is off): of one case all passes in turn, so that they meet the same machine."""
+    for repeat in range(1, arguments.repeats + 1):
+        for case in [*arguments.workloads, *arguments.networks]:
+            for disabled in [ALL, *arguments.passes]:
+                yield repeat, case, disabled
+
+
+def run_workload(name: str, arrays: Path, variables: dict[str, str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """A run of fedrax as in `benchmarks.peers`, with an empty compilation cache."""
+    runner = ["--workload", name, "--arrays", str(arrays), "--forget", "1"]
+    with tempfile.TemporaryDirectory() as empty:
+        path = os.pathsep.join(part for part in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if part)
+        ours = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FEDRAX_CACHE": empty}
+        return run_quietly(
+            [sys.executable, "-m", "benchmarks.runners.run_fedrax", *runner],
+            os.environ | ours | variables,
+            arguments.max_wait,
+            arguments.timeout,
+        )
+
+
+def identity(run: dict[str, Any]) -> tuple[str, str, int]:
+    return run["case"], run["disabled"], run["repeat"]
+
+
+def seconds(run: dict[str, Any]) -> float:
+    """A round's: of workloads the median without the warm-up round, of networks the median."""
+    return run["round_median"] if "round_median" in run else run["round"]
+
+
+def gains(session: Session) -> dict[str, dict[str, float]]:
+    """By pass and case: the time of a round without the pass over that with all, medians over repeats."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for run in session.runs:
+        if "failed" not in run:
+            times.setdefault((run["case"], run["disabled"]), []).append(seconds(run))
+    found: dict[str, dict[str, float]] = {}
+    for (case, disabled), measured in times.items():
+        if disabled != ALL and (case, ALL) in times:
+            ratio = statistics.median(measured) / statistics.median(times[case, ALL])
+            found.setdefault(disabled, {})[case] = ratio
+    return found
+
+
+def sections(session: Session) -> list[str]:
+    """The page's."""
+    from fedrax.xla import PASSES
+
+    found = gains(session)
+    rows = [(one.name, one.matches, one.becomes, *describe(found.get(one.name, {}))) for one in PASSES]
+    failed = [
+        f"- {run['case']} without {run['disabled']} failed: {run['failed']}" for run in session.runs if "failed" in run
+    ]
+    header = session.header
+    text = (
+        f"Written by `python -m benchmarks.ablation` on {header['date']} from session `{header['id']}` of "
+        "`ablation.jsonl`. The gain of a pass is the time of a round without it over that with all passes, medians "
+        f"over repeats. A pass below {WORTH:.2f} everywhere is not worth its code, unless it is there for correctness "
+        f"or memory.\n\n{session.machine_text()} No accelerator is used."
+    )
+    head = ("pass", "what it matches", "what it becomes", "largest gain", f"cases above {WORTH:.2f}", "smallest gain")
+    return ["# Compiler passes", text, markdown_table(head, rows), *failed]
+
+
+def describe(ratios: dict[str, float]) -> Sequence[str]:
+    """(largest gain and where, the cases that gain, smallest gain and where)."""
+    if not ratios:
+        return "–", "–", "–"
+    best, worst = max(ratios, key=lambda case: ratios[case]), min(ratios, key=lambda case: ratios[case])
+    worth = sorted(case for case, ratio in ratios.items() if ratio >= WORTH)
+    return f"{ratios[best]:.2f} ({best})", ", ".join(worth) or "none", f"{ratios[worst]:.2f} ({worst})"
+
+
+if __name__ == "__main__":
+    main()
