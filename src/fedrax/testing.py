@@ -191,7 +191,7 @@ def _seed_of_nobody(sizes: np.ndarray) -> int | None:
     samplers = (
         cohort_sampler(Settings(cohort_size=1, participation=Poisson(), seed=seed), sizes) for seed in range(100)
     )
-    found = (one.settings.seed for one in samplers if len(one.cohort(0)) and not len(one.cohort(1)))
+    found = (one.population.seed for one in samplers if len(one.cohort(0)) and not len(one.cohort(1)))
     return next(found, None)
 
 

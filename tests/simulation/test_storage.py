@@ -118,7 +118,7 @@ def test_neither_seeds_nor_rounds_compile_anew(
     def spy(self: streaming.Spill, initial: Any, planner: Any, *more: Any) -> None:
         made(self, initial, planner, *more)
         rooms.add(self.room)
-        rounds = planner.sampler.settings.rounds
+        rounds = planner.sampler.rounds
         needed.add(int(planner.block(0, rounds, rounds).count.max()))
 
     monkeypatch.setattr(streaming.Spill, "__init__", spy)

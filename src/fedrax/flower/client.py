@@ -36,7 +36,7 @@ from fedrax.prng.seeds import RUN, START, seeded
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
-from fedrax.simulation.validate_run import at_first, start_and_statistics
+from fedrax.simulation.validate import initial_client_state, start_and_statistics
 from fedrax.tree import Tree
 from fedrax.version import VERSION
 from fedrax.xla import CodeFingerprint
@@ -203,7 +203,7 @@ class _ClientSetup:
         start = start_and_statistics(task, seeded(0, START), None, order.dtype)
         _, params, statistics, _ = start
         check_task(task, with_statistics(params, statistics), samples, own)
-        initial, broken = at_first(algorithm, params, statistics)
+        initial, broken = initial_client_state(algorithm, params, statistics)
         if broken:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))

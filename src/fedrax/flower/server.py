@@ -17,9 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_init, require_finite_start
 from fedrax.contract.client_data import Layout
-from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
-from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, warn
@@ -30,7 +28,7 @@ from fedrax.flower.registry import ClientRegistry
 from fedrax.flower.schema import message_schemas, needs_initial_parameters, placeholder_assignment, shapes_of_samples
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
-from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.prng.seeds import RUN, seeded
 from fedrax.simulation.persistence.run_identity import of_method
 from fedrax.simulation.privacy_ledger import ledger_of
 from fedrax.simulation.process import arithmetic
@@ -38,10 +36,9 @@ from fedrax.simulation.results.events import RunInfo, Sink
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import Program
 from fedrax.simulation.run import Callback
-from fedrax.simulation.settings import FederationOptions, Settings, cohort_sampler
+from fedrax.simulation.settings import FederationOptions, Settings
 from fedrax.simulation.traffic import trace_round
-from fedrax.simulation.validate import changed_settings, check_lists
-from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
+from fedrax.simulation.validate import changed_settings, check_lists, validate
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, run_cached
 
@@ -160,21 +157,18 @@ def _prepare(
     directory: Path | None,
 ) -> RoundDriver:
     """Check everything as ``simulate`` does, and lay out what the rounds need."""
-    check_run(algorithm, settings, nodes.sizes)
-    drawn, start, statistics, _ = start_and_statistics(task, seeded(settings.seed, START), params, settings.dtype)
-    initial, broken = at_first(algorithm, start, statistics)
-    sampler = cohort_sampler(settings, nodes.sizes)
-    check_needs(algorithm, settings, sampler, task, statistics)
-    samples, variables = shapes_of_samples(nodes.samples), with_statistics(start, statistics)
-    check_task(task, variables, samples, _one_sample(samples))
-    algorithm.traits.check_parts(task, variables, samples.x)
+    samples = shapes_of_samples(nodes.samples)
+    valid = validate(algorithm, task, settings, nodes.sizes, samples, _one_sample(samples), params)
+    sampler, start, statistics = valid.sampler, valid.params, valid.statistics
     program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
     program = program._replace(expected=float(sampler.largest))
-    traced = trace_round(program, algorithm, start, statistics, initial, samples, placeholder_assignment(), broken)
+    traced = trace_round(
+        program, algorithm, start, statistics, valid.initial, samples, placeholder_assignment(), valid.broken
+    )
     phases = message_schemas(program, algorithm, start, statistics, samples)
     ledger = _ledger(algorithm, settings, sampler, seed)
     wanted = needs_initial_parameters(algorithm, start, statistics)
-    start, statistics = drawn()
+    start, statistics = valid.draw_start()
     traffic = DeliveryState()
     traffic.begin((start, statistics) if wanted else ())
     server = run_cached(lambda params: algorithm.init(params, nodes.num_clients), start)

@@ -47,7 +47,7 @@ from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result
 from fedrax.simulation.settings import Script, Settings, SettingsOptions
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.timer import clock
-from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, rounds_kept
+from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, check_resume, rounds_kept
 from fedrax.tree import Tree
 
 Callback = Callable[[Snapshot], Any]
@@ -98,11 +98,8 @@ def simulate(
     use_all_cores()
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
-        if resume and path is None:
-            raise FedraxError("there is no directory to resume a run from")
-        if resume and (trajectory or record is not None):
-            what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
-            raise FedraxError(f"a resumed run does not know the {what} of its first rounds: leave {option} out")
+        if resume:
+            check_resume(path, trajectory, record)
         setup = prepare(algorithm, task, federation, settings, params, script, path)
         sinks = with_progress(sinks, progress)
         if record is not None:

@@ -21,11 +21,8 @@ from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task
-from fedrax.contract.task_checks import check_task
 from fedrax.data import Federation
-from fedrax.errors import FedraxError
-from fedrax.participation.cohort_sampler import CohortSampler
-from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.prng.seeds import RUN, seeded
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
 from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
 from fedrax.simulation.executors.choose import choose_plan, clients_at_once, describe, make_mesh
@@ -38,10 +35,9 @@ from fedrax.simulation.placement.planner import Planner, rows_on_a_device
 from fedrax.simulation.placement.streaming import choose
 from fedrax.simulation.results.events import RunInfo
 from fedrax.simulation.round import Kept, Program
-from fedrax.simulation.settings import Script, Settings, cohort_sampler
+from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.traffic import TracedRound, trace_round
-from fedrax.simulation.validate_run import at_first, check_needs, check_run, start_and_statistics
-from fedrax.simulation.validate_script import given_work
+from fedrax.simulation.validate import ValidatedRun, check_processes, check_target, validate
 from fedrax.tree import Tree
 from fedrax.xla import BatchSplit, CodeFingerprint, batch_splits, device_speedup, garbage_collection_paused, run_cached
 
@@ -118,40 +114,41 @@ def prepare(
     directory: Path | None = None,
 ) -> Setup:
     """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
-    algorithm = jax.tree.map(_anywhere, algorithm)
-    check_run(algorithm, settings, federation.sizes)
-    drawn, start, statistics, widened = start_and_statistics(task, seeded(settings.seed, START), params, settings.dtype)
-    samples, variables = Batch(*federation.train), with_statistics(start, statistics)
-    check_task(task, variables, samples, federation)
-    initial, broken = at_first(algorithm, start, statistics)
-    sampler = cohort_sampler(settings, federation.sizes, script)
-    check_needs(algorithm, settings, sampler, task, statistics)
-    algorithm.traits.check_parts(task, variables, samples.x)
+    algorithm, samples = jax.tree.map(_anywhere, algorithm), Batch(*federation.train)
+    run = validate(algorithm, task, settings, federation.sizes, samples, federation, params, script)
+    check_target(settings, task, federation)
+    sampler, start, statistics = run.sampler, run.params, run.statistics
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
     plan, account = choose_plan(settings, mesh), Account.of(mesh)
-    streamed, spilled = _room(algorithm, federation, settings, sampler, initial, mesh, account)
-    planner = _planner(
-        algorithm, federation, settings, sampler, _given(algorithm, script, sampler), initial, mesh.devices.size
+    streamed, spilled = _room(run, federation, settings, mesh, account)
+    planner = _planner(run, federation, settings, mesh.devices.size)
+    check_processes(planner.stateful, sampler.adaptive, directory)
+    program = Program(
+        task,
+        Layout.of(federation.sizes),
+        federation.num_clients,
+        chunk=0,
+        precision=settings.precision,
+        own_samples=streamed,
+        expected=sampler.expected,
+        client_info=sampler.adaptive,
+        code=CodeFingerprint(algorithm, task),
     )
-    _check_processes(planner, directory)
-    if jax.process_count() > 1 and sampler.adaptive:
-        raise FedraxError("an adaptive participation policy needs a run of a single process")
-    known = Program(
-        task, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(algorithm, task)
-    )
-    program = known._replace(precision=settings.precision, own_samples=streamed, expected=sampler.expected)
-    program = program._replace(client_info=sampler.adaptive)
     place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
-    traced = trace_round(program, algorithm, start, statistics, initial, samples, place, broken)
+    traced = trace_round(program, algorithm, start, statistics, run.initial, samples, place, run.broken)
     account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
     program = _side_by_side(program, settings, planner, account, traced) if plan == "vmap" else program
-    start, statistics = drawn()  # until here shapes were enough
+    start, statistics = run.draw_start()  # until here shapes were enough
     initial = run_cached(partial(Kept.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     joining = _joining(planner, batch_splits(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
-    words = describe(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + widened
-    given_so = (algorithm, settings, federation, script, sampler.trace_data)
+    words = describe(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + run.cast_note
+    identity = None
+    if kept_in:
+        evaluation = trace_evaluation(task, start, with_statistics(start, statistics), samples)
+        trace = sampler.trace_data
+        identity = identify(algorithm, settings, federation, script, trace, traced.program, evaluation, start)
     return Setup(
         algorithm=algorithm,
         task=task,
@@ -171,25 +168,23 @@ def prepare(
         engine=engine,
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
         personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
-        info=_info(algorithm, federation, settings, sampler, words, traced, start, directory),
+        info=RunInfo(
+            algorithm=type(algorithm).__name__,
+            plan=words,
+            rounds=settings.rounds,
+            first_round=0,
+            cohort_size=sampler.largest,
+            num_clients=sampler.num_clients,
+            bytes_down=traced.bytes_down,
+            bytes_up=traced.bytes_up,
+            parameters=sum(x.size for x in jax.tree.leaves(start)),
+            directory=directory,
+            clock=sampler.clock,
+            loss="local_loss" if _on_training_samples(settings, federation) else "train_loss",
+        ),
         traced=traced,
-        identity=_identity(given_so, traced, task, start, statistics, samples) if kept_in else None,
+        identity=identity,
     )
-
-
-def _given(algorithm: Algorithm, script: Script | None, sampler: CohortSampler) -> dict[str, np.ndarray]:
-    """What each round has for its clients that is known beforehand."""
-    given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
-    longest = int(given["delay"].max()) if "delay" in given else 0
-    if sampler.arrivals is not None and algorithm.traits.max_staleness:
-        longest = sampler.arrivals.longest_awaited
-    _check_delays(algorithm, longest)
-    return given
-
-
-def _check_processes(planner: Planner, directory: Path | None) -> None:
-    if jax.process_count() > 1 and directory is not None and planner.stateful:
-        raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
 
 
 def _side_by_side(
@@ -201,112 +196,32 @@ def _side_by_side(
     return program._replace(chunk=chunk)
 
 
-_Given = tuple[Algorithm, Settings, Federation, Script | None, Sequence[np.ndarray]]
-
-
-def _identity(
-    given: _Given, traced: TracedRound, task: Task, start: Tree, statistics: Tree, samples: Batch
-) -> dict[str, str]:
-    """What decides the numbers. given: the first arguments of ``identify``."""
-    evaluation = trace_evaluation(task, start, with_statistics(start, statistics), samples)
-    return identify(*given, traced.program, evaluation, start)
-
-
 def _anywhere(leaf: Any) -> Any:
     """An array that lies on the devices of an earlier run, as its parameters do, without its place."""
     committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
     return np.asarray(leaf) if committed and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _check_delays(algorithm: Algorithm, longest: int) -> None:
-    """Refuse uploads that arrive later than the method allows."""
-    if longest <= algorithm.traits.max_staleness:
-        return
-    if not algorithm.traits.max_staleness:
-        inner = getattr(algorithm, "inner", None)
-        while inner is not None and not inner.traits.max_staleness:
-            inner = getattr(inner, "inner", None)
-        instead = "FedBuff" if inner is None else f"{_name(inner)} without it"
-        raise FedraxError(
-            f"{_name(algorithm)} waits for all uploads of a round, and here some arrive {longest} rounds later: take"
-            f" {instead}, or another participation"
-        )
-    raise FedraxError(
-        f"an upload arrives {longest} rounds late, and {_name(algorithm)} keeps room for"
-        f" {algorithm.traits.max_staleness}: set max_delay to {longest}"
-    )
-
-
-def _name(algorithm: Algorithm) -> str:
-    return type(algorithm).__name__
-
-
-def _info(
-    algorithm: Algorithm,
-    federation: Federation,
-    settings: Settings,
-    sampler: CohortSampler,
-    plan: str,
-    traced: TracedRound,
-    start: Tree,
-    directory: Path | None,
-) -> RunInfo:
-    return RunInfo(
-        algorithm=_name(algorithm),
-        plan=plan,
-        rounds=settings.rounds,
-        first_round=0,
-        cohort_size=sampler.largest,
-        num_clients=sampler.num_clients,
-        bytes_down=traced.bytes_down,
-        bytes_up=traced.bytes_up,
-        parameters=sum(x.size for x in jax.tree.leaves(start)),
-        directory=directory,
-        clock=sampler.clock,
-        loss="local_loss" if _on_training_samples(settings, federation) else "train_loss",
-    )
-
-
 def _room(
-    algorithm: Algorithm,
-    federation: Federation,
-    settings: Settings,
-    sampler: CohortSampler,
-    initial: Kept,
-    mesh: Mesh,
-    account: Account,
+    run: ValidatedRun, federation: Federation, settings: Settings, mesh: Mesh, account: Account
 ) -> tuple[bool, bool]:
-    """(whether samples are streamed, whether client states are spilled)."""
-    row_bytes = tree.num_bytes(initial)
+    """(whether samples are streamed, whether client states are spilled to disk)."""
+    row_bytes = tree.num_bytes(run.initial)
     account.spend(account.copied(federation.test))
-    uneven = _by_samples(algorithm, federation) or settings.stragglers > 0
-    store_bytes = row_bytes * rows_on_a_device(sampler, mesh.devices.size, row_bytes, uneven)
+    uneven = run.by_samples or settings.stragglers > 0
+    store_bytes = row_bytes * rows_on_a_device(run.sampler, mesh.devices.size, row_bytes, uneven)
     return choose(settings, Batch(*federation.train), store_bytes, account)
 
 
-def _by_samples(algorithm: Algorithm, federation: Federation) -> bool:
-    """Whether clients with more samples have more to do."""
-    local, sizes = algorithm.local_steps, federation.sizes
-    return sizes.min() != sizes.max() and (local is None or local.steps is None)
-
-
-def _planner(
-    algorithm: Algorithm,
-    federation: Federation,
-    settings: Settings,
-    sampler: CohortSampler,
-    given: dict[str, np.ndarray],
-    initial: Kept,
-    devices: int,
-) -> Planner:
+def _planner(run: ValidatedRun, federation: Federation, settings: Settings, devices: int) -> Planner:
     return Planner(
-        sampler,
+        run.sampler,
         federation.offsets,
         devices=devices,
-        stateful=bool(jax.tree.leaves(initial)),
-        by_samples=_by_samples(algorithm, federation),
-        row_bytes=tree.num_bytes(initial),
-        given=given,
+        stateful=bool(jax.tree.leaves(run.initial)),
+        by_samples=run.by_samples,
+        row_bytes=tree.num_bytes(run.initial),
+        given=run.given,
         weights=settings.weights,
         dtype=settings.dtype,
     )
@@ -326,8 +241,6 @@ def make_evaluators(
     task: Task, settings: Settings, federation: Federation, mesh: Mesh, samples: Batch, streamed: bool = False
 ) -> dict[str, Evaluator]:
     """One for each data set to evaluate on; ``samples``: the training samples, on the host where ``streamed``."""
-    if settings.target is not None and not (len(federation.test[1]) and "accuracy" in task.metrics):
-        raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
     found = {}
     if len(federation.test[1]):
         found["test"] = Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)

@@ -1,21 +1,221 @@
-"""The arguments of ``simulate`` and its like, refused in a sentence where they are something else."""
+"""Validation before the first round: arguments, settings, the method, the task, and scripts.
+
+:func:`validate` is the one place where a run is checked; it works on shapes alone and computes nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedrax import tree
+from fedrax.config.hyperparameters import check
+from fedrax.config.user_errors import noted
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.task import Task
+from fedrax.contract.checks import check_method
+from fedrax.contract.initialization import start_of
+from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.model import with_statistics
+from fedrax.contract.task import Task, Variables
+from fedrax.contract.task_checks import check_task
 from fedrax.data import Dataset, Federation
 from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
-from fedrax.simulation.settings import Settings
+from fedrax.participation.cohort_sampler import CohortSampler
+from fedrax.prng.seeds import START, seeded
+from fedrax.simulation.round import Kept
+from fedrax.simulation.settings import Script, Settings, cohort_sampler
+from fedrax.tree import Tree
+
+
+class ValidatedRun(NamedTuple):
+    """A method, a task, clients and settings that fit each other, known by their shapes."""
+
+    draw_start: Callable[[], tuple[Tree, Tree]]
+    """Computes the starting parameters and running statistics."""
+    params: Tree
+    """The shapes of the starting parameters."""
+    statistics: Tree
+    """The shapes of the model's running statistics; an empty tuple where it has none."""
+    cast_note: str
+    """Which parameters are held in a longer type than the model's, for the description of the run; may be empty."""
+    initial: Kept
+    """The shapes of what a client keeps before it takes part."""
+    broken: list[FedraxError]
+    """What is wrong with the method's initial client state; tracing a round finds the rest."""
+    sampler: CohortSampler
+    """Draws the cohorts."""
+    given: dict[str, np.ndarray]
+    """Work of the clients of each round that is known beforehand, [R, S, ...] by name."""
+    by_samples: bool
+    """Whether clients with more samples have more work."""
+
+
+def validate(
+    algorithm: Algorithm,
+    task: Task,
+    settings: Settings,
+    sizes: np.ndarray,
+    samples: Any,
+    federation: Federation,
+    params: Tree | None = None,
+    script: Script | None = None,
+) -> ValidatedRun:
+    """Check that a method, a task, clients and settings fit each other.
+
+    Args:
+        algorithm: the method.
+        task: the task.
+        settings: the settings of the run.
+        sizes: number of training samples of each client, int [N].
+        samples: the training samples, or their shapes.
+        federation: the clients' data, for checks of labels; of a deployed federation one sample like theirs.
+        params: starting parameters, in place of the task's.
+        script: given cohorts and local work.
+
+    Returns:
+        What the checks have found out; raises FedraxError for what cannot be run.
+    """
+    check(algorithm)
+    check(settings, "run")
+    check_method(algorithm)
+    if algorithm.local_steps is not None:
+        algorithm.local_steps.check_sizes(sizes)
+    key = seeded(settings.seed, START)
+    draw_start, start, statistics, cast_note = start_and_statistics(task, key, params, settings.dtype)
+    variables = with_statistics(start, statistics)
+    check_task(task, variables, samples, federation)
+    initial, broken = initial_client_state(algorithm, start, statistics)
+    sampler = cohort_sampler(settings, sizes, script)
+    _check_traits(algorithm, settings, sampler, task, statistics)
+    algorithm.traits.check_parts(task, variables, samples.x)
+    given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
+    longest = int(given["delay"].max()) if "delay" in given else 0
+    if sampler.arrivals is not None and algorithm.traits.max_staleness:
+        longest = sampler.arrivals.longest_awaited
+    _check_delays(algorithm, longest)
+    local = algorithm.local_steps
+    by_samples = bool(sizes.min() != sizes.max()) and (local is None or local.steps is None)
+    return ValidatedRun(draw_start, start, statistics, cast_note, initial, broken, sampler, given, by_samples)
+
+
+def check_target(settings: Settings, task: Task, federation: Federation) -> None:
+    """Raise FedraxError for a target accuracy that the run cannot measure."""
+    if settings.target is not None and not (len(federation.test[1]) and "accuracy" in task.metrics):
+        raise FedraxError("a target is a test accuracy: it needs test data and a task with the metric accuracy")
+
+
+def check_processes(stateful: bool, adaptive: bool, directory: Path | None) -> None:
+    """Raise FedraxError for what a run over several processes cannot do."""
+    if jax.process_count() == 1:
+        return
+    if directory is not None and stateful:
+        raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
+    if adaptive:
+        raise FedraxError("an adaptive participation policy needs a run of a single process")
+
+
+def check_resume(directory: Path | None, trajectory: Any, record: Any) -> None:
+    """Raise FedraxError where a run is to be resumed without a directory, or is to return what it has not kept."""
+    if directory is None:
+        raise FedraxError("there is no directory to resume a run from")
+    if trajectory or record is not None:
+        what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
+        raise FedraxError(f"a resumed run does not know the {what} of its first rounds: leave {option} out")
+
+
+def _check_traits(
+    algorithm: Algorithm, settings: Settings, sampler: CohortSampler, task: Task, statistics: Tree
+) -> None:
+    """Raise FedraxError for a run or a task that the method does not support, naming the innermost method at fault."""
+
+    def unmet(method: Algorithm, name: str) -> FedraxError | None:
+        try:
+            method.traits.check_run(name, settings.weights, sampler.largest, sampler.varying)
+            method.traits.check_task(name, task, statistics)
+        except FedraxError as error:
+            return error
+        return None
+
+    name = type(algorithm).__name__
+    error = unmet(algorithm, name)
+    if error is None:
+        return
+    inner = getattr(algorithm, "inner", None)
+    while inner is not None and str(unmet(inner, name)) == str(error):
+        name, inner, algorithm = type(inner).__name__, getattr(inner, "inner", None), inner
+        error = unmet(algorithm, name) or error
+    raise error
+
+
+def _check_delays(algorithm: Algorithm, longest: int) -> None:
+    """Raise FedraxError for uploads that arrive later than the method allows."""
+    if longest <= algorithm.traits.max_staleness:
+        return
+    if not algorithm.traits.max_staleness:
+        inner = getattr(algorithm, "inner", None)
+        while inner is not None and not inner.traits.max_staleness:
+            inner = getattr(inner, "inner", None)
+        instead = "FedBuff" if inner is None else f"{type(inner).__name__} without it"
+        raise FedraxError(
+            f"{type(algorithm).__name__} waits for all uploads of a round, and here some arrive {longest} rounds later:"
+            f" take {instead}, or another participation"
+        )
+    raise FedraxError(
+        f"an upload arrives {longest} rounds late, and {type(algorithm).__name__} keeps room for"
+        f" {algorithm.traits.max_staleness}: set max_delay to {longest}"
+    )
+
+
+def start_and_statistics(
+    task: Task, key: Array, given: Tree | None, dtype: str
+) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
+    """(function that computes the start, shapes of parameters and of statistics, note on changed types)."""
+    start = start_of(task, key, given)
+    parted = partial(_parted, dtype=dtype)
+    params, statistics = jax.eval_shape(parted, start.shapes)
+    halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})
+    widened = f", parameters of {' and '.join(halves)} held as {dtype}" if halves else ""
+    return lambda: parted(start.values()), params, statistics, widened
+
+
+def initial_client_state(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kept, list[FedraxError]]:
+    """(the shapes of what clients keep before they take part, empty where that fails; the failure)."""
+    broken: list[FedraxError] = []
+    initial = Kept((), ())
+    with noted(algorithm, broken):
+        initial = jax.eval_shape(partial(Kept.at_first, algorithm), params, statistics)
+    return initial, broken
+
+
+def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
+    """Parameters and running statistics, cast to the type of the run."""
+
+    def cast(x: Any) -> Array:
+        x = jnp.asarray(x)
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    params, statistics = found if isinstance(found, Variables) else (found, ())
+    if hasattr(statistics, "dtype"):
+        raise FedraxError("running statistics are arrays by name: give Variables a dictionary of them, not an array")
+    if not tree.num_bytes(params):
+        raise FedraxError("the model has no parameters: there is nothing to train")
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(cast, statistics)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def changed_settings(settings: Settings | None, options: Mapping[str, object]) -> Settings:
-    """``settings`` with single fields replaced; FedraxError with the nearest name for one that there is not."""
+    """``settings`` with single fields replaced; raises FedraxError with the nearest name for an unknown field."""
     if not isinstance(settings, Settings | None):
         raise FedraxError(f"settings are a fedrax.Settings, not {type(settings).__name__}; single ones go by name")
     known = [field.name for field in dataclasses.fields(Settings)]
@@ -26,7 +226,7 @@ def changed_settings(settings: Settings | None, options: Mapping[str, object]) -
 
 
 def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
-    """Refuse a class where its object is meant, and things in each other's places."""
+    """Raise FedraxError for arguments of the wrong type: a class in place of its object, swapped arguments."""
     wanted = {"algorithm": (algorithm, Algorithm), "task": (task, Task), "federation": (federation, Federation)}
     for name, (value, kind) in wanted.items():
         if isinstance(value, kind):
@@ -39,14 +239,14 @@ def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
 
 
 def check_lists(**given: Any) -> None:
-    """Refuse one thing where several are meant: ``seeds=3`` for ``seeds=[3]``."""
+    """Raise FedraxError for a single value in place of a list: ``seeds=3`` for ``seeds=[3]``."""
     for name, value in given.items():
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise FedraxError(f"{name} must be a list, not {type(value).__name__}: put brackets around it")
 
 
 def rounds_kept(trajectory: bool | Collection[int], rounds: int) -> Collection[int]:
-    """The rounds after which ``trajectory`` wants the parameters."""
+    """The rounds after which ``trajectory`` asks for the parameters."""
     if isinstance(trajectory, bool):
         return range(1, rounds + 1) if trajectory else ()
     check_lists(trajectory=trajectory)
@@ -55,3 +255,76 @@ def rounds_kept(trajectory: bool | Collection[int], rounds: int) -> Collection[i
             f"the trajectory of {rounds} rounds is that after rounds 1 to {rounds}, not after {wrong[0]!r}"
         )
     return frozenset(trajectory)
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+
+GIVEN = ("steps", "blocks", "batches", "delay", "fresh")
+"""The fields of a Script that hold something for each client of each round: [R, S, ...]."""
+
+
+def given_work(script: Script | None, sampler: CohortSampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
+    """The work of clients that a script gives, by name; raises FedraxError where it does not fit the run."""
+    given = {name: getattr(script, name, None) for name in GIVEN}
+    arrays = {name: np.asarray(value) for name, value in given.items() if value is not None}
+    if not arrays:
+        return {}
+    if local is None:
+        raise FedraxError(f"{next(iter(arrays))} are given, but the algorithm has no local steps")
+    if "blocks" in arrays and local.blocks is None:
+        raise FedraxError("blocks are given, but the algorithm has no local.blocks and local.steps")
+    rounds, clients = sampler.rounds, sampler.largest
+    for name, array in arrays.items():
+        if name == "blocks" and array.dtype.kind in "iu":
+            continue  # checked below
+        enough = array.ndim >= 2 and array.shape[0] >= rounds and array.shape[1] >= clients
+        if not enough or array.dtype.kind not in "iu":
+            shape = f"[{rounds} rounds, {clients} clients, ...]"
+            raise FedraxError(f"the given {name} must be whole numbers of shape {shape} or more, not {array.shape}")
+    for name in arrays.keys() & {"steps", "delay"}:
+        least = 1 if name == "steps" else 0
+        if arrays[name].ndim != 2 or arrays[name].min() < least:
+            raise FedraxError(
+                f"the given {name} must be one whole number, {least} or more, for each client of each round"
+            )
+    if "blocks" in arrays:
+        _check_blocks(arrays["blocks"], (rounds, clients, _most_steps(arrays, local)), local.blocks or 0)
+    if "batches" in arrays:
+        steps = _most_steps(arrays, local)
+        _check_rows(arrays["batches"], 4, "batches", sampler, local)
+        if arrays["batches"].shape[2] < steps:
+            raise FedraxError(f"batches are given for {arrays['batches'].shape[2]} local steps of {steps}")
+    if "fresh" in arrays:
+        if local.blocks is None:
+            _check_rows(arrays["fresh"], 3, "fresh", sampler, local)
+        elif arrays["fresh"].ndim != 2 or arrays["fresh"].min() < 0 or arrays["fresh"].max() >= local.blocks:
+            raise FedraxError(f"the given fresh blocks must be one of 0 to {local.blocks - 1} a client of each round")
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+def _most_steps(arrays: dict[str, np.ndarray], local: LocalSGD) -> int:
+    steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
+    if steps is None:
+        raise FedraxError("what local steps work on is given, but not how many there are: give Script(steps=...)")
+    return steps
+
+
+def _check_blocks(blocks: np.ndarray, need: tuple[int, ...], most: int) -> None:
+    if blocks.ndim != 3 or any(a < b for a, b in zip(blocks.shape, need, strict=True)):
+        raise FedraxError(f"the given blocks must be whole numbers [rounds, clients, steps] of shape {need} or more")
+    if blocks.min() < 0 or blocks.max() >= most:
+        raise FedraxError(f"the given blocks must be from 0 to {most - 1}")
+
+
+def _check_rows(rows: np.ndarray, axes: int, name: str, sampler: CohortSampler, local: LocalSGD) -> None:
+    if local.blocks is not None or local.batch_size == "full":
+        raise FedraxError(f"{name} are given, but the local steps take no batches: set local.batch_size to a number")
+    if rows.ndim != axes:
+        raise FedraxError(f"the given {name} must have {axes} axes, the last over a batch's rows, not {rows.ndim}")
+    for r in range(sampler.rounds):
+        cohort = sampler.cohort(r)
+        inside = rows[r, : len(cohort)] < sampler.sizes[cohort].reshape(-1, *[1] * (axes - 2))
+        if not inside.all():
+            client = cohort[np.argmin(inside.reshape(len(cohort), -1).all(1))]
+            raise FedraxError(f"the given {name} of round {r} name a row that client {client} does not have")

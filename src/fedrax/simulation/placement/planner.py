@@ -59,7 +59,7 @@ class Planner:
         weights: Literal["uniform", "samples"] = "uniform",
         dtype: str = "float32",
     ):
-        """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate_script.given_work`."""
+        """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate.given_work`."""
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
         self.by_samples, self.given = by_samples, dict(given or {})
         self.chunk = 1
