@@ -204,7 +204,7 @@ def test_memory_does_not_grow_as_the_square_of_the_places(causal: bool, limits: 
     args = [normal(i, 2, 1024, 2, 8) for i in range(3)]
     change = lambda a: jnp.where(jnp.tril(jnp.ones(a.shape[2:], bool)), a, -1e9) if causal else a  # noqa: E731
     loss = lambda *args: jnp.sum(attention(change)(*args) ** 2)  # noqa: E731
-    assert temporary_bytes(optimize_forward(loss), *args) < 4 << 20 < 32 << 20 < temporary_bytes(loss, *args)
+    assert temporary_bytes(optimize_forward(loss), *args) < 5 << 20 < 32 << 20 < temporary_bytes(loss, *args)
 
 
 def networks() -> dict[str, Any]:

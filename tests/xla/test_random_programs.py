@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -183,3 +184,9 @@ def test_every_pass_is_in_the_table_and_may_be_switched_off() -> None:
     assert sorted(one.name for one in PASSES) == sorted(EVERY)
     with pytest.raises(Exception, match="no compiler pass is called 'sce'"):
         Options(frozenset({"sce"}))  # type: ignore[arg-type]
+
+
+def test_the_documentation_lists_every_pass() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
+    for one in PASSES:
+        assert f"| `{one.name}` | {one.matches} | {one.becomes} | {', '.join(one.backends).upper()} |" in page

@@ -1,9 +1,14 @@
-"""Attention over many places a block of rows at a time, so that what it makes stays in a CPU's caches.
+"""Blockwise attention: T x T scores are computed a block of rows at a time, on CPUs.
 
-The products of T places with each other are T x T numbers a head, of which softmax and a second product make T rows
-again. Each row stands for itself: :func:`block_attention` finds such products in a traced function, whatever is
-between them, and computes them in a loop over blocks of rows. The backward pass computes a block once more instead of reading
-what it gave, so that memory grows as T does and not as its square.
+Matches a large ``dot_general`` (T x T scores for each head), row-wise operations such as masks, biases and softmax, and
+the one ``dot_general`` that reduces the result to T rows again. Whatever is in between is found by the per-example
+analysis of :mod:`fedrax.xla.per_example`, with rows in the place of examples: each row must be independent of others.
+
+:func:`block_attention` replaces the match by a scan over blocks of rows, each rematerialized in the backward pass. A
+block's scores stay in a CPU's caches, and memory grows as T instead of T^2.
+
+It does not apply where the scores fit the caches (`Limits.attention_bytes`), where another equation reads them, where
+an operation mixes rows, or to integer products.
 """
 
 from __future__ import annotations

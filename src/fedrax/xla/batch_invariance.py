@@ -1,7 +1,9 @@
-"""Whether a function of a batch is the same for other numbers of samples, but for the lengths of its arrays.
+"""Batch-size invariance: whether a traced function is the same for other numbers of examples.
 
-A loss that divides by len(x), or a model that asks whether there are many samples, is another function for a piece of
-a batch. It shows in what JAX traces of it for both: another number, or another operation.
+A loss that divides by len(x), or a model that branches on the batch size, is another function for a microbatch.
+:func:`is_batch_size_invariant` compares the traces of two batch sizes, equation by equation: they must be equal but for
+array lengths in proportion to the batch size. In doubt they are not. Backward passes of ``jax.custom_vjp`` are not
+compared.
 """
 
 from __future__ import annotations

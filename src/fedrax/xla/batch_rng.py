@@ -1,7 +1,11 @@
-"""Random arrays of many shapes drawn by one loop, so that a deep network's start is compiled once, not array by array.
+"""Batched random draws: random arrays of many shapes drawn by one loop, on CPUs.
 
-A network's starting parameters are dozens of arrays, each made number by number from random bits of a key of its own:
-the same few operations on another shape, of which a compiler makes a program each.
+Matches ``random_bits`` of Threefry keys followed by elementwise operations with scalars (a normal initializer, for
+instance), where at least three arrays are made by the same operations. They are replaced by one loop over chunks of
+numbers of all of them: initial parameters of a deep network are dozens of arrays, and XLA would compile a program for
+each shape. The bits are the same; what is made of them differs by rounding at most.
+
+It does not apply to other kinds of keys, to functions with effects, and on accelerators.
 """
 
 from __future__ import annotations

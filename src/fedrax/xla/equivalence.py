@@ -1,4 +1,4 @@
-"""Which equations of a traced function compute the same, of other numbers."""
+"""Structural equivalence of jaxpr equations, up to the constants that they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What functions of one's own are made of: by it a trace is known again, or not, after a line of them was edited."""
+"""Fingerprints of user code: they decide whether a trace or a compiled program is still valid after an edit."""
 
 from __future__ import annotations
 

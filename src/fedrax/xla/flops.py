@@ -1,4 +1,4 @@
-"""How much a traced function computes, and which of its operations go number by number."""
+"""Counts of floating-point operations in a traced function, and the set of elementwise primitives."""
 
 from __future__ import annotations
 

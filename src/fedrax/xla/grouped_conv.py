@@ -1,9 +1,11 @@
-"""Clients side by side on an accelerator, whose convolutions have a kernel each.
+"""Grouped convolutions as batched matrix products, for clients under ``vmap`` on accelerators.
 
-``jax.vmap`` makes one convolution in groups of them, a group a client, for which the libraries of accelerators have no
-fast code. :func:`vmap` makes it a product in each group, of what the kernel sees at every place and the kernel:
-products of many matrices at once are what these libraries are best at. Convolutions in groups that users write are the
-same operation, and go the same way.
+Matches ``conv_general_dilated`` with feature or batch groups. ``jax.vmap`` makes one of clients with a kernel each, a
+group a client, for which the libraries of accelerators have no fast code. :func:`vmap` replaces it by patches (im2col)
+and a batched ``dot_general``, which these libraries do best. Grouped convolutions of the user's own go the same way.
+
+It does not apply on CPUs, to integers, or where both kernel and output have more than `MOST_TAPS` places. Groups are
+computed in a loop where their patches exceed `Limits.grouped_conv_bytes`.
 
 Shapes are written with N for the batch, G for groups, C and D for channels in and out of one of them, "space" for
 height, width and the like, and k for these axes of a kernel.
@@ -55,9 +57,7 @@ def lower_grouped_convs(function: Callable) -> Callable:
 
 
 def lower_grouped_conv(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`lax.conv_general_dilated` with these inputs and parameters; None where it is not in groups of real numbers, or
-    its kernel is too large to be laid out.
-    """
+    """The rule for ``conv_general_dilated``; None without groups, for integers and for kernels that are too large."""
     (x, kernel), params = inputs, equation.params
     by_batch = params["batch_group_count"]
     groups = params["feature_group_count"] * by_batch  # one of both is one

@@ -1,7 +1,10 @@
-"""Random arrays with a row for each sample, drawn before a batch is cut into pieces.
+"""Hoisted random draws: arrays with a row for each example are drawn before a batch is split.
 
-The masks of dropout and the noise of an autoencoder come from a key alone. Drawn for the whole batch they are further
-inputs of it, and what is left of the function may treat each sample by itself.
+Matches arrays [B, ...] that depend on the key alone, such as dropout masks and the noise of a variational autoencoder.
+:func:`hoist_random_draws` splits a loss into its draws for the whole batch and the rest, which takes them as further
+inputs and may be independent per example. The numbers are the same as without microbatches.
+
+It does not apply where a drawn array has no batch axis, or another size for another batch size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Layers of one shape as turns of a loop, so that a deep network is traced, compiled and loaded once a kind of layer.
+"""Scan over layers: repeated layers become one ``lax.scan`` over their stacked weights, on CPUs.
 
-A network of fifty blocks is mostly the same few operations with other weights. :func:`in_loops` finds in a traced
-function the runs of equations that repeat those before them, puts the weights of such a run on top of one another and
-loops over them. It is meant to go inside a gradient: the backward pass is then a loop, too.
+Matches runs of structurally equal equations that repeat, with the output of one as the input of the next: a network of
+fifty blocks is mostly the same few operations with other weights. The scan is traced, compiled and loaded once for each
+kind of layer. It is built before differentiation, so that the backward pass is a scan, too; cheap operations are
+rematerialized there (`_CHEAP`).
+
+It does not apply where the scan saves fewer than `Limits.layer_scan_equations` equations, or where saved activations
+and weights exceed `Limits.layer_scan_bytes`: a scan copies both, and beyond the caches that takes longer than it saves.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def scanned_layers(program: core.ClosedJaxpr) -> list[int]:
 
 
 class _Run(NamedTuple):
-    """Equations that are alike: ``turns`` times ``period`` of them from number ``start`` on."""
+    """``turns`` repetitions of ``period`` equal equations, from number ``start`` on."""
 
     start: int
     period: int
@@ -61,27 +65,27 @@ class _Run(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """An input made in the same turn: by which of its equations, and which output it is."""
+    """An input computed in the same layer: by which of its equations, and which output it is."""
 
     equation: int
     output: int
 
 
 class _Carried(NamedTuple):
-    """An input that the turn before has made; the first turn takes ``first``."""
+    """An input computed by the layer before; the first layer takes ``first``."""
 
     made: _Local
     first: Any
 
 
 class _Stacked(NamedTuple):
-    """An input of which each turn has its own: one atom a turn."""
+    """An input of which each layer has its own, such as weights: one atom a layer."""
 
     atoms: tuple
 
 
 class _Shared(NamedTuple):
-    """An input that is the same in every turn."""
+    """An input that all layers share."""
 
     atom: Any
 
@@ -120,7 +124,7 @@ def _indexing_first(equations: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
 
 
 class _LayerScan(NamedTuple):
-    """A run of equations as a loop."""
+    """A run of equations as a scan."""
 
     run: _Run
     template: Sequence[core.JaxprEqn]

@@ -1,11 +1,10 @@
-"""Factorizations and small products of many matrices, in forms that older versions of jaxlib compute.
+"""Factorizations of batches of matrices, in forms that jaxlib before 0.11.2 computes.
 
-Factorizations are taken one after another: until 0.11.2 jaxlib shared the matrices of a batch out over the threads of
-the process, and whoever asked waits for them. Where all threads are programs of devices that wait, none is left to do
-what they wait for, and the run never ends. A single matrix is not shared out.
-
-Products of matrices of two or three rows and columns are sums: jaxlib 0.10 ends the process where it compiles some of
-them for a batch, those whose results are transposed next.
+- Factorizations of a batch (Cholesky, QR, SVD and others) become a loop over the matrices. Before 0.11.2 jaxlib splits
+  a batch over the process's thread pool and waits for it; where all threads run programs of devices that wait for each
+  other, none is left, and the run never ends. A single matrix is not split.
+- Products of matrices with two or three rows and columns become sums: jaxlib 0.10 crashes while it compiles some of
+  them for a batch, those whose results are transposed next.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""Gradients of a batch in pieces that stay in a CPU's caches, summed, or shared by all devices.
+"""Microbatching: the gradient of a batch is accumulated over microbatches, on CPUs.
 
-A convolutional network makes a megabyte or so of every sample, all of which its gradient reads once more. Of a whole
-batch that is more than the caches hold, and passing over it takes longer than the arithmetic. What is chosen depends
-on the network and its shapes alone.
+Matches losses [B] that treat each example by itself (:mod:`fedrax.xla.per_example`) and are the same function for other
+batch sizes (:mod:`fedrax.xla.batch_invariance`). A convolutional network writes about a megabyte for every example, all
+of which its backward pass reads; for a whole batch that exceeds the caches, and memory traffic then takes longer than
+the arithmetic. :func:`accumulate_gradients` sums gradients over microbatches that fit, and can give each device a share
+of them.
+
+It does not apply to batch norm and losses that compare examples, where weights are large beside a microbatch's
+activations (`Limits.microbatch_weight_ratio`), or on accelerators. The choice depends on the network and its shapes.
 """
 
 from __future__ import annotations
@@ -45,16 +50,16 @@ _EXCHANGED, _READ, _START = 3e9, 15e9, 1e-4
 a second of weights that are read once more, and the seconds that devices wait before they start."""
 _SCOPE, _WHOLE_BATCH = "pieces", "fedrax: whole batch "
 CLIENT_AXIS = "clients"
-"""Of the mesh of devices, over which clients are spread."""
+"""Axis of the device mesh over which clients are sharded."""
 TRACE_BATCH = 13
-"""Samples of a batch that is traced only to be looked at: a prime, which shapes of a model are not taken for."""
+"""Size of a batch that is traced only for analysis: a prime, so that no shape of a model is taken for the batch."""
 
 
 class Microbatches(NamedTuple):
-    """How a batch is cut."""
+    """How a batch is split."""
 
     rows: int
-    """Samples of a piece."""
+    """Examples of a microbatch."""
     dtype: Any
     """Of the losses."""
     drawn: HoistedDraws | None
@@ -201,7 +206,7 @@ def _share_batch(
 
 
 class BatchSplit(NamedTuple):
-    """A batch in pieces, or one that devices may share."""
+    """A batch in microbatches, or one that devices may share."""
 
     pieces: int
     rows: int
@@ -211,7 +216,7 @@ class BatchSplit(NamedTuple):
 
 
 def batch_splits(program: core.ClosedJaxpr) -> list[BatchSplit]:
-    """How a traced program cuts batches."""
+    """How a traced program splits batches."""
     found = []
     for equation in equations_in(program):
         if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _SCOPE:

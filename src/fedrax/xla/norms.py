@@ -1,8 +1,9 @@
-"""Lengths of differences that need not be written down to be measured.
+"""Norms of differences without writing the difference.
 
-A client's update is x_i - x, and whoever wants its length first asks for an array that only the sum over clients reads
-again, a product with a number at a time. :func:`norm` marks the question; where the marked vector turns out to be a
-difference, :func:`fuse_norms_of_differences` puts the norm of the two in its place, taken block by block in the cache.
+Matches :func:`norm` of a - b for trees a and b of one shape, as of a client's update x_i - x. `fedrax_square`
+marks the question in the trace; where the marked vector is a difference, :func:`fuse_norms_of_differences` computes the
+sum of squares of both operands in blocks. Without it XLA writes an array that only the aggregation reads again. In all
+other cases the marked function computes the norm as `fedrax.tree.norm`.
 """
 
 from __future__ import annotations

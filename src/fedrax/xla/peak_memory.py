@@ -1,4 +1,4 @@
-"""How much memory a traced program needs, from its shapes alone."""
+"""Peak memory of a traced program by liveness analysis of its variables."""
 
 from __future__ import annotations
 

@@ -24,17 +24,17 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 class PerExample(NamedTuple):
-    """An array of numbers of each sample."""
+    """An array with a batch axis."""
 
     axis: int
-    """The samples lie along this axis, each with as many neighboring entries as the others."""
+    """The batch axis: each example has as many neighboring entries as the others."""
 
 
 class Shared(NamedTuple):
-    """An array that does not depend on any sample."""
+    """An array that does not depend on any example."""
 
     uniform: frozenset[int] = frozenset()
-    """Axes along which it is one and the same number."""
+    """Axes along which it is constant."""
 
 
 Dependence = PerExample | Shared
@@ -42,14 +42,14 @@ Rule = Callable[[Sequence[Dependence], core.JaxprEqn, "PerExampleAnalysis"], Seq
 
 
 class ExamplesInteract(Exception):
-    """Numbers of several samples meet, or may."""
+    """Numbers of several examples meet in an operation, or may."""
 
 
 class PerExampleCost(NamedTuple):
-    """A function that treats each sample by itself."""
+    """Cost of a function that treats each example by itself."""
 
     bytes: int
-    """What its products and convolutions give for one sample."""
+    """Bytes that products and convolutions write for one example."""
     weights: int
     """Bytes that they read of arrays which are the same for all samples, in a loop once a turn."""
     dtype: Any
@@ -87,7 +87,7 @@ def analyze_per_example(function: Callable, shared: Tree, batch: Tree, key: Tree
 
 
 class PerExampleAnalysis:
-    """Through the equations of a function of ``samples`` samples."""
+    """Abstract interpretation of a function of ``samples`` examples."""
 
     def __init__(self, samples: int, derived: bool = False):
         """derived: whether the function is a derivative itself, in which no function's own derivative is asked for."""
@@ -158,7 +158,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def join_dependences(states: Sequence[Dependence]) -> Dependence:
-    """Of arrays of one shape that meet number by number, or of which one is taken."""
+    """The dependence of an elementwise result, or of a choice among arrays of one shape."""
     along = {state for state in states if isinstance(state, PerExample)}
     uniform = [state.uniform for state in states if isinstance(state, Shared)]
     if not along:

@@ -1,9 +1,10 @@
-"""Sums of per-sample gradients that are each cut to a length, without writing out those that are outer products.
+"""Sums of clipped per-example gradients, without materializing those that are outer products (ghost norms).
 
-The gradient of one sample in a dense layer's weight is an outer product a_b g_b', of what the layer saw and of what
-came back. Its length is |a_b| |g_b|, and the sum over samples of c_b a_b g_b' is one matrix product: neither needs
-the gradients themselves (ghost norms: Goodfellow 2015; book-keeping: Bu et al. 2023). :func:`clipped_gradient_sum` finds such
-products in the traced gradient of any function. All other leaves are written out, a gradient for each sample.
+Matches outputs of a per-example gradient that are outer products: the gradient of example b in a dense layer's weight
+is a_b g_b', of the layer's input and the gradient of its output. Its norm is |a_b| |g_b|, and the sum of c_b a_b g_b'
+is one matrix product, so that neither needs the gradients themselves (ghost norms: Goodfellow 2015; book-keeping: Bu
+et al. 2023). :func:`clipped_gradient_sum` finds them in the trace of any function and materializes all other leaves,
+[B, ...].
 """
 
 from __future__ import annotations

@@ -1,10 +1,16 @@
-"""Products of a scan's turns, made all at once before it or after it where that is faster.
+"""Products that leave the loop of a recurrent network: batched over time steps before or after the scan, on CPUs.
 
-A recurrent network multiplies a few samples by weights at every time step, and reads all of the weights for it. What it
-does to its inputs needs no earlier step: these products are made for all steps at once, before the loop. The gradient
-of the inputs is needed by no other step: it is made after the loop. And what is added to the weights' gradients at
-every step, a product [A, B] [B, C] of a few samples, is one product after the loop, over steps and samples. Weights of
-the products that stay are laid out before the loop as those are fastest.
+Matches a ``scan`` whose body multiplies few rows by large weights that are constant over the steps. At each step such a
+product reads all of the weights.
+
+- Products of weights and the scan's inputs need no earlier step: they are computed for all steps before the scan.
+- Products of weights that only the stacked outputs need (the gradients of inputs) are computed after it.
+- A product that is accumulated in the carry (the gradient of a weight) becomes one product over steps and rows after
+  the scan.
+- Weights whose products stay are transposed once before the scan, where that layout is faster.
+
+It does not apply to small weights (`Limits.recurrent_weight_ratio`), where a step reads them at no extra cost, where
+saved factors exceed 256 MiB, and to bodies with effects.
 """
 
 from __future__ import annotations
@@ -38,29 +44,29 @@ _COMBINING = ("add", "add_any", "transpose", "reshape", "squeeze")
 
 
 class ScanBody(NamedTuple):
-    """What a scan does in one turn."""
+    """The body of a scan, inlined, with its inputs by kind."""
 
     closed: core.ClosedJaxpr
     fixed: tuple
-    """Variables that are the same in every turn."""
+    """Constants: the same at every step."""
     carried: tuple
     cut: tuple
-    """Those of which each turn has a slice."""
+    """Scanned inputs: one slice a step."""
     length: int
 
     @property
     def given(self) -> Sequence:
-        """Outputs of every turn, stacked."""
+        """Stacked outputs."""
         return self.closed.jaxpr.outvars[len(self.carried) :]
 
     @property
     def ends(self) -> Sequence:
-        """What is handed to the next turn."""
+        """The carry after the step."""
         return self.closed.jaxpr.outvars[: len(self.carried)]
 
 
 class Accumulation(NamedTuple):
-    """What a scan adds to one of its carried arrays in every turn, and does nothing else with that array."""
+    """An accumulator in the carry: what is added to it at every step; nothing else reads it."""
 
     root: core.JaxprEqn
     """A product, or a sum over some axes."""

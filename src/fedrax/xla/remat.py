@@ -1,7 +1,8 @@
-"""What the backward pass of a recurrent network keeps of every time step, without what a multiplication gives anew.
+"""Rematerialization of cheap residuals in the backward scan of recurrent networks, on CPUs.
 
-The derivative of a sigmoid s is s (1 - s), and JAX keeps the product of all steps beside s itself. To write it, and to
-read it from memory once more, takes longer than to compute it.
+Matches a ``scan`` that reads stacked outputs of another scan of the same length, some of which follow from others by at
+most `_MAX_OPERATIONS` additions and multiplications. JAX stores the derivative s (1 - s) of a sigmoid s for all steps
+beside s itself; to write and read it takes longer than to compute it. The backward body computes it instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAX_OPERATIONS = 8
 
 
 class ScanOutput(NamedTuple):
-    """Where a stacked array comes from."""
+    """The scan and the variable of its body that a stacked array comes from."""
 
     scan: core.JaxprEqn
     variable: Any

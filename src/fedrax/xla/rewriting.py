@@ -1,8 +1,8 @@
-"""Functions whose primitive operations are replaced by others, whatever model they come from.
+"""Jaxpr interpreter with rewrite rules: the base of all passes.
 
-:func:`rewrite` traces a function to a jaxpr and evaluates that again, equation by equation, with a rule in the
-place of every primitive that has one. Functions held by an equation (bodies of loops, branches, rematerialized
-parts, calls with a derivative of their own) are rewritten inside; all else is bound as it was.
+:func:`rewrite` traces a function to a jaxpr and evaluates it equation by equation, with a rule in the place of every
+primitive that has one. Sub-jaxprs (bodies of loops, branches, rematerialized parts, calls with custom derivatives) are
+rewritten inside; all other equations are bound as they were.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""JAX's random bits, the same ones, a multiple of times as fast on CPUs.
+"""Threefry random bits with all rounds unrolled, on CPUs.
 
-JAX writes Threefry for CPUs as a loop over five groups of rounds, each of which reads and writes every number. With all
-rounds written out XLA makes a single pass of them, in registers.
+Matches ``random_bits`` with keys of JAX's default kind. JAX lowers Threefry for CPUs to a loop over five groups of
+rounds, each of which reads and writes every number. With all twenty rounds written out XLA makes one pass over the
+output, in registers. The bits are the same. It does not apply to small arrays (`Limits.random_bits`), other kinds of
+keys, and ``jax_threefry_partitionable=False``.
 """
 
 from __future__ import annotations

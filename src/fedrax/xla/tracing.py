@@ -1,4 +1,4 @@
-"""A function that many programs hold, traced once for all of them; and one that is made anew, compiled once."""
+"""Traces that are shared between programs, compiled functions shared by their text, and queries of jaxprs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Sines and cosines of many numbers, several at a time, where XLA's CPU backend calls a library for each of them."""
+"""Sines and cosines as polynomials, on CPUs.
+
+Matches ``sin`` and ``cos`` of at least `Limits.sine_numbers` float32 or half-precision numbers. XLA:CPU calls a library
+function for each number; a polynomial after Cody-Waite reduction is vectorized. It is right to two units of the last
+place. Arguments beyond 10,000 are left to the library.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Products with an array that is one number everywhere, as sums.
 
-XLA's CPU backend (jaxlib 0.10.2) computes them wrongly where the other factor is a reduction over few entries that it
-takes into the product: ``jax.jit(lambda x: (x * x).max(1) @ jnp.ones((16, 2)))`` gives other numbers than without
-``jax.jit``, some not finite. As a sum such a product is also less work. (An optimization barrier does not keep XLA from
-it, and the option ``xla_cpu_experimental_ynn_fusion_type`` that does takes three times as long on other networks.)
+Matches ``dot_general`` with an operand that is a broadcast scalar. XLA's CPU backend (jaxlib 0.10.2) computes them
+wrongly where the other operand is a reduction over few entries that it fuses into the product:
+``jax.jit(lambda x: (x * x).max(1) @ jnp.ones((16, 2)))`` differs from the result without ``jax.jit``, with some values
+not finite. A sum is also less work. An optimization barrier does not prevent the error, and the option
+``xla_cpu_experimental_ynn_fusion_type``, which does, makes other networks three times as slow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Convolutions that give more pixels than they read, such as the gradient of one without padding.
+"""Convolutions that give more pixels than they read, as scatters of whole kernels, on CPUs.
 
-Most of what their kernels meet is padding. Here each pixel is multiplied with the whole kernel instead, and goes to all
-places that it reaches.
+Matches convolutions whose kernels meet mostly padding, such as the gradient of a convolution without padding (a full
+convolution). Each pixel is multiplied with the whole kernel instead, one row of the kernel after another, and the
+results are added at the places that it reaches.
 
 Shapes are written with N for the batch, C and D for channels in and out, "space" for height and width, and k for these
 axes of a kernel.

@@ -1,10 +1,14 @@
 """Convolutions in the forms that XLA's CPU backend runs fast inside compiled loops.
 
-XLA:CPU hands a convolution to its matrix-product library only where images lie as [batch, space, channels] and
-kernels as [space, channels in, channels out]. It brings convolutions of other forms, such as the gradients of
-every convolution, into this one at the top level of a program, but not inside a loop or branch, where they run
-element by element, ten to thirty times slower; and so do convolutions in groups everywhere. :func:`lower_convolution` says
-which form is good, from the shapes alone.
+Matches every ``conv_general_dilated``. XLA:CPU hands a convolution to Eigen only in the layout [batch, space,
+channels] with kernels [space, channels in, channels out]. At the top level of a program it brings other forms, such as
+the gradients of every convolution, into this layout, but not inside a loop or branch: there they run element by
+element, ten to thirty times slower. Grouped convolutions do so everywhere. :func:`lower_convolution` chooses a form by
+the shapes alone: the canonical layout, ``dot_general`` of patches (im2col), a product for each kernel entry where most
+of what the kernel meets is padding, one product for several groups, or the forms of
+:mod:`~fedrax.xla.conv.kernel_gradient` and :mod:`~fedrax.xla.conv.full_convolution`.
+
+It does not apply to integers, empty arrays, and float64 convolutions whose patches exceed `_MOST_COLUMNS` bytes.
 
 Shapes are written with N for the batch, C and D for channels in and out, G for groups of channels, "space" for
 height, width and the like, and k for these axes of a kernel.

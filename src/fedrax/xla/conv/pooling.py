@@ -1,4 +1,12 @@
-"""Max pooling's gradient, average pooling and sums, in the forms that XLA's CPU backend runs fast."""
+"""Gradients of max pooling, and sums over windows at every place, on CPUs.
+
+- Matches ``select_and_scatter_add``, which XLA:CPU runs element by element: the first maximum of each window is found
+  by comparing shifted slices, and gradients are gathered in one pass over the pixels.
+- Matches ``reduce_window_sum`` without strides, as the gradient of average pooling has it: slices are added, one axis
+  after another.
+
+Neither applies to windows of more than 128 entries, or to other types than float32, float64 and half precision.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a kernel goes over images: what it sees of them, and where.
+"""Convolution geometry: windows, padding, patches and the regions that each kernel entry meets.
 
 Shapes are written with N for the batch, C and D for channels in and out, "space" for height, width and the like, and k
 for these axes of a kernel.
@@ -125,7 +125,7 @@ def taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int
 
 
 def patches(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
-    """What the whole kernel sees of the images at each place of the result, [N, k, C]."""
+    """The patch of each output place, [N, k, C]."""
     x = padded(x, window.pads, window.gaps, 0)
     for index in product(*map(range, out)):
         start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
@@ -133,7 +133,7 @@ def patches(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[
 
 
 class TapRegion(NamedTuple):
-    """Of one entry of a kernel the places of the result at which it meets a pixel, and these pixels."""
+    """The output places at which one kernel entry meets a pixel, and these pixels."""
 
     index: Space
     first: Space
@@ -144,7 +144,7 @@ class TapRegion(NamedTuple):
 
 
 def tap_regions(space: Space, entries: Space, window: Window, out: Space) -> list[TapRegion]:
-    """Those entries of a kernel over images without gaps that meet any pixel at all."""
+    """Regions of the kernel entries that meet any pixel, for images without gaps."""
 
     def along(n: int, size: int, low: int, step: int, apart: int, places: int) -> list[tuple[int, int, int, int]]:
         found = []
@@ -161,8 +161,9 @@ def tap_regions(space: Space, entries: Space, window: Window, out: Space) -> lis
 
 
 def is_mostly_padding(space: Space, entries: Space, window: Window, out: Space, fewest: int) -> bool:
-    """Whether so much of what a kernel meets is padding, as of small images, that a product for each of its entries is
-    better. ``fewest``: channels in or out.
+    """Whether a product for each kernel entry is better, as most of what the kernel meets is padding (small images).
+
+    fewest: the smaller number of channels, in or out.
     """
     if set(window.gaps) != {1} or not 1 < math.prod(entries) <= _FEW_ENTRIES or len(entries) > 2 or fewest < _MANY:
         return False
