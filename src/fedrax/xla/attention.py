@@ -32,7 +32,7 @@ from fedrax.xla.tracing import aval_bytes, equations_in
 ATTENTION_SCOPE = "in_blocks"
 """The scope of the loops."""
 _MAX_TRIALS = 256
-"""Ways in which a segment's inputs may lie that are tried."""
+"""Most combinations of row axes of a segment's inputs that are tried."""
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 _SHAPE_PARAMS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 """Operations with a parameter that says the result's shape."""
@@ -97,7 +97,7 @@ def _block_sub_jaxpr(equation: core.JaxprEqn) -> core.JaxprEqn:
 
 
 class _Segment(NamedTuple):
-    """Equations from a large product to what it ends in, of which each row is made by itself."""
+    """Equations from T x T scores to the T rows of the result, independent per row."""
 
     equations: Sequence[core.JaxprEqn]
     inputs: Sequence[Any]
@@ -107,7 +107,7 @@ class _Segment(NamedTuple):
 
 
 class _RowLayout(NamedTuple):
-    """How rows lie that may be taken in blocks."""
+    """The row axis in every input and in the output of a segment."""
 
     rows: int
     states: Sequence[Dependence]
@@ -279,7 +279,7 @@ def _num_blocks(rows: int, made: int) -> int:
 
 
 def _row_axes(equation: core.JaxprEqn) -> Iterator[tuple[int, dict[Any, Dependence]]]:
-    """Axes of a product along which it may be cut: (how long, how it lies in the operands).
+    """Axes along which a product may be split: (length, dependence of the operands).
 
     First those along which both are cut, then those of one operand, of which the other is read by each block: they are
     worth it only where much is left.

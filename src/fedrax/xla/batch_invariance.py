@@ -25,7 +25,7 @@ _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 def is_batch_size_invariant(first: core.ClosedJaxpr, second: core.ClosedJaxpr, rows: tuple[int, int]) -> bool:
     """Whether two traces of a function, with so many samples each, are the same but for lengths in proportion to them.
 
-    In doubt they are not. Backward passes that someone wrote (``jax.custom_vjp``) are not looked at.
+    In doubt they are not. Backward passes of ``jax.custom_vjp`` are not compared.
     """
     return _Comparison(*rows).functions(first, second)
 

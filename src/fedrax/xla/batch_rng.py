@@ -27,7 +27,7 @@ from fedrax.xla.rewriting import dependency_slice, evaluate_equation, evaluate_j
 from fedrax.xla.threefry import counter_bits, is_threefry
 
 _CHUNK = 1 << 13
-"""Numbers a turn of the loop draws; arrays are filled up to a multiple of it."""
+"""Numbers drawn in one step of the loop; arrays are padded to a multiple of it."""
 MAX_BATCHED_DRAW = 1 << 18
 """Numbers of an array that may be drawn with others where memory counts: in the end all of them are there at once."""
 _TRANSFORMS = ELEMENTWISE | frozenset(["bitcast_convert_type"])
@@ -40,7 +40,7 @@ _MIN_GROUP = 3
 
 
 def batch_random_draws(function: Callable) -> Callable:
-    """``function`` with random arrays that are made alike, whatever their shapes, drawn in one loop, on a CPU.
+    """``function`` with random arrays of any shapes that are made by the same operations drawn in one loop, on CPUs.
 
     Random bits are what they were, and what is made of them differs by rounding at most.
     """
@@ -55,7 +55,7 @@ def batch_random_draws(function: Callable) -> Callable:
 
 
 def evaluate_with_batched_draws(closed: core.ClosedJaxpr, arguments: list) -> list:
-    """The same of a function that is laid out: its values, of arguments in a list."""
+    """The same for an inlined jaxpr: its outputs for a list of arguments."""
     if (
         jax.default_backend() != "cpu" or not is_enabled("batch_rng") or closed.jaxpr.effects
     ):  # such as printing, in an order
@@ -66,7 +66,7 @@ def evaluate_with_batched_draws(closed: core.ClosedJaxpr, arguments: list) -> li
 
 
 class _Draw(NamedTuple):
-    """A random array: bits of a key, and what is made of them number by number."""
+    """A random array: bits of a key, and the elementwise operations on them."""
 
     shape: tuple[int, ...]
     key: Any
@@ -77,7 +77,7 @@ class _Draw(NamedTuple):
     out: Any
     """The variable that the last step gives."""
     kind: Hashable
-    """What it has in common with arrays made alike."""
+    """Equal for arrays that are made by the same operations."""
 
 
 def _batched_values(closed: core.ClosedJaxpr, known: dict) -> dict:
@@ -96,7 +96,7 @@ def _batched_values(closed: core.ClosedJaxpr, known: dict) -> dict:
 
 
 def _find_draws(closed: core.ClosedJaxpr) -> list[_Draw]:
-    """All random arrays of a function whose calls are laid out."""
+    """All random arrays of an inlined jaxpr."""
     equations = dependency_slice(closed, closed.jaxpr.outvars)
     users: dict[Any, list[core.JaxprEqn]] = defaultdict(list)
     made = {variable: equation for equation in equations for variable in equation.outvars}
@@ -110,7 +110,7 @@ def _find_draws(closed: core.ClosedJaxpr) -> list[_Draw]:
 
 
 def _find_draw(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order: dict[int, int]) -> _Draw | None:
-    """What is made of random bits, as far as it is one array and number by number; None for bits of another sort."""
+    """The longest chain of elementwise operations on random bits; None for other kinds of bits."""
     (key,), shape = bits.invars, tuple(bits.params["shape"])
     fits = bits.params["bit_width"] == 32 and 0 < math.prod(shape) < 2**31
     if not fits or _shape(key) or not is_threefry(key.aval):
@@ -133,7 +133,7 @@ def _find_draw(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order
 
 
 def _extends_draw(step: core.JaxprEqn, inside: set, shape: tuple[int, ...], made: dict) -> bool:
-    """Whether an equation makes of arrays inside, and of scalars known before, another array number by number."""
+    """Whether an equation is elementwise in arrays of the chain and in scalars that are known before."""
     rest = [v for v in step.invars if isinstance(v, core.Literal) or v not in inside]
     if step.primitive.name not in _TRANSFORMS or len(step.outvars) != 1 or _shape(step.outvars[0]) != shape:
         return False
@@ -215,7 +215,7 @@ class _RowOf(NamedTuple):
 
 
 class _BatchedEvaluator:
-    """Values of variables, where equations that are alike and ready at once are one equation of several rows."""
+    """Evaluator that runs equal equations that are ready at once as one, under ``vmap``."""
 
     def __init__(self, closed: core.ClosedJaxpr, known: dict, wanted: Sequence) -> None:
         self._found = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | known
@@ -251,7 +251,7 @@ class _BatchedEvaluator:
         return value.of[value.number] if isinstance(value, _RowOf) else value
 
     def _evaluate(self, alike: Sequence[core.JaxprEqn]) -> None:
-        """Equations that are alike, their outputs then known."""
+        """Evaluate equal equations together."""
         if len(alike) == 1:
             outputs: list = evaluate_equation(alike[0], [self._read(v) for v in alike[0].invars], {})
             self._found.update(zip(alike[0].outvars, outputs, strict=True))
@@ -270,7 +270,7 @@ class _BatchedEvaluator:
 
 
 def _batch_key(equation: core.JaxprEqn) -> Hashable:
-    """What equations have in common that may be evaluated side by side; others are like no other."""
+    """Key of equations that may be evaluated together; unique for others."""
     if equation.primitive.name not in _BATCHABLE:
         return id(equation)
     shapes = tuple((_shape(v), str(_dtype(v))) for v in equation.invars)

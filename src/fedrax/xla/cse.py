@@ -27,7 +27,7 @@ _COSTLY = ("dot_general", "conv_general_dilated", "scan")
 def eliminate_common_subexpressions(
     closed: core.ClosedJaxpr, same: Mapping[Any, Any] | None = None
 ) -> core.ClosedJaxpr:
-    """``closed`` with one equation in the place of all that are alike; ``same``: variables and what stands for them."""
+    """``closed`` with one equation for all equal ones; ``same``: variables that are known to equal others."""
     jaxpr = closed.jaxpr
     names, equations = dict(same or {}), []
     seen: dict[Hashable, list[_Candidate]] = {}

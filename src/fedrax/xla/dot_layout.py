@@ -44,7 +44,7 @@ def lower_batched_matvec(inputs: list, equation: core.JaxprEqn) -> Array | None:
 def lower_dot_general(inputs: list, equation: core.JaxprEqn) -> Array | None:
     """The rule for ``dot_general``: several leading axes to sum over are one, and the narrower factor comes first.
 
-    XLA would turn a product whose result is transposed next: there is a barrier.
+    The barrier: XLA would exchange the operands of a product whose result is transposed next.
     """
     of: Any
     (of, batch), (left, right) = equation.params["dimension_numbers"], inputs

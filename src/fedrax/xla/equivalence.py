@@ -54,7 +54,7 @@ def is_differentiable(atom: Any) -> bool:
 
 
 def is_jax_derivative(equation: core.JaxprEqn) -> bool:
-    """Whether JAX itself wrote a function and its derivative: they treat number by number, or along some axes."""
+    """Whether a function and its custom derivative are JAX's own: these are elementwise, or reduce some axes."""
     told = [getattr(getattr(value, "jaxpr", value), "debug_info", None) for value in equation.params.values()]
     sources = [str(getattr(one, "func_src_info", None)) for one in told if one is not None]
     return (
@@ -65,7 +65,7 @@ def is_jax_derivative(equation: core.JaxprEqn) -> bool:
 
 
 def _all_defined_in_jax(values: Iterable[Any]) -> bool:
-    """Whether all functions that some hold are JAX's: what ``defjvps`` was given lies within one of JAX's own."""
+    """Whether all functions reachable from ``values`` are defined in JAX, closures included."""
     waiting, seen = list(values), {}
     while waiting:
         value = waiting.pop()
@@ -99,7 +99,7 @@ def tangent_jaxpr(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     shapes = _input_shapes(equation)
     try:
         return jax.make_jaxpr(changed)(shapes, _select_differentiable(equation.invars, shapes))
-    except Exception:  # it has none in forward mode, or what someone wrote does not hold
+    except Exception:  # it has none in forward mode, or a custom rule fails
         return None
 
 

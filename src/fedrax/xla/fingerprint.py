@@ -23,11 +23,11 @@ _LIBRARY_PATHS = tuple(
     path.rstrip(os.sep) + os.sep
     for path in (str(Path(__file__).parents[1]), *_LIBRARY_DIRS, *site.getsitepackages(), site.getusersitepackages())
 )
-"""Where code lies that is nobody's own."""
+"""Directories of library code."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set)
 _MAX_OBJECTS, _MAX_ITEMS = 5_000, 100
-"""Objects that are looked at, and of each that holds others: what a method of one's own names is a handful."""
+"""Most objects that are visited, and most items of one container: user methods refer to a handful."""
 _WRAPPED_ATTRIBUTES = ("__wrapped__", "fun", "jvp", "fwd", "bwd")
 """Where JAX's transformations and decorators keep the functions they are of."""
 
@@ -71,7 +71,7 @@ class CodeFingerprint:
         self._hash = hash(self._parts)
 
     def describe(self) -> str:
-        """The same in words, which another process with the same Python gives alike; without arrays and objects."""
+        """Text that is equal in another process with the same Python; arrays and objects are left out."""
         return repr([_describe(part) for part in self._parts if not isinstance(part, _Identity)])
 
     def __hash__(self) -> int:
@@ -145,7 +145,7 @@ def _function_children(function: types.FunctionType, found: list) -> list[Any]:
 
 
 def _module_attributes(values: Sequence[Any], attributes: Sequence[str]) -> list[Any]:
-    """What a function may mean by ``module.name`` of modules of one's own, and of those within them."""
+    """What ``module.name`` may refer to in a function, for user modules and modules inside them."""
     found, modules = [], [value for value in values if isinstance(value, types.ModuleType) and _is_user_module(value)]
     for module in modules:
         inside = [vars(module)[name] for name in attributes if name in vars(module)]
@@ -187,14 +187,14 @@ def _non_scalars(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Whether it holds what changes without a sign: a container, or an object of a class of one's own."""
+    """Whether it may change in place: a container, or an object of a user class."""
     return isinstance(value, _CONTAINERS) or (
         not isinstance(value, type | types.FunctionType) and _is_user_module(sys.modules.get(type(value).__module__))
     )
 
 
 def _is_user_module(module: Any) -> bool:
-    """Whether a module belongs to no package: a notebook, a script, a file of one's own."""
+    """Whether a module is user code: a notebook, a script, a file outside of installed packages."""
     if getattr(module, "__name__", None) == "__main__":
         return True
     file = getattr(module, "__file__", None)

@@ -88,7 +88,7 @@ def _split(a: Array, groups: int) -> Array:
 
 
 def _group_dots(x: Array, kernel: Array, window: Window, places: tuple[int, ...], params: dict[str, Any]) -> Array:
-    """[G, N, space, C], [G, k, C, D] -> [G, N, space, D], so many groups at once as may be laid out."""
+    """[G, N, space, C], [G, k, C, D] -> [G, N, space, D], as many groups at once as the limit on patches allows."""
 
     def one(pair: tuple[Array, Array]) -> Array:
         return _product(*pair, window, places, params)

@@ -33,21 +33,21 @@ from fedrax.xla.rewriting import (
 from fedrax.xla.tracing import aval_bytes, equations_in, sub_jaxprs
 
 LAYER_SCAN_SCOPE = "_layers"
-"""Scopes of the loops are their turns and this."""
+"""The scope of a scan is its length followed by this."""
 _OF_INPUTS = 2
 """How often they count: weights are put together and taken apart, and so are their gradients."""
 _MAX_CANDIDATES = 8
-"""Runs of equations alike that are looked at closely."""
+"""Most candidate runs that are tried."""
 _CHEAP = ELEMENTWISE | frozenset(["broadcast_in_dim", "iota", "reshape", "rev", "slice", "squeeze", "transpose"])
 """Operations that the backward pass computes once more: it takes less than to keep and to read what they gave."""
 
 _INDEXING = "dynamic_slice slice split squeeze stack unstack concatenate"
 _LAYER_INDEXING = frozenset(f"{_INDEXING} random_seed random_split random_unwrap random_wrap".split())
-"""Operations that take a layer's own part out of an array of all layers: no two are alike."""
+"""Operations that index an array of all layers: no two are equal."""
 
 
 def scanned_layers(program: core.ClosedJaxpr) -> list[int]:
-    """The turns of the loops that a traced program has of :func:`in_loops`; each once for a gradient."""
+    """Lengths of the scans over layers in a traced program; each counted once for a gradient."""
     turns = []
     for equation in equations_in(program):
         scope = str(equation.source_info.name_stack).split("/")[-1]
@@ -113,7 +113,7 @@ def evaluate_with_layer_scans(closed: core.ClosedJaxpr, rules: Rules, *args: Any
 
 
 def _indexing_first(equations: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
-    """With those at the front that take the layers' parts out of inputs, so that what is left is alike."""
+    """With indexing of stacked inputs moved to the front, so that the remaining equations repeat."""
     made = {v: equation for equation in equations for v in equation.outvars}
     first: dict[int, core.JaxprEqn] = {}
     for equation in equations:
@@ -128,11 +128,11 @@ class _LayerScan(NamedTuple):
 
     run: _Run
     template: Sequence[core.JaxprEqn]
-    """The equations of one turn."""
+    """The equations of one layer."""
     sources: tuple[tuple[_Source, ...], ...]
     """Of the inputs of each of them."""
     wanted: dict[Any, tuple[int, _Local]]
-    """Variables that are read after the loop: in which turn each is made, and where."""
+    """Variables that are read after the scan: the layer and the equation that compute them."""
 
     def evaluated(self, read: Callable[[Any], Any], rules: Rules) -> dict[Any, Array]:
         """The values of what is wanted."""
@@ -163,7 +163,7 @@ class _LayerScan(NamedTuple):
         return {variable: of(*where) for variable, where in self.wanted.items()}
 
     def _turn(self, given: dict, read: Callable[[Any], Any], rules: Rules) -> dict[_Local, Any]:
-        """All that one turn makes."""
+        """Everything that one layer computes."""
         made: dict[_Local, Any] = {}
 
         def value(source: _Source) -> Any:
@@ -245,7 +245,7 @@ def _find_scans_between(flow: _Graph, start: int, stop: int) -> Iterator[_LayerS
     """The loops among some of the equations: the one that saves most, then those before and after it."""
     for first, period, length in _repetitions(flow.kinds[start:stop], flow.sizes[start:stop])[:_MAX_CANDIDATES]:
         first += start
-        # turns best begin where the least is handed on
+        # layers best begin where the fewest bytes are carried
         cuts = np.argsort(flow.alive[first : first + length % period + 1], kind="stable")
         runs = (_Run(first + int(cut), period, length // period) for cut in cuts)
         found = next((loop for run in runs if (loop := _make_scan(flow, run)) is not None), None)
@@ -301,7 +301,7 @@ def _count_inner(equation: core.JaxprEqn) -> int:
 
 
 def _make_scan(flow: _Graph, run: _Run) -> _LayerScan | None:
-    """The run as a loop; None where its turns do not read the same things."""
+    """The run as a scan; None if its repetitions read different inputs."""
     equations, (start, period, turns) = flow.equations, run
     stop = start + period * turns
     made: dict[Any, tuple[int, _Local]] = {}
@@ -325,7 +325,7 @@ def _make_scan(flow: _Graph, run: _Run) -> _LayerScan | None:
 
 
 def _classify_input(atoms: Sequence[Any], made: dict[Any, tuple[int, _Local]]) -> _Source | None:
-    """Where an input comes from, given the atom in each turn."""
+    """Where an input comes from, given its atom in each layer."""
     where = [None if isinstance(atom, core.Literal) else made.get(atom) for atom in atoms]
     if all(place is None for place in where):
         return _Shared(atoms[0]) if len(set(map(_atom_key, atoms))) == 1 else _Stacked(tuple(atoms))

@@ -42,7 +42,7 @@ from fedrax.xla.tracing import (
 )
 
 _MIN_ROWS = 2
-"""Samples of a piece: an axis of length one keeps XLA from some of its faster ways."""
+"""Fewest examples of a microbatch: XLA has no fast code for some operations with a unit axis."""
 _MAX_SHARED_EQUATIONS = 400
 """Equations of losses at most whose gradient is worth compiling once more, for the samples that a device shares."""
 _EXCHANGED, _READ, _START = 3e9, 15e9, 1e-4
@@ -167,7 +167,7 @@ def accumulate_gradients(
         return _share_batch(gradient, pieces.lost, params, batch, counts, joined)
     rows = len(jax.tree.leaves(batch)[0])
     number = -(-rows // pieces.rows)
-    if number * pieces.rows > rows:  # the last samples once more, which do not count
+    if number * pieces.rows > rows:  # the last examples again, masked
         lanes = jnp.arange(number * pieces.rows)
         batch, inside = jax.tree.map(lambda a: a[jnp.minimum(lanes, rows - 1)], batch), lanes < rows
         counts = inside if counts is None else inside & counts[jnp.minimum(lanes, rows - 1)]
@@ -210,7 +210,7 @@ class BatchSplit(NamedTuple):
 
     pieces: int
     rows: int
-    """Of each piece; zero where there is one."""
+    """Of each microbatch; zero for a whole batch."""
     lost: float = 0.0
     """As of :class:`Microbatches`."""
 

@@ -61,7 +61,7 @@ _ROOT_HALF = 0x3F3504F3
 _MIN_LEAVES = 8
 """Leaves of which each costs more to compile than a loop over all of them to run."""
 _CHUNK = 1 << 12
-"""Numbers a turn draws."""
+"""Numbers drawn in one step of the loop."""
 
 
 def normal_noise(key: Array, like: Tree) -> Tree:

@@ -34,7 +34,7 @@ def peak_bytes(program: core.ClosedJaxpr | core.Jaxpr) -> int:
 
 
 def _patch_bytes(equation: core.JaxprEqn) -> int:
-    """Bytes of what the kernel of a convolution sees at all places, where that is laid out: in parts, and together."""
+    """Bytes of a convolution's patches, where they are materialized: in parts, and concatenated."""
     if equation.primitive.name != "conv_general_dilated":
         return 0
     numbers, (x, kernel), y = equation.params["dimension_numbers"], equation.invars, equation.outvars[0]

@@ -51,7 +51,7 @@ class PerExampleCost(NamedTuple):
     bytes: int
     """Bytes that products and convolutions write for one example."""
     weights: int
-    """Bytes that they read of arrays which are the same for all samples, in a loop once a turn."""
+    """Bytes of shared operands (weights) that they read; in a loop once a step."""
     dtype: Any
     """Of its values."""
     flops: int
@@ -135,7 +135,7 @@ class PerExampleAnalysis:
         rest: list[Dependence],
         times: int,
     ):
-        """(states of the carry, of the other outputs) that hold in every turn."""
+        """(dependences of the carry, of the other outputs) that hold at every step: a fixed point."""
         while True:
             before, self.repeats = (self.bytes, self.weights, self.repeats), self.repeats * times
             outputs = self.through(body, [*fixed, *carry, *rest])
@@ -194,7 +194,7 @@ def _mark_unit_axes(state: Dependence, shape: tuple[int, ...]) -> Dependence:
 def _bitcast(states: Sequence[Dependence], equation: core.JaxprEqn, analysis: PerExampleAnalysis) -> list[Dependence]:
     if _shape(equation.invars[0]) == _shape(equation.outvars[0]):
         return _elementwise(states, equation, analysis)
-    return [_plain(states[0])]  # of another size: its parts lie along an axis of their own
+    return [_plain(states[0])]  # of another size: its parts get an axis
 
 
 def _identity(states: Sequence[Dependence], equation: core.JaxprEqn, analysis: PerExampleAnalysis) -> list[Dependence]:
@@ -386,7 +386,7 @@ def _call(states: Sequence[Dependence], equation: core.JaxprEqn, analysis: PerEx
 def _own_derivative(
     states: Sequence[Dependence], equation: core.JaxprEqn, analysis: PerExampleAnalysis
 ) -> list[Dependence]:
-    """A function with a derivative that someone wrote, which must treat samples alike, too."""
+    """A ``custom_jvp`` function, whose derivative must be independent per example, too."""
     outputs = _call(states, equation, analysis)
     if all(isinstance(state, Shared) for state in states) or analysis.derived or is_jax_derivative(equation):
         return outputs
@@ -404,7 +404,7 @@ def _own_derivative(
 def _own_backward(
     states: Sequence[Dependence], equation: core.JaxprEqn, analysis: PerExampleAnalysis
 ) -> list[Dependence]:
-    """A function with a backward pass that someone wrote: those of our layers treat samples alike, others may not."""
+    """A ``custom_vjp`` function: backward passes of fedrax and JAX are independent per example, others may not be."""
     backward = equation.params.get("bwd")
     if not getattr(getattr(backward, "f", backward), "__module__", "").startswith("fedrax."):
         raise ExamplesInteract

@@ -24,7 +24,7 @@ from fedrax.xla.pipeline import optimize
 from fedrax.xla.rewriting import evaluate_subgraph, trace_inlined
 
 _MIN_LOOP_SIZE = 1 << 12
-"""The shortest gradient, in numbers, that is worth a turn of a loop."""
+"""Fewest numbers of a gradient that are worth a step of a loop."""
 
 
 def clipped_gradient_sum(
@@ -99,7 +99,7 @@ def _weighted_sum(g: Array, keep: Array, factor: Array) -> Array:
 
 
 def _weighted_sum_in_loop(g: Array, keep: Array, factor: Array) -> Array:
-    """One sample after another: XLA:CPU adds long gradients up number by number, each of them from far apart."""
+    """One example after another: XLA:CPU would sum long gradients element by element, with large strides."""
     add = lambda b, total: total + jnp.where(keep[b], factor[b].astype(g.dtype) * g[b], 0)  # noqa: E731
     return lax.fori_loop(0, len(g), add, jnp.zeros(g.shape[1:], g.dtype))
 

@@ -115,7 +115,7 @@ def hoist_dots_from_scan(rules: Rules, inputs: list, equation: core.JaxprEqn) ->
 
 
 def _scan_body(inputs: list, equation: core.JaxprEqn) -> ScanBody:
-    """What it calls in place of the calls, an input that is there twice once, and everything computed once."""
+    """The body with calls inlined, inputs deduplicated, and common subexpressions eliminated."""
     closed, length = equation.params["jaxpr"], equation.params["length"]
     flat = inline_calls(closed)
     fixed, carried = scan_counts(equation)
@@ -130,7 +130,7 @@ def _scan_body(inputs: list, equation: core.JaxprEqn) -> ScanBody:
 
 
 def _batch_over_steps(body: ScanBody, known: dict, stacked: dict, wanted: list, rules: Rules) -> dict[Any, Array]:
-    """Of all turns at once, from what is the same in all of them and rows of what is stacked."""
+    """Evaluate ``wanted`` for all steps at once, by ``vmap`` over the stacked arrays."""
     if not wanted:
         return {}
     one = lambda xs: evaluate_subgraph(body.closed, known | dict(zip(stacked, xs, strict=True)), wanted, rules)  # noqa: E731
@@ -156,7 +156,7 @@ def _bytes(variables: Iterable) -> int:
 
 
 def _computed_from(body: ScanBody, sources: Iterable) -> set:
-    """Variables that are computed from no others than these."""
+    """Variables that are computed from ``sources`` and constants alone."""
     found = {*sources, *body.closed.jaxpr.constvars}
     for equation in body.closed.jaxpr.eqns:
         if all(v in found for v in _nonliterals(equation.invars)) and not is_unbatchable(equation):
@@ -165,7 +165,7 @@ def _computed_from(body: ScanBody, sources: Iterable) -> set:
 
 
 def _weight_dot_input(equation: core.JaxprEqn, weights: Collection) -> Any:
-    """What a product multiplies by large weights: a variable; None where it is no such product."""
+    """The variable that a product multiplies by large weights; None for other equations."""
     if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
         return None
     factors = _nonliterals(equation.invars)
@@ -182,7 +182,7 @@ def _weight_dot_input(equation: core.JaxprEqn, weights: Collection) -> Any:
 
 
 def _dots_before(body: ScanBody) -> list:
-    """Products of weights and slices alone."""
+    """Products that depend on weights and scanned inputs alone."""
     weights = _computed_from(body, body.fixed)
     known = _computed_from(body, (*body.fixed, *body.cut))
     found, room = [], _MAX_BYTES
@@ -198,7 +198,7 @@ def _dots_before(body: ScanBody) -> list:
 
 
 def _is_expensive(equation: core.JaxprEqn) -> bool:
-    """Whether it is worth not being done twice: gradients need in the loop what lies before a product."""
+    """Whether recomputing it is expensive: gradients need the inputs of a product inside the loop, too."""
     return equation.primitive.name in _EXPENSIVE
 
 
@@ -206,7 +206,7 @@ def _is_expensive(equation: core.JaxprEqn) -> bool:
 
 
 def _weights_to_transpose(body: ScanBody) -> list:
-    """Weights that are better laid out before the loop, with the axis first that products in it sum over."""
+    """Weights that are transposed before the loop, so that the contracted axis comes first."""
     weights, found = _computed_from(body, body.fixed), []
     for equation in body.closed.jaxpr.eqns if body.length >= limits().recurrent_steps else ():
         place = _weight_operand(equation, weights)
@@ -248,7 +248,7 @@ def _transposed_weights(body: ScanBody, known: dict, turned: list) -> dict[Any, 
 def _dot_with_transposed(
     weights: dict[Any, tuple[Array, Array]], inputs: list, equation: core.JaxprEqn
 ) -> Array | None:
-    """A product by weights that were laid out."""
+    """A product with weights that were transposed before the loop."""
     place = _weight_operand(equation, weights)
     if place is None:
         return None
@@ -263,9 +263,9 @@ def _dot_with_transposed(
 
 
 def _dots_after(body: ScanBody, kept: set) -> dict[Any, list]:
-    """Outputs of every turn that are products by weights, or sums of them: what they are made of.
+    """Stacked outputs that are products with weights, or sums of such: their inputs.
 
-    That must be kept for all turns: only where it is all the same, or is no larger than what is made of it.
+    The inputs are saved for all steps: only if they are saved anyway, or are no larger than the outputs.
     """
     makers, uses, weights = _makers(body), _uses(body), _computed_from(body, body.fixed)
     found, given = {}, Counter(_nonliterals(body.given))
@@ -300,7 +300,7 @@ def _stacked_output(v: Any, stacked: dict, length: int) -> Array:
     return stacked[v]
 
 
-# -- sums over all turns ----------------------------------------------------------------------------------------------
+# -- sums over all steps ----------------------------------------------------------------------------------------------
 
 
 def _accumulations(body: ScanBody) -> dict[int, Accumulation]:
@@ -382,7 +382,7 @@ def _apply_linear(each: core.JaxprEqn, output: int, total: Array, turned: bool) 
 
 
 def _sum_over_steps(root: core.JaxprEqn, factors: Sequence[Array]) -> tuple[Array, bool]:
-    """The sum over all turns, from inputs [turns, ...] of each; whether it has its axes exchanged.
+    """The sum over all steps, from inputs [steps, ...]; and whether its axes are exchanged.
 
     Of a product [A, B] the larger axis is best the last.
     """

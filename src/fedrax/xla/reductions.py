@@ -55,7 +55,7 @@ def lower_reduce_max(inputs: list[Array], equation: core.JaxprEqn) -> Array | No
 
 
 def lower_reduce_sum(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`reduce_sum` over last axes and others that lie apart from them, as in group norm: these others first.
+    """The rule for ``reduce_sum``: over axes that are not next to the last ones first, then over the last ones.
 
     XLA:CPU adds vectors where the last axis stays, and single numbers where it goes; and where a sum goes back into
     what it is of, as in a softmax's gradient, it is six times as slow at arrays with axes of length one. Many sums stay
@@ -81,7 +81,7 @@ def _reduce_without_unit_axes(
 
 
 def _leading_axes(x: Array, axes: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``axes`` that lie apart from the last ones, where last ones are among them."""
+    """Those of ``axes`` that are not next to the last ones, if last ones are among them."""
     first = tuple(axis for axis in axes if any(other not in axes for other in range(axis, x.ndim)))
     return first if len(first) < len(axes) else ()
 

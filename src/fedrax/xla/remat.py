@@ -26,7 +26,7 @@ class ScanOutput(NamedTuple):
 
     scan: core.JaxprEqn
     variable: Any
-    """Of its body: what every turn gives."""
+    """The output of its body."""
 
 
 def rematerialize_residuals(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -53,7 +53,7 @@ def _count_scans(closed: core.ClosedJaxpr) -> int:
 
 
 def _without_cheap_residuals(equation: core.JaxprEqn, kept: dict[Any, ScanOutput]) -> core.JaxprEqn:
-    """A scan that computes in its turns what it can; what it read is replaced by something that it reads too."""
+    """A scan that recomputes cheap residuals in its body, from others that it reads."""
     first = sum(scan_counts(equation))
     sources: dict[int, list[int]] = {}
     for i, v in enumerate(equation.invars[first:], first):

@@ -22,13 +22,13 @@ Rules = Mapping[str, Rule]
 """By the primitive's name."""
 
 CALL_PRIMITIVES = ("jit", "pjit")
-"""Primitives that only stand for the function they hold: it is laid out in their place."""
+"""Calls: primitives that are inlined."""
 CHECKPOINT_PRIMITIVES = ("checkpoint", "remat", "remat2")
-"""Primitives of ``jax.checkpoint``, whose functions have no place for arrays that they hold."""
+"""Primitives of ``jax.checkpoint``, whose jaxprs cannot hold constants."""
 CUSTOM_DERIVATIVE_PRIMITIVES = ("custom_jvp_call", "custom_vjp_call")
-"""Primitives that stand for a function and for a derivative which someone wrote."""
+"""Primitives of functions with custom derivatives."""
 _OPAQUE_PRIMITIVES = ("shard_map", "pallas_call", "custom_partitioning")
-"""Primitives whose functions mean something only in a context of their own."""
+"""Primitives whose jaxprs cannot be evaluated outside of their context."""
 
 
 def rewrite(function: Callable, rules: Rules, prepared: Callable = lambda closed: closed) -> Callable:
@@ -63,14 +63,14 @@ def jaxpr_as_function(closed: core.ClosedJaxpr) -> Callable[..., list]:
 
 
 def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same with the functions that it calls in their place."""
+    """``closed`` with its calls inlined."""
     if not any(equation.primitive.name in CALL_PRIMITIVES for equation in closed.jaxpr.eqns):
         return closed
     return jax.make_jaxpr(lambda *args: evaluate_jaxpr(closed, args, {}))(*input_shapes(closed))
 
 
 def input_shapes(closed: core.ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
-    """What to trace a function like it with."""
+    """Shapes and dtypes of its inputs."""
     avals: Any = [v.aval for v in closed.jaxpr.invars]
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
@@ -89,14 +89,14 @@ def evaluate_jaxpr(closed: core.ClosedJaxpr, args: Any, rules: Rules) -> list:
 
 
 def evaluate_subgraph(closed: core.ClosedJaxpr, known: Mapping, wanted: Sequence, rules: Rules | None = None) -> list:
-    """The values of any variables of ``closed`` from the values of others: only what lies between is evaluated."""
+    """The values of ``wanted`` variables from ``known`` ones: only the equations between them are evaluated."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(known)
     return _evaluate_equations(dependency_slice(closed, wanted, values), values, rules or {}, wanted)
 
 
 def dependency_slice(closed: core.ClosedJaxpr, wanted: Sequence, known: Container = ()) -> list[core.JaxprEqn]:
-    """The equations that lie between known variables and wanted ones."""
+    """The equations between known variables and wanted ones, in order."""
     found, missing = [], {v for v in wanted if not isinstance(v, core.Literal) and v not in known}
     for equation in reversed(closed.jaxpr.eqns):
         if not missing.isdisjoint(equation.outvars):
@@ -116,7 +116,7 @@ def _evaluate_equations(equations: Sequence[core.JaxprEqn], values: dict, rules:
 
 def evaluate_equation(equation: core.JaxprEqn, inputs: list, rules: Rules) -> list:
     """The outputs of one equation."""
-    # the scopes of the function, layers' names among them, for whoever reads the compiled program
+    # the scopes of the function, layers' names among them, for profiles of the compiled program
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     if equation.primitive.name in rules and not equation.primitive.multiple_results:
         names = names.extend(equation.primitive.name)

@@ -79,7 +79,7 @@ def counter_bits(words: Array, first: Array, count: int) -> Array:
 def _bits_of_keys(words: Array, size: int) -> Array:
     """[K, size] of the words [K, 2] of K keys.
 
-    In a loop of two turns, which writes them down. XLA would make them anew for each of their uses, such as four times
+    In a loop of two steps, which writes them to memory. XLA would recompute them for each use, such as four times
     in the gradient of a pooling after dropout, and minds no barrier there.
     """
     if len(words) == 1:

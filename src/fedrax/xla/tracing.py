@@ -28,7 +28,7 @@ NO_MESH = AbstractMesh((), ())
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 _NUMBERS = (bool, int, float)
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
-"""For ``jax.jit(inline=...)``: laid out where it is traced, which JAX 0.11 and newer take ``True`` no longer for."""
+"""For ``jax.jit(inline=...)``: inlined at trace time, which ``True`` no longer means in JAX 0.11 and newer."""
 CACHE_SIZE = 32
 """Traces of one function."""
 
@@ -38,7 +38,7 @@ def trace_once(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator for functions whose first ``fixed`` arguments are hashable and whose others are pytrees of arrays.
 
-    The function is laid out where it is called. ``jax.jit`` with ``inline`` would trace it anew inside every
+    The function is inlined where it is called. ``jax.jit`` with ``inline`` would trace it again inside every
     ``shard_map``; here a trace is found again wherever the shapes and JAX's settings are the same. Of the axes of a
     mesh the function may speak of those that ``axes`` names with their sizes, from the fixed arguments. Python's
     numbers among the arrays stay constants. ``rules``: for operations on a CPU that are better in other forms.
@@ -188,7 +188,7 @@ def dependent_leaves(function: Callable[..., Tree], secret: Tree, *others: Tree)
 
 
 def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """(inputs that are the same in every turn, those that one turn hands to the next); the others are cut.
+    """(number of constants, number of carried arrays) of a scan; its other inputs are scanned.
 
     By the shapes, since versions of JAX name the numbers otherwise.
     """

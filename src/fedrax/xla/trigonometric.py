@@ -19,10 +19,10 @@ from fedrax.xla.normal import horner
 from fedrax.xla.options import limits
 
 _HALF_PI = (1.5703125, 0.0004837512969970703, 7.549533620476723e-08, 2.5633440682570896e-12)
-"""A quarter turn as a sum. The first three have eleven digits each, so that their products with whole numbers of up to
+"""Pi / 2 as a sum. The first three have eleven digits each, so that their products with whole numbers of up to
 thirteen are exact (Cody and Waite 1980)."""
 _MAX_ARGUMENT = 1e4
-"""Numbers beyond it, which have more quarter turns in them, are the library's."""
+"""Larger arguments, whose multiple of pi / 2 has more digits, are left to the library."""
 # With z = r^2, |r| <= pi / 4: sin r = r + r z P(z) and cos r = 1 - z / 2 + z^2 Q(z), the constant first, to a greatest
 # relative error of 4e-9.
 _SINE = (-0.166666552, 0.00833215937, -0.000195151209)
@@ -30,7 +30,7 @@ _COSINE = (0.0416666456, -0.00138873141, 2.44329713e-05)
 
 
 def lower_sin(inputs: list[Array], equation: core.JaxprEqn, ahead: int = 0) -> Array | None:
-    """The rule for ``sin``, and so many quarter turns ahead: for ``cos`` one."""
+    """The rule for ``sin`` of x + ahead pi / 2; cos is ``ahead`` = 1."""
     (x,) = inputs
     if is_half_precision(x.dtype):
         found = lower_sin([x.astype(jnp.float32)], equation, ahead)

@@ -105,7 +105,7 @@ def _propagate(closed: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[bool], fo
 
 
 def _argument_facts(equation: core.JaxprEqn, function: core.ClosedJaxpr | core.Jaxpr, given: list[bool]) -> list[bool]:
-    """What is known of a function's arguments from the equation's inputs; of what changes from turn to turn nothing."""
+    """Which arguments of a sub-jaxpr are uniform; carried arrays are taken not to be."""
     count = len((function.jaxpr if isinstance(function, core.ClosedJaxpr) else function).invars)
     if equation.primitive.name == "scan":
         fixed, carried = scan_counts(equation)

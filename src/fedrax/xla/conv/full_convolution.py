@@ -42,7 +42,7 @@ def scatter_convolution(x: Array, kernel: Array, window: Window, out: Space, pre
     if len(out) == 1:
         at = int(
             len(kernel) > limits().full_conv_taps
-        )  # where the axis without pixels goes: a long kernel has a turn for each entry
+        )  # where the unit axis goes: a long kernel is looped over entry by entry
         x, kernel = jnp.expand_dims(x, 1 + at), jnp.expand_dims(kernel, at)
         more = lambda values, one: (*values[:at], one, *values[at:])  # noqa: E731
         out, window = more(out, 1), Window(*(more(*pair) for pair in zip(window, (1, (0, 0), 1, 1), strict=True)))

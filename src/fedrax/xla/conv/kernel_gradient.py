@@ -48,7 +48,7 @@ slow."""
 _FEW_COPIES = 3
 """Of each pixel, up to which it is worth laying out what each place saw."""
 _WIDEST = 7
-"""Entries along an axis of a kernel up to which images and upstream are laid out once for each."""
+"""Entries along an axis of a kernel up to which images and upstream are copied once for each."""
 _FEWEST_PIXELS, _MOST_PIXELS = 16, 32
 """Of which products are added up in one loop: XLA makes it of vectors only where they are not too few."""
 
@@ -94,7 +94,7 @@ def _fold_depth(images: Array, upstream: Array, window: Window, places: Space, p
 
 
 def _by_phase(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
-    """Of a kernel that went in steps: entries that lie a step apart saw pixels that do, as one without steps would."""
+    """For strided kernels: entries one stride apart saw pixels one stride apart, as a kernel without strides would."""
     steps, unit = window.dilation, (1,) * len(places)
     most = [-(-k // step) for k, step in zip(places, steps, strict=True)]
 
@@ -132,10 +132,10 @@ def _swap_roles(window: Window, space: Space, given: Space, places: Space) -> Wi
 
 
 def _choose_form(images: Array, upstream: Array, window: Window, places: Space, precision: Any) -> Array:
-    """In the form that is best for images of fewer channels than the upstream, or for places that lie apart."""
+    """The best form for images with fewer channels than the upstream, or for strided outputs."""
     form, touched = _samples_as_channels, 2 * (images.nbytes + upstream.nbytes)
     if math.prod(window.dilation) > 1:
-        in_a_row = len(places) == 1 and images.shape[-1] <= _FEW  # what a place saw lies side by side
+        in_a_row = len(places) == 1 and images.shape[-1] <= _FEW  # a patch is contiguous
         if in_a_row or math.prod(places) <= _FEW_COPIES * math.prod(window.dilation):
             channels = math.prod(places) * images.shape[-1] + upstream.shape[-1]
             form, touched = _im2col, upstream.nbytes // upstream.shape[-1] * channels
@@ -252,7 +252,7 @@ def _last_to_first(x: Array) -> Array:
     """[N, space, C] -> [C, space, N]."""
     if len(x) > _MAX_TRANSPOSED_SAMPLES:
         return jnp.swapaxes(x, 0, -1)
-    # a product with the identity: a transposition goes number by number, and computes for each what x is computed of
+    # a product with the identity: XLA transposes element by element, and recomputes for each what x is made of
     flat, identity = x.reshape(len(x), -1), jnp.eye(len(x), dtype=x.dtype)
     turned = lax.dot_general(flat, identity, (((0,), (0,)), ((), ())), lax.Precision.HIGHEST)
     return jnp.moveaxis(turned.reshape(*x.shape[1:], len(x)), -2, 0)
@@ -294,7 +294,7 @@ def depthwise_kernel_gradient(images: Array, upstream: Array, window: Window, pl
 
 
 def _block(space: Space) -> Space:
-    """Pixels that are added up in one turn: of a row, or of a few rows where they are short."""
+    """Pixels that are accumulated in one step: of a row, or of a few rows if rows are short."""
     *lines, width = space
     wide = -(-width // -(-width // _MOST_PIXELS))
     if not lines:

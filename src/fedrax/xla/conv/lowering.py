@@ -47,7 +47,7 @@ from fedrax.xla.conv.window import (
 from fedrax.xla.options import limits
 
 _MOST_COLUMNS = 256 << 20
-"""Bytes of what kernels of 64 bits see at all places, which is laid out."""
+"""Most bytes of the patches of a float64 convolution."""
 _FEW, _VERY_FEW = 16, 4
 """Channels: up to these XLA's faster products are not used, or want more channels on the other side."""
 
@@ -97,7 +97,7 @@ def lower_convolution(inputs: list[Array], equation: core.JaxprEqn, per_example:
                 groups = by_batch
                 x = _groups_of_batch_to_channels(x, groups)
             y = _grouped_merged(x, kernel, window, groups, params["precision"], per_example)
-    # y lies as [N, space, D]; axis i of the result is the one that out_spec calls i
+    # y is [N, space, D]; axis i of the result is the one that out_spec calls i
     here = [0, space + 1, *range(1, space + 1)]
     return y.transpose([here[numbers.out_spec.index(axis)] for axis in range(space + 2)])
 
@@ -412,7 +412,7 @@ def _depthwise(x: Array, kernel: Array, window: Window, out: tuple[int, ...]) ->
     groups = x.shape[-1] // channels
     whole = padded(x, window.pads, window.gaps, 0)
     if whole is not x:
-        # the barrier: entries that see no padding would compute the images once more, shuffled ones number by number
+        # the barrier: entries that see no padding would recompute the images, shuffled ones element by element
         x, window = lax.optimization_barrier(whole), window.without_padding()
     x, kernel = x.reshape(*x.shape[:-1], groups, channels), kernel.reshape(*kernel.shape[:-1], groups, -1)
     several = kernel.shape[-1] > 1

@@ -66,7 +66,7 @@ def _scatter_to_windows(source: Array, first: Array, sizes: tuple[int, ...], str
     """
     reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
     full = [n + r - 1 for n, r in zip(source.shape, reach, strict=True)]
-    if max(reach) > 1:  # laid out once: asking for each pixel whether it is beyond the edge takes ten times as long
+    if max(reach) > 1:  # padded once: asking for each pixel whether it is beyond the edge takes ten times as long
         around = [(r - 1, r - 1, 0) for r in reach]
         laid = lambda a, filling: lax.pad(a, jnp.asarray(filling, a.dtype), around)  # noqa: E731
         first, source = laid(first, -1), laid(source, 0)

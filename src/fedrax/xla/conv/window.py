@@ -34,7 +34,7 @@ class Window(NamedTuple):
     strides: tuple[int, ...]
     pads: Pads
     gaps: tuple[int, ...]
-    """Distance of neighboring pixels: 2 where one zero lies between them (a transposed convolution)."""
+    """Distance of neighboring pixels (input dilation): 2 with one zero between them, as in a transposed convolution."""
     dilation: tuple[int, ...]
     """Distance of neighboring entries of the kernel."""
 
@@ -61,7 +61,7 @@ def is_half_precision(dtype: Any) -> bool:
 
 
 def canonical(space: int) -> tuple[tuple[int, ...], ...]:
-    """Which axes of images, kernels and results are batch, channels and space where space lies in between."""
+    """Axes of images, kernels and results in the layout [batch, space, channels], as JAX's dimension numbers."""
     images = (0, space + 1, *range(1, space + 1))
     return images, (space + 1, space, *range(space)), images
 
