@@ -1,4 +1,4 @@
-"""``check_algorithm``: whether a class of one's own keeps the rules of the contract, in about half a minute."""
+"""Tests for authors of methods: does an algorithm keep the rules of the contract?"""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ from fedrax.simulation.settings import Script, Settings, cohort_sampler
 from fedrax.simulation.validate import check_arguments
 from fedrax.tree import Tree
 
+__all__ = ["check_algorithm"]
+
 _SIZES = (3, 7, 4, 12, 6, 5)
+"""Samples of the clients of the built-in problem: unequal, and not multiples of the batch size."""
 _ROUNDS, _COHORT = 2, 3
 _CLOSE = 2e-4
-"""Float32 rounding of two rounds of softmax regression, with room for other orders of summation."""
+"""Tolerance for float32 rounding of two rounds of softmax regression in different orders of summation."""
 
 
-class Problem(NamedTuple):
-    """What a method is checked on."""
+class _Problem(NamedTuple):
+    """A small problem on which a method is checked."""
 
     task: Task
     federation: Federation
 
     @property
     def cohort(self) -> int:
-        """Clients in a round."""
+        """Cohort size."""
         return min(_COHORT, self.federation.num_clients)
 
 
@@ -50,28 +53,40 @@ def check_algorithm(
     federation: Federation | None = None,
     **fields: Any,
 ) -> None:
-    """Run the contract's checks over a class of one's own, or an object of it.
+    """Check that an algorithm keeps the rules of the contract; takes about half a minute.
 
-    task, federation: to check it on, both or none; small ones, for methods that need other layers, labels or numbers
-    of features than softmax regression of three classes on four features. fields: of the class, where its defaults
-    will not do. Nothing is returned where every rule is kept. FedraxError lists the broken ones, a sentence each, with
-    what to write instead.
+    The checks run the algorithm for two rounds and compare: it moves the model and counts its gradients, all numbers
+    are finite, executors agree, the order of the cohort does not matter, empty Poisson cohorts are survived, and
+    float64 runs stay in float64.
+
+    Args:
+        method: an algorithm class, or an instance of it.
+        task: task to check it on, together with ``federation``; by default softmax regression with three classes and
+            four features. Give small ones for methods that need other layers or labels.
+        federation: the data of ``task``.
+        **fields: hyper-parameters of the class that have no default.
+
+    Raises:
+        FedraxError: names every rule that is broken, and the remedy.
+
+    Example:
+        >>> fedrax.testing.check_algorithm(fedrax.FedAvg)
     """
     if (task is None) != (federation is None):
-        raise FedraxError("check_algorithm takes a task and the federation that it is of, or neither")
-    problem = _softmax_regression() if task is None or federation is None else Problem(task, federation)
+        raise FedraxError("check_algorithm takes both a task and its federation, or neither")
+    problem = _softmax_regression() if task is None or federation is None else _Problem(task, federation)
     if isinstance(method, type) and not issubclass(method, Algorithm):
-        raise FedraxError(f"{method.__name__} is no algorithm: derive it from fedrax.Algorithm")
+        raise FedraxError(f"{method.__name__} is not an algorithm: derive it from fedrax.Algorithm")
     if isinstance(method, type):
         refuse_unfinished(method)
     algorithm = _made(method, fields) if isinstance(method, type) else method
     if not isinstance(algorithm, Algorithm):
-        raise FedraxError(f"{algorithm!r} is no algorithm: derive its class from fedrax.Algorithm")
+        raise FedraxError(f"{algorithm!r} is not an algorithm: derive its class from fedrax.Algorithm")
     check_arguments(algorithm, *problem)
     check(algorithm)
     check_method(algorithm)
-    base = _run(algorithm, problem)  # what is wrong already here is said in a sentence of its own
-    rules: tuple[Callable[[Algorithm, Problem, Result], str | None], ...] = (
+    base = _run(algorithm, problem)  # an algorithm that fails already here gets the simulator's own message
+    rules: tuple[Callable[[Algorithm, _Problem, Result], str | None], ...] = (
         _learns,
         _is_finite,
         _floats_are_inputs,
@@ -91,11 +106,11 @@ def _made(method: type[Algorithm], fields: dict[str, Any]) -> Algorithm:
         return method(**fields)
     except TypeError as error:
         raise FedraxError(
-            f"{method.__name__} cannot be made of its defaults ({error}): give every field one"
+            f"{method.__name__} cannot be made of its defaults ({error}): give every field a default"
         ) from error
 
 
-def _kept(rule: Callable, algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+def _kept(rule: Callable, algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     try:
         return rule(algorithm, problem, base)
     except FedraxError as error:
@@ -103,17 +118,17 @@ def _kept(rule: Callable, algorithm: Algorithm, problem: Problem, base: Result) 
 
 
 @cache
-def _softmax_regression() -> Problem:
+def _softmax_regression() -> _Problem:
     rng = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(_SIZES)), _SIZES)
     x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(_SIZES), 4))[owner]).astype(np.float32)
     y = (x @ rng.normal(size=(4, 3))).argmax(1)
     federation = Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)
-    return Problem(classification(Linear().build((4,), 3)), federation)
+    return _Problem(classification(Linear().build((4,), 3)), federation)
 
 
-def _run(algorithm: Algorithm, problem: Problem, **changes: Any) -> Result:
-    """A short run; a method of large steps is given smaller ones, so that nothing diverges."""
+def _run(algorithm: Algorithm, problem: _Problem, **changes: Any) -> Result:
+    """A short run; the local learning rate is lowered so that nothing diverges."""
     local = algorithm.local_steps
     if local is not None and hasattr(algorithm, "local"):
         algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.02))  # type: ignore[call-arg]
@@ -121,10 +136,10 @@ def _run(algorithm: Algorithm, problem: Problem, **changes: Any) -> Result:
     return simulate(algorithm, *problem, progress=False, **(settings | changes))  # type: ignore[arg-type]
 
 
-# -- the rules: None where kept, else the sentence behind the method's name ----------------------------------------
+# -- the rules: None where a rule is kept, otherwise the message that follows the method's name ---------------------
 
 
-def _learns(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+def _learns(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     start = simulate(algorithm, *problem, rounds=1, cohort_size=1, trajectory=True, progress=False)
     moved = any(np.any(a != b) for a, b in zip(_leaves(start.params), _leaves(base.params), strict=True))
     if not moved and algorithm.personal(base.params, base.client_state(0)) is None:
@@ -134,35 +149,35 @@ def _learns(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
             " where it moves layers of other names alone, give check_algorithm a task and a federation"
         )
     if not base.events[-1]["bytes_up"]:
-        return "sends nothing up: put what the server needs into ClientOutput(upload=...)"
+        return "uploads nothing: put what the server needs into ClientOutput(upload=...)"
     if not base.events[-1]["gradients"]:
         return "does not count its gradients: pass result.info on, ClientOutput(..., info=result.info)"
     return None
 
 
-def _is_finite(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+def _is_finite(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     try:
         _run(algorithm, problem, plan="debug", rounds=1)
     except NonFiniteError as error:
-        return f"makes a number that is not finite: {error}"
+        return f"computes a number that is not finite: {error}"
     return None
 
 
-def _floats_are_inputs(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+def _floats_are_inputs(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     leaves = jax.tree.leaves(algorithm)
     wrong = [leaf for leaf in leaves if not isinstance(leaf, float | int | jax.Array | np.ndarray | np.generic)]
-    return f"has a field that is no number: {wrong[0]!r}; annotate it so that it is static" if wrong else None
+    return f"has a field that is not a number: {wrong[0]!r}; annotate it so that it is static" if wrong else None
 
 
-def _agrees_on(algorithm: Algorithm, problem: Problem, base: Result, **plan: Any) -> str | None:
+def _agrees_on(algorithm: Algorithm, problem: _Problem, base: Result, **plan: Any) -> str | None:
     other = _run(algorithm, problem, **plan)
     if not _close(other, base, problem.federation.num_clients):
-        how = "step by step" if plan["plan"] == "debug" else "with clients side by side"
+        how = "without jit" if plan["plan"] == "debug" else "with vectorized clients"
         return f"gives other numbers {how} than compiled: its methods must be pure functions of their arguments"
     return None
 
 
-def _order_does_not_matter(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+def _order_does_not_matter(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     sampler = cohort_sampler(Settings(cohort_size=problem.cohort), problem.federation.sizes)
     backwards = Script(cohorts=[sampler.cohort(r)[::-1] for r in range(_ROUNDS)])
     if not _close(_run(algorithm, problem, script=backwards), base, problem.federation.num_clients):
@@ -170,8 +185,8 @@ def _order_does_not_matter(algorithm: Algorithm, problem: Problem, base: Result)
     return None
 
 
-def _outlasts_empty_rounds(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
-    seed = _seed_of_nobody(problem.federation.sizes)
+def _outlasts_empty_rounds(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    seed = _seed_of_an_empty_cohort(problem.federation.sizes)
     if algorithm.traits.fixed_cohort or seed is None:
         return None
     try:
@@ -181,21 +196,21 @@ def _outlasts_empty_rounds(algorithm: Algorithm, problem: Problem, base: Result)
     except NonFiniteError:
         pass
     return (
-        "loses the model in a round that nobody joins, where cohort.mean and cohort.size are zero: upload updates"
-        " instead of models, and guard what is divided, jnp.maximum(cohort.size, 1)"
+        "loses the model in a round with an empty cohort, where cohort.mean and cohort.size are zero: upload updates"
+        " instead of models, and guard divisions by jnp.maximum(cohort.size, 1)"
     )
 
 
-def _seed_of_nobody(sizes: np.ndarray) -> int | None:
-    """The first seed by which somebody joins the first round and nobody the second; None for a single client."""
-    samplers = (
-        cohort_sampler(Settings(cohort_size=1, participation=Poisson(), seed=seed), sizes) for seed in range(100)
-    )
-    found = (one.population.seed for one in samplers if len(one.cohort(0)) and not len(one.cohort(1)))
-    return next(found, None)
+def _seed_of_an_empty_cohort(sizes: np.ndarray) -> int | None:
+    """The first seed whose Poisson cohort is non-empty in round 1 and empty in round 2; None for a single client."""
+    for seed in range(100):
+        sampler = cohort_sampler(Settings(cohort_size=1, participation=Poisson(), seed=seed), sizes)
+        if len(sampler.cohort(0)) and not len(sampler.cohort(1)):
+            return seed
+    return None
 
 
-def _keeps_float64(algorithm: Algorithm, problem: Problem, base: Result) -> str | None:
+def _keeps_float64(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     try:
         double = _run(algorithm, problem, dtype="float64")
     except FedraxError as error:

@@ -260,7 +260,7 @@ def test_a_method_of_some_layers_is_checked_on_a_task_that_has_them():
     check_algorithm(mine, fedrax.classification(MLP(hidden=(3,)).build((4,), 3)), FEDERATION)
     with pytest.raises(FedraxError, match=r"does not move the parameters, output/bias, .* a task and a federation"):
         check_algorithm(mine)
-    with pytest.raises(FedraxError, match="a task and the federation that it is of, or neither"):
+    with pytest.raises(FedraxError, match="both a task and its federation, or neither"):
         check_algorithm(mine, TASK)
     with pytest.raises(FedraxError, match=r"must be a fedrax.Federation, not tuple"):
         check_algorithm(mine, TASK, ())  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def test_a_base_without_what_it_leaves_open_is_refused():
 def test_a_model_that_an_empty_round_takes_away_is_found_out(server: Callable):
     models = lambda self, message, state, data: ClientOutput(upload=self.local.run(data, message).params)  # noqa: E731
     mine = method(client=models, server=server)
-    with pytest.raises(FedraxError, match="Mine loses the model in a round that nobody joins"):
+    with pytest.raises(FedraxError, match="Mine loses the model in a round with an empty cohort"):
         check_algorithm(mine)
 
 

@@ -161,7 +161,7 @@ def test_a_grid_of_noise_is_one_sweep():
     for (lane,), one in zip(together, alone, strict=True):
         assert [e["epsilon"] for e in lane.events] == [e["epsilon"] for e in one.events]
         assert lane.spent == one.spent
-    with pytest.raises(FedraxError, match="runs together cannot stop at a budget"):
+    with pytest.raises(FedraxError, match="vectorized runs cannot stop at a budget"):
         fedrax.sweep(grid, TASK, FEDERATION, mode="vectorized", cohort_size=3, epsilon_budget=3.0)
 
 

@@ -148,9 +148,9 @@ def test_a_seed_is_the_seed() -> None:
         set_so = fedrax.sweep([method], TASK, FEDERATION, None, fedrax.Settings(seed=7), mode=mode, **options)
         for ((result,),) in (named, set_so):
             assert result.events[0]["train_loss"] == pytest.approx(wanted, rel=1e-5)
-    with pytest.raises(fedrax.FedraxError, match="one seed beside them: leave seed out"):
+    with pytest.raises(fedrax.FedraxError, match="seeds and seed are both given"):
         fedrax.sweep([method], TASK, FEDERATION, seeds=(1, 2), seed=7)
-    with pytest.raises(fedrax.FedraxError, match="one seed beside them: leave seed out"):
+    with pytest.raises(fedrax.FedraxError, match="seeds and seed are both given"):
         fedrax.tune(method, TASK, FEDERATION, {"local.lr": [0.1]}, seeds=(1, 2), seed=7)
 
 

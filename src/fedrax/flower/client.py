@@ -1,4 +1,4 @@
-"""The client's end: a ClientApp of Flower that does an algorithm's local work on data that never leave it."""
+"""Flower client: a ClientApp that does an algorithm's local training on data that never leave the client."""
 
 from __future__ import annotations
 
@@ -42,26 +42,36 @@ from fedrax.version import VERSION
 from fedrax.xla import CodeFingerprint
 
 Data = Callable[[Context], Any] | Federation
-"""What a client's own samples come from."""
+"""Where a client's samples come from: a function of its Context, or a federation of which it takes its part."""
 
 _ROWS = 500
-"""Samples evaluated at a time."""
+"""Samples that are evaluated at a time."""
 
 
 def client_app(
     algorithm: Algorithm, task: Task, data: Data, *, seed: int | None = None, directory: Path | str | None = None
 ) -> ClientApp:
-    """A ClientApp that takes part in a federation of ``algorithm`` and ``task``, as :func:`fedrax.flower.server_app`
-    leads it; both ends are given the same two.
+    """Make a Flower ClientApp for a federation that :func:`fedrax.flower.server_app` runs.
 
-    data: called with the app's Context, gives the client's samples: (x [n, ...], y [n, ...]), or a pair of these for
-    training and test, or a :class:`fedrax.Dataset`. To try things out it may be a :class:`fedrax.Federation`, of which
-    each client takes its own part. ``node_config["partition-id"]``, where nodes have it, is the client's number, from
-    0.
-    seed: draw batches and noise as ``fedrax.simulate`` does with this seed, to compare the two. By default they are
-    drawn from secrets of the client's own: noise that others can draw, too, protects nothing.
-    directory: where to keep what the client keeps from round to round, so that it outlives a run of Flower and the
-    federation can go on (``federate(..., resume=True)``); by default it stays in the Context, and ends with the run.
+    Args:
+        algorithm: the algorithm; the server must be given the same.
+        task: loss and metrics; the server must be given the same.
+        data: a function of the app's Context that returns the client's samples: (x [n, ...], y [n, ...]), a pair of
+            these for training and test, or a :class:`fedrax.Dataset`. For tests a :class:`fedrax.Federation`, of which
+            each client takes the part of its ``node_config["partition-id"]``, from 0.
+        seed: draw mini-batches and noise as ``fedrax.simulate`` does with this seed, to compare the two. By default
+            they are drawn from secrets of the client: noise that others can reproduce protects nothing.
+        directory: where to store the client state between rounds, so that the federation can be resumed
+            (``federate(..., resume=True)``); by default it stays in the Context and is lost at the end of the run.
+
+    Returns:
+        The app, for a SuperNode or :class:`fedrax.flower.LocalGrid`.
+
+    Example:
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 3))
+        >>> def load(context):
+        ...     return np.zeros((8, 4), np.float32), np.arange(8) % 3
+        >>> app = fedrax.flower.client_app(fedrax.FedAvg(), task, load)
     """
     check(algorithm)
     check_method(algorithm)
@@ -82,7 +92,7 @@ class _Client:
     directory: Path | None
 
     def introduce(self, message: Message, context: Context) -> Message:
-        """Who this is, and the kind and number of its samples."""
+        """Reply to a query with the client's number and the shapes, dtypes and number of its samples."""
         use_all_cores()
         own = own_federation(self.data, context)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
@@ -94,7 +104,7 @@ class _Client:
         return Message(RecordDict({"client": ConfigRecord(facts)}), reply_to=message)
 
     def work(self, message: Message, context: Context) -> Message:
-        """One phase of a round."""
+        """Do one phase of a round and reply with the upload."""
         use_all_cores()
         order = RoundInstructions.of(message.content)
         with arithmetic(order.dtype), open_client_state(self._folder(context), context.state) as state:
@@ -129,7 +139,7 @@ class _Client:
         return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
 
     def _at_first(self, begun: _ClientSetup, memory: ClientStore) -> Kept:
-        """What a client keeps that has not taken part: where it is made of the start, the server sends that."""
+        """The initial client state; where it depends on the starting parameters, the server sends these."""
         like = (begun.params, begun.statistics)
         if needs_initial_parameters(self.algorithm, *like):
             start = unpacked(memory.start, like, "the start")
@@ -145,14 +155,14 @@ class _Client:
         return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
 
     def _folder(self, context: Context) -> Path | None:
-        """Where the client's memory lies; None: with Flower."""
+        """The directory of the client's stored state; None where Flower's Context holds it."""
         number = context.node_config.get("partition-id")
         if self.directory is None:
             return None
         return self.directory if number is None else self.directory / f"client-{int(number)}"
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Sums of the task's metrics over the client's test samples, of the global model and of its own."""
+        """Reply with sums of the metrics over the client's test samples, for the global and the personal model."""
         use_all_cores()
         order = RoundInstructions.of(message.content)
         with arithmetic(order.dtype), open_client_state(self._folder(context), context.state) as state:
@@ -184,7 +194,7 @@ class _Client:
 
 @dataclass(frozen=True, eq=False)
 class _ClientSetup:
-    """What this process knows of the federation before its part."""
+    """What a client derives from algorithm, task and data before its part of a round."""
 
     program: Program
     phases: list[MessageSchema]
@@ -214,7 +224,7 @@ class _ClientSetup:
 
 
 def own_federation(data: Data, context: Context) -> Federation:
-    """A client's own data as a federation of one, checked as all data are."""
+    """A client's data as a federation of one client, checked."""
     if isinstance(data, Federation):
         return _part(data, context)
     found: Any = _given(data, context)
@@ -228,17 +238,17 @@ def own_federation(data: Data, context: Context) -> Federation:
         rows, kind = len(y), np.asarray(y).dtype.kind
     except (TypeError, ValueError):
         raise FedraxError(
-            "the function data gives a client's samples as (x, y), as ((x, y), (x_test, y_test)) or as a Dataset, not"
-            f" a {type(found).__name__}"
+            "the function data must return a client's samples as (x, y), as ((x, y), (x_test, y_test)) or as a Dataset,"
+            f" not a {type(found).__name__}"
         ) from None
     if kind not in "iufb":
-        raise FedraxError("labels are numbers, which mean the same on every client: number the classes")
+        raise FedraxError("labels must be numbers with the same meaning on every client: number the classes")
     return Federation.from_arrays(x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **more)
 
 
 def _given(data: Callable[[Context], Any], context: Context) -> Any:
-    """What the function gives. An error of it may tell of what is in a file, and errors go to the server: words of
-    others than this package stay here.
+    """Call the function. The text of its errors stays in the client's log: it may contain data, and errors that are
+    raised reach the server.
     """
     try:
         return data(context)
@@ -252,7 +262,7 @@ def _given(data: Callable[[Context], Any], context: Context) -> Any:
 
 
 def _part(federation: Federation, context: Context) -> Federation:
-    """One client's part of a federation."""
+    """The part of one client of a federation."""
     number = context.node_config.get("partition-id")
     if type(number) is not int or not 0 <= number < federation.num_clients:
         raise FedraxError(

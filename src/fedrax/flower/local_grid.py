@@ -1,4 +1,4 @@
-"""A federation inside one process, to try an app out before it is deployed: real messages, no network."""
+"""Flower grid in one process, to test an app before it is deployed: real messages, no network."""
 
 from __future__ import annotations
 
@@ -13,17 +13,29 @@ from flwr.supercore.task_identity import TaskIdentity
 
 
 class LocalGrid(Grid):
-    """A Grid whose nodes are calls of a ClientApp in this process, one after another.
+    """A Flower Grid whose nodes are calls of a ClientApp in this process, one after another.
 
-    node_configs: what each node's Context has as ``node_config``; or how many nodes there are, whose ``partition-id``
-    are then 0, 1, ... The server is node 1, as Flower has it, and the others are numbered from 2.
+    The server is node 1, as in Flower, and the clients' nodes are numbered from 2.
+
+    Args:
+        app: the clients' app.
+        node_configs: the ``node_config`` of each node's Context, or the number of nodes, whose ``partition-id`` then
+            are 0, 1, ...
+
+    Example:
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> data = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> grid = fedrax.flower.LocalGrid(fedrax.flower.client_app(fedrax.FedAvg(), task, data), 2)
+        >>> grid.get_node_ids()
+        [2, 3]
     """
 
     def __init__(self, app: ClientApp, node_configs: int | Sequence[Mapping[str, Any]]):
         if isinstance(node_configs, int):
             node_configs = [{"partition-id": k, "num-partitions": node_configs} for k in range(node_configs)]
         self.app = app
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # of who makes messages in this process
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # Message() needs an identity
         self.contexts = {
             node: Context(run_id=1, node_id=node, node_config=dict(config), state=RecordDict(), run_config={})
             for node, config in enumerate(node_configs, 2)
@@ -32,25 +44,51 @@ class LocalGrid(Grid):
         self._sent = 0
 
     def set_run(self, run: Run) -> None:
-        """There is one run, numbered 1."""
+        """Do nothing: there is one run, with ID 1.
+
+        Args:
+            run: ignored.
+        """
 
     @property
     def run(self) -> Run:
-        """Of no SuperLink."""
+        """The run, without a SuperLink."""
         return Run.create_empty(run_id=1)
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """As ``Message`` does."""
+        """Make a message.
+
+        Args:
+            content: records of the message.
+            message_type: Flower's message type.
+            dst_node_id: the receiving node.
+            group_id: label of the messages of one round.
+            ttl: seconds until the message expires.
+
+        Returns:
+            The message.
+        """
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """All nodes."""
+        """List the nodes.
+
+        Returns:
+            The IDs of all clients' nodes.
+        """
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Have the nodes answer."""
+        """Call the app for each message and store the replies.
+
+        Args:
+            messages: messages to the nodes.
+
+        Returns:
+            The IDs of the messages.
+        """
         ids = []
         for message in messages:
             self._sent += 1
@@ -60,16 +98,32 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Their answers."""
+        """Return stored replies.
+
+        Args:
+            message_ids: IDs that ``push_messages`` returned.
+
+        Returns:
+            The replies that have not been pulled yet.
+        """
         return [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Both."""
+        """Push messages and pull their replies.
+
+        Args:
+            messages: messages to the nodes.
+            timeout: ignored.
+
+        Returns:
+            The replies.
+        """
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message:
+        """The app's reply, or an error reply where it fails, as from a SuperNode."""
         node = message.metadata.dst_node_id
         try:
             return self.app(message, self.contexts[node])
-        except Exception as error:  # as a SuperNode does
+        except Exception as error:
             return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)

@@ -1,4 +1,4 @@
-"""The server's end: a ServerApp of Flower that leads an algorithm's rounds over real clients."""
+"""Flower server: a ServerApp that runs an algorithm's rounds over real clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OURS = tuple(FederationOptions.__annotations__)
 
 
 class FederateArguments(FederationOptions, total=False):
-    """The keyword arguments of :func:`federate`."""
+    """Keyword arguments of :func:`federate`."""
 
     clients: Required[int]
     test: tuple[Any, Any] | None
@@ -69,10 +69,21 @@ def server_app(
     then: Callable[[Result], Any] | None = None,
     **arguments: Unpack[FederateArguments],
 ) -> ServerApp:
-    """A ServerApp that leads a federation of ``algorithm`` and ``task`` over the clients of
-    :func:`fedrax.flower.client_app`; arguments as of :func:`federate`.
+    """Make a Flower ServerApp that calls :func:`federate`; its clients run :func:`fedrax.flower.client_app`.
 
-    then: called with the result, once all rounds are over.
+    Args:
+        algorithm: the algorithm; the clients must be given the same.
+        task: loss and metrics; the clients must be given the same.
+        settings: settings of the run.
+        then: function that is called with the result after the last round.
+        **arguments: keyword arguments of :func:`federate`.
+
+    Returns:
+        The app, for ``flwr run`` or a SuperLink.
+
+    Example:
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 3))
+        >>> app = fedrax.flower.server_app(fedrax.FedAvg(), task, clients=2, rounds=5, cohort_size=2, then=print)
     """
     app = ServerApp()
 
@@ -103,24 +114,48 @@ def federate(
     callbacks: Sequence[Callback] = (),
     **options: Unpack[FederationOptions],
 ) -> Result:
-    """Run ``algorithm`` on ``task`` over the clients of a Flower federation, as ``fedrax.simulate`` does on a machine.
+    """Run an algorithm over the clients of a Flower federation, as :func:`fedrax.simulate` does on one machine.
 
-    settings, options: of :class:`fedrax.Settings` the rounds, the cohort's size, weights, evaluation, target, privacy
-    budget and delta, and dtype. clients: N, how many there are; rounds begin when so many are there. test: the server's
-    own test samples (x, y); without them the clients evaluate on theirs. params: starting parameters, instead of
-    ``task.init``. seed: start, cohorts and the server's noise as ``simulate`` draws them; by default they are secret,
-    for what others can draw, too, protects nothing. directory: where to keep events, a checkpoint and the model as of
-    the last round (``model.safetensors``). resume: go on from the directory's checkpoint, if it has one, over
-    clients that have a directory, too. wait: seconds to wait for the clients at the start. timeout: seconds to wait for
-    answers, and for clients where too few are there for a round. Clients that do not answer in that time, or nothing
-    that makes sense, are left out of the round as if they had not been asked; a round that nobody answers changes
-    nothing, as does one with too few clients for a method that needs the same number in each. sinks, callbacks: as of
-    ``simulate``.
+    A client whose reply is late or malformed is treated as if it had not been sampled. A round without usable replies
+    leaves the model unchanged, as does a round with too few clients for a method that needs a fixed cohort size. The
+    epsilon of a private method uses no amplification by sampling, since the server does not control which clients are
+    available.
 
-    A private method's epsilon takes nothing from the draw of cohorts, since who is there is not for the server to draw.
+    Args:
+        grid: Flower's connection to the clients.
+        algorithm: the algorithm; the clients must be given the same.
+        task: loss and metrics; the clients must be given the same.
+        settings: settings of the run; those of simulations only are rejected.
+        clients: number of clients N; rounds begin when N clients are connected.
+        test: test samples (x, y) of the server; by default the clients evaluate on theirs.
+        params: starting parameters, by default those of ``task.init``.
+        seed: draw starting parameters, cohorts and the server's noise as ``simulate`` does with this seed. By default
+            they are drawn from a secret: noise that others can reproduce protects nothing.
+        directory: where to write events, checkpoints and the latest model (``model.safetensors``).
+        resume: continue from the checkpoint in ``directory``, if there is one; clients need a directory too.
+        wait: seconds to wait for N clients at the start.
+        timeout: seconds to wait for replies, and for available clients where a round has too few.
+        sinks: receivers of events, as in ``simulate``.
+        callbacks: functions called after evaluations, as in ``simulate``.
+        **options: settings by name: rounds, cohort size, weights, evaluation, target, privacy budget, delta, dtype.
 
-    Raises FedraxError for impossible settings, and where clients do not fit together; NonFiniteError, whose ``result``
-    holds the rounds before, when a number of the server's or of all clients' answers stops being finite.
+    Returns:
+        The result, as of ``simulate``.
+
+    Raises:
+        FedraxError: for impossible settings and for clients whose samples have different shapes or dtypes.
+        NonFiniteError: where the server's state or all replies are not finite; its ``result`` has the rounds before.
+
+    Example:
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> data = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], test=(x, y), num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> grid = fedrax.flower.LocalGrid(fedrax.flower.client_app(fedrax.FedAvg(), task, data), 2)
+        >>> result = fedrax.flower.federate(
+        ...     grid, fedrax.FedAvg(), task, clients=2, rounds=1, cohort_size=2, test=(x, y)
+        ... )
+        >>> result.events[-1]["clients"]
+        2
     """
     check_lists(sinks=sinks, callbacks=callbacks)
     if resume and directory is None:
@@ -136,7 +171,7 @@ def federate(
 
 
 def _settings(settings: Settings | None, options: FederationOptions, seed: int | None) -> Settings:
-    """The settings, their seed the given one or a secret; FedraxError for one that only simulations have."""
+    """The run's settings with the given or a secret seed; raises FedraxError for settings of simulations only."""
     settings = changed_settings(settings, options)
     for one in fields(Settings):
         if one.name not in _OURS and getattr(settings, one.name) != one.default:
@@ -156,7 +191,7 @@ def _prepare(
     test: Any,
     directory: Path | None,
 ) -> RoundDriver:
-    """Check everything as ``simulate`` does, and lay out what the rounds need."""
+    """Check all arguments as ``simulate`` does, and make the driver of the rounds."""
     samples = shapes_of_samples(nodes.samples)
     valid = validate(algorithm, task, settings, nodes.sizes, samples, _one_sample(samples), params)
     sampler, start, statistics = valid.sampler, valid.params, valid.statistics
@@ -205,21 +240,22 @@ def _prepare(
 
 
 def _one_sample(samples: Batch) -> Federation:
-    """A federation of one sample like those of the clients, of which the server has none."""
+    """A federation of one zero sample with the shapes of the clients' samples, which the server does not have."""
     x, y = (np.zeros(a.shape, a.dtype) for a in samples)
     return Federation.from_arrays(x, y, [0], num_classes=1)
 
 
 def _ledger(algorithm: Algorithm, settings: Settings, sampler: CohortSampler, seed: int | None) -> Ledger | None:
-    """Of a private method whose promises hold here; else nothing."""
+    """The privacy ledger of a private method, None for others; raises FedraxError where its guarantee cannot hold."""
     if any(release.apart > 1 for release in algorithm.releases()):
         raise FedraxError(
-            "noise in bands is for clients that take part so many rounds apart, which is not for the server to promise"
-            " where clients come and go: set bands to 1"
+            "banded noise needs a minimum number of rounds between participations of a client, which a server cannot"
+            " guarantee where clients come and go: set bands to 1"
         )
     ledger = ledger_of(algorithm, settings, sampler)
     if ledger is not None and seed is not None:
-        warn("the noise of a private method is drawn from the seed, which whoever knows it can do, too: leave seed out")
+        warn("the noise of a private method can be reproduced by anyone who knows the seed: leave seed out")
+
     return ledger
 
 

@@ -77,20 +77,21 @@ def simulate(
 ) -> Result:
     """Run ``algorithm`` on ``task`` over ``federation``.
 
-    settings: see :class:`Settings`; ``options`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
-    params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
-    directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default. One that
-    holds a run, or that another run is writing to, is refused.
-    Of several processes (:func:`fedrax.simulation.join_processes`) each calls simulate alike, and the first one writes.
-    resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
-    client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
-    in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
-    :class:`Result`. record: return what some clients were sent and sent in some rounds, see
-    :class:`MessageSelection`. callbacks: functions that see a :class:`Snapshot` after every evaluation, and end the run by returning True; of several
-    processes the first one's answer counts. progress: show a line of it in terminals and notebooks, on standard error.
+       settings: see :class:`Settings`; ``options`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
+       params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
+       directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default. One that
+       holds a run, or that another run is writing to, is refused.
+       Of several processes (:func:`fedrax.simulation.join_processes`) each calls simulate alike, and the first one writes.
+       resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
+       client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
+       in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
+       :class:`Result`. record: return what some clients were sent and sent in some rounds, see
+       :class:`MessageSelection`. callbacks: functions that see a :class:`Snapshot` after every evaluation, and end the
+       run by returning True; of several processes the first one's answer counts. progress:
+    show a line of it in terminals and notebooks, on standard error.
 
-    Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
-    after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written, also where the run was just over.
+       Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
+       after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written, also where the run was just over.
     """
     settings = changed_settings(settings, options)
     check_arguments(algorithm, task, federation)

@@ -1,4 +1,4 @@
-"""The best of several settings, by validation data: a grid over an algorithm's fields, and which point is chosen."""
+"""Grid search: run every point of a grid of hyper-parameters and choose the best by validation data."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ from fedrax.simulation.validate import changed_settings, check_arguments, check_
 from fedrax.tuning.sweeps import resolve_seeds, sweep
 
 NEAR = 0.05
-"""Share of a range that counts as its end."""
+"""Relative distance to the end of a range below which a value is reported as being at the end."""
 
 
 @dataclass(frozen=True)
 class SearchRange:
-    """Numbers from ``low`` to ``high``: whole ones where both ends are; evenly, or evenly in their logarithms."""
+    """Search range of a number, integers where both ends are integers."""
 
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
     log: bool = False
+    """Whether values are uniform in their logarithm."""
 
     @property
     def whole(self) -> bool:
-        """Whether it has whole numbers alone."""
+        """Whether its values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 (``low``) to 1."""
+        """The relative position of a value, from 0 (``low``) to 1 (``high``), on the range's scale."""
         low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return (at - low) / (high - low)
 
@@ -50,29 +53,32 @@ class SearchRange:
 
 @dataclass(frozen=True)
 class Trial:
-    """A point of a grid, as its runs came out."""
+    """One point of a search with the outcome of its runs."""
 
     point: Mapping[str, Any]
-    """The value at each path."""
+    """The value of each hyper-parameter, by path (``local.lr``)."""
     value: float | None
-    """The metric on validation data after the last round, mean over seeds; None where a run diverged."""
+    """The validation metric after the last round, mean over seeds; None where a run diverged."""
     rounds: int
-    """Rounds before the first of the runs diverged, or all."""
+    """Rounds of the run that diverged first, or all rounds."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The trials of one method, and which of them is best."""
+    """The trials of one method's search and the best of them."""
 
     metric: str
+    """Name of the validation metric."""
     lower_is_better: bool
+    """Whether smaller values of the metric are better."""
     trials: tuple[Trial, ...]
+    """All points that were run."""
     ranges: Mapping[str, SearchRange] = dataclasses.field(default_factory=dict)
-    """The ranges that values were drawn from, by path; other settings had values of their own."""
+    """The range of each path whose values were drawn from a range; the other paths had lists of values."""
 
     @property
     def best(self) -> Trial:
-        """The best value, the first of equal ones; where every point diverged, the one that lasted longest."""
+        """The trial with the best value; where all diverged, the one that ran the most rounds."""
         sign = 1 if self.lower_is_better else -1
         sound = [trial for trial in self.trials if trial.value is not None]
         if not sound:
@@ -80,14 +86,22 @@ class SearchResult:
         return min(sound, key=lambda trial: sign * trial.value)  # type: ignore[operator]
 
     def at_ends(self) -> list[str]:
-        """The paths of numbers whose best value is the smallest or largest tried: values beyond may be better.
+        """Find hyper-parameters whose best value is the smallest or largest tried: values beyond it may be better.
 
-        A smallest value of zero has nothing beyond it.
+        Returns:
+            Their paths. A smallest value of zero is not reported.
         """
         return [path for path in self.best.point if self.end(path) is not None]
 
     def end(self, path: str) -> str | None:
-        """ "smallest" or "largest" where the best value of a number is so, or near that end of its range, else None."""
+        """Tell at which end of the values tried the best value of a hyper-parameter is.
+
+        Args:
+            path: path of the hyper-parameter.
+
+        Returns:
+            ``"smallest"`` or ``"largest"`` where it is at or near that end, otherwise None.
+        """
         if path in self.ranges:
             place = self.ranges[path].place(self.best.point[path])
             near = "smallest" if place < NEAR else "largest" if place > 1 - NEAR else None
@@ -103,13 +117,23 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class TuningResult(SearchResult):
-    """What :func:`tune` found."""
+    """Result of :func:`tune`.
+
+    Example:
+        >>> from fedrax.tuning.selection import Trial
+        >>> trials = (Trial({"local.lr": 0.1}, 0.7, 5), Trial({"local.lr": 1.0}, 0.9, 5))
+        >>> fedrax.tuning.TuningResult("accuracy", False, trials, algorithm=fedrax.FedAvg())
+        Tuned by validation accuracy:
+          local.lr 0.1: 0.7
+          local.lr 1.0: 0.9 *
+          the best local.lr is the largest tried
+    """
 
     algorithm: Algorithm = dataclasses.field(kw_only=True)
-    """The algorithm with the best settings."""
+    """The algorithm with the best hyper-parameters."""
 
     def __repr__(self) -> str:
-        """A line a point, the best one marked."""
+        """One line for each trial, the best one marked."""
         lines = [f"Tuned by validation {self.metric}:"]
         for trial in self.trials:
             words = ", ".join(f"{path} {value}" for path, value in trial.point.items())
@@ -132,14 +156,39 @@ def tune(
     progress: bool = True,
     **options: Unpack[SettingsOptions],
 ) -> TuningResult:
-    """The best point of a grid over an algorithm's fields, by a share of the clients' training rows held out.
+    """Search a grid of hyper-parameters by validation data.
 
-    grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``; every combination is run,
-    those that differ in floats together (:func:`fedrax.sweep`). validation: the share of each client's rows. metric:
-    accuracy by default, the loss where there is none, after the last round, mean over ``seeds``, by default the one of
-    the settings. settings, options, progress: as of :func:`fedrax.simulate`. The test data is not looked at.
+    A share of every client's training samples is held out for validation; test data are not used. Every combination of
+    the grid is run; combinations that differ in floats only are vectorized (:func:`fedrax.sweep`).
 
-    Raises FedraxError for a path that the algorithm has not, an empty grid, and a metric that the task has not.
+    Args:
+        algorithm: the algorithm whose hyper-parameters are searched.
+        task: loss and metrics.
+        federation: the clients' data.
+        grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``.
+        settings: settings of all runs.
+        validation: share of each client's training samples that is held out.
+        seeds: seeds over which the metric is averaged; by default the seed of the settings.
+        metric: metric to choose by, after the last round; by default accuracy, or the loss where there is none.
+        progress: show a progress line in terminals and notebooks.
+        **options: settings by name, as in :func:`fedrax.simulate`.
+
+    Returns:
+        All trials and the algorithm with the best hyper-parameters.
+
+    Raises:
+        FedraxError: for a path that the algorithm does not have, an empty grid, and an unknown metric.
+
+    Example:
+        >>> x, y = np.eye(20, dtype=np.float32), np.arange(20) % 2
+        >>> federation = fedrax.Federation.from_arrays(x, y, client_ids=np.arange(20) // 10, num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((20,), 2))
+
+        >>> grid = {"local.lr": (0.1, 1.0)}
+        >>> found = fedrax.tuning.tune(fedrax.FedAvg(), task, federation, grid, rounds=1, cohort_size=2)
+
+        >>> [trial.point for trial in found.trials]
+        [{'local.lr': 0.1}, {'local.lr': 1.0}]
     """
     seeds = resolve_seeds(seeds, settings, options)
     settings = changed_settings(settings, options)
@@ -165,7 +214,7 @@ def tune(
 
 
 def selection_metric(task: Task, name: str | None) -> str:
-    """What to choose by: the metric of that name; unless somebody says accuracy, or the loss where there is none."""
+    """The metric to choose by: ``name``, or by default accuracy, or the loss where the task has no accuracy."""
     known = ("loss", *task.metrics, *task.whole_set)
     if name is None:
         return "accuracy" if "accuracy" in known else "loss"
@@ -175,11 +224,11 @@ def selection_metric(task: Task, name: str | None) -> str:
 
 
 def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], bool]], metric: str) -> Trial:
-    """A point from the events of its runs, each with whether it diverged."""
+    """The trial of a point from its runs: their events, and whether each diverged."""
     rounds = min(len(events) for events, _ in runs)
     if any(diverged for _, diverged in runs):
         return Trial(point, None, rounds)
-    key = f"test_{metric}"  # of the rows that stand in place of the test data
+    key = f"test_{metric}"  # the validation samples take the place of the test data
     finals = [next((event[key] for event in reversed(events) if key in event), None) for events, _ in runs]
     if None in finals:
         raise FedraxError(f"the runs report no {metric} to choose by")
@@ -187,7 +236,7 @@ def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], b
 
 
 def group_by_structure(algorithms: Sequence[Algorithm]) -> list[list[int]]:
-    """The positions of algorithms that differ in floats only, together, in order."""
+    """Group the positions of algorithms that differ in float hyper-parameters only."""
     groups: dict[Any, list[int]] = {}
     for i, algorithm in enumerate(algorithms):
         groups.setdefault(jax.tree.structure(algorithm), []).append(i)
@@ -195,7 +244,7 @@ def group_by_structure(algorithms: Sequence[Algorithm]) -> list[list[int]]:
 
 
 def with_values(config: Any, point: Mapping[str, Any]) -> Any:
-    """A configuration with the fields at the paths of ``point`` replaced."""
+    """A copy of a configuration with the fields at the paths of ``point`` replaced."""
     for path in sorted(point, key=lambda path: path.count(".")):
         config = _replaced(config, path.split("."), point[path], path)
     return config

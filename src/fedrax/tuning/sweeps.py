@@ -50,7 +50,8 @@ from fedrax.xla import CLIENT_AXIS, vmap
 
 Mode = Literal["auto", "vectorized", "sequential"]
 _SMALL = 60_000
-"""Parameters up to which runs side by side are faster on CPU cores than runs in turn (benchmarks/sweep.py)."""
+"""Model parameters up to which vectorized runs are faster than sequential ones on CPU cores, measured by
+``benchmarks/sweep.py``. A wrong value costs time only."""
 
 
 def sweep(
@@ -64,19 +65,38 @@ def sweep(
     progress: bool = True,
     **options: Unpack[SettingsOptions],
 ) -> list[list[Result]]:
-    """Run every algorithm with every seed: results[i][j] is ``algorithms[i]`` with ``seeds[j]``.
+    """Run several variants of an algorithm with several seeds.
 
-    The algorithms must be of one kind: the same class and the same static fields, different floats. seeds: by default
-    the one of the settings.
-    ``together`` runs them in one compiled call, ``in turn`` one after another; ``auto`` picks by model size, backend
-    and the memory that all of them take. A run that diverges ends where it did, with ``stopped = "diverged"``, and does
-    not disturb the others. Runs together keep no directory (see ``fedrax compare`` for runs on disk), and the seconds
-    of their events are those of all runs.
+    Vectorized runs are one compiled program: variants that differ in float hyper-parameters are mapped with ``vmap``.
+    Runs with plan ``loop`` or ``debug``, with streamed samples or spilled client states, or with a target or privacy
+    budget are always sequential. A run that diverges stops with ``stopped = "diverged"`` and does not affect the
+    others. No run directory is written (``fedrax compare`` does that); in vectorized runs the seconds in events are
+    those of all runs.
 
-    Runs that one compiled call cannot do go in turn: under the plans loop and debug, with samples streamed or client
-    states on disk, up to a target or a budget. progress: as of :func:`fedrax.simulate`.
+    Args:
+        algorithms: the variants. For vectorized runs they must be of one class and have the same static fields.
+        task: loss and metrics.
+        federation: the clients' data.
+        seeds: seeds of the runs; by default the seed of the settings.
+        settings: settings of all runs.
+        mode: ``"vectorized"``, ``"sequential"``, or ``"auto"``, which chooses by model size, backend and memory.
+        progress: show a progress line in terminals and notebooks.
+        **options: settings by name, as in :func:`fedrax.simulate`.
 
-    Raises FedraxError if runs that are to go together cannot.
+    Returns:
+        The results: ``results[i][j]`` is that of ``algorithms[i]`` with ``seeds[j]``.
+
+    Raises:
+        FedraxError: for impossible settings, and where ``mode="vectorized"`` is not possible.
+
+    Example:
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> federation = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> variants = [fedrax.FedAvg(local=fedrax.LocalSGD(lr=lr, steps=1)) for lr in (0.1, 1.0)]
+        >>> results = fedrax.tuning.sweep(variants, task, federation, seeds=(0, 1), rounds=1, cohort_size=2)
+        >>> len(results), len(results[0])
+        (2, 2)
     """
     seeds = resolve_seeds(seeds, settings, options)
     settings = changed_settings(settings, options)
@@ -94,12 +114,12 @@ def sweep(
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
         apart = _apart(setups[0])
         if apart and mode == "vectorized":
-            raise FedraxError(f"runs together {apart}, or run them in turn")
+            raise FedraxError(f"vectorized runs {apart}, or use mode='sequential'")
         if mode == "vectorized" or (mode == "auto" and _pays(algorithms, setups[0], len(seeds), settings.devices)):
             for algorithm in algorithms:
                 check(algorithm)
             with _line(progress) as line:
-                return _Together(algorithms, setups, federation, settings.devices).run(line)
+                return _VectorizedRuns(algorithms, setups, federation, settings.devices).run(line)
     count, results = len(algorithms) * len(seeds), []
     with _line(progress) as line:
         for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
@@ -110,7 +130,7 @@ def sweep(
 
 @contextmanager
 def _line(progress: bool) -> Iterator[ProgressLine | None]:
-    """A line of progress where it is wanted and seen, taken away in the end, also by an error."""
+    """A progress line where one is asked for and visible; it is removed at the end, also after an error."""
     line = ProgressLine() if progress and progress_is_visible() else None
     try:
         yield line
@@ -120,14 +140,14 @@ def _line(progress: bool) -> Iterator[ProgressLine | None]:
 
 
 def resolve_seeds(seeds: Sequence[int] | None, settings: Settings | None, options: SettingsOptions) -> Sequence[int]:
-    """The seeds of several runs; FedraxError where a single one is named beside them."""
+    """The seeds of several runs; raises FedraxError where both ``seeds`` and ``seed`` are given."""
     if seeds is not None and "seed" in options:
-        raise FedraxError("the seeds are given, and one seed beside them: leave seed out")
+        raise FedraxError("seeds and seed are both given: leave seed out")
     return (changed_settings(settings, options).seed,) if seeds is None else seeds
 
 
 def _apart(setup: Setup) -> str | None:
-    """What of a run's settings one compiled call of all runs cannot do, and what to do about it; None: nothing."""
+    """Why these settings exclude vectorized runs, and the remedy; None where they do not."""
     settings = setup.settings
     if settings.target is not None:
         return "cannot stop at a target: leave the target out"
@@ -151,7 +171,7 @@ def _pays(algorithms: Sequence[Algorithm], setup: Setup, seeds: int, devices: in
 
 
 def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
-    """Whether the devices have room for ``count`` algorithms side by side, and for the states of them and all seeds."""
+    """Whether the devices have memory for ``count`` vectorized algorithms and the states of all their seeds."""
     mesh = _mesh(devices, count)
     account, lanes = Account.of(mesh), -(-count // mesh.devices.size)
     account.spend(account.copied((*setup.federation.train, *setup.federation.test)))
@@ -162,14 +182,14 @@ def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
 
 
 def _mesh(devices: int | None, count: int) -> Mesh:
-    """Of the devices that ``count`` algorithms side by side are spread over."""
+    """The devices over which ``count`` vectorized algorithms are spread."""
     return make_mesh(min(devices or len(jax.devices()), count))
 
 
 def should_vectorize(
     algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings, seeds: int = 1
 ) -> bool:
-    """Whether ``sweep`` would of itself run these together, with so many seeds."""
+    """Whether ``sweep(mode="auto")`` would vectorize these algorithms with so many seeds."""
     use_all_cores()
     if len(algorithms) < 2:
         return False
@@ -179,7 +199,7 @@ def should_vectorize(
 
 
 def program_keys(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
-    """What a program is known by before it is traced, and what decides what it computes but for data and floats."""
+    """(cache key of a run's program: everything static; digests of the program, of evaluation and starting values)."""
     use_all_cores()
     with arithmetic(settings.dtype):
         known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
@@ -197,11 +217,11 @@ def _alone(
         return error.result
 
 
-class _Together:
-    """All runs as one program: seeds [Z] in turn, algorithms [G] side by side, G spread over the devices.
+class _VectorizedRuns:
+    """All runs as one program: seeds [Z] in a loop, algorithms [G] under ``vmap`` and spread over the devices.
 
-    A lane is one run, the simulator's own block of rounds under ``vmap``; the host does for each what it does for a
-    run alone.
+    A lane is one run. Its block of rounds is that of a single run; the host handles each lane's events as it does
+    for a single run.
     """
 
     def __init__(
@@ -242,7 +262,7 @@ class _Together:
         self.plan = f"vectorized: {self.count} x {len(setups)} runs in one program on {where}"
 
     def _fresh(self) -> tuple[Carry, Kept]:
-        """(the state before the first round, what a client keeps before it takes part), of every lane."""
+        """(state before the first round, initial client state) of every lane."""
         rows = max(setup.planner.capacity for setup in self.setups)
 
         def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, Kept]:
@@ -255,7 +275,7 @@ class _Together:
         return jax.vmap(over_algorithms, (None, 0, 0))(self.stacked, *begin)
 
     def run(self, line: ProgressLine | None) -> list[list[Result]]:
-        """All rounds of all runs, evaluated as the settings say."""
+        """Run all rounds of all runs, with the evaluations of the settings."""
         name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
         total, every = self.settings.rounds, self.settings.eval_every
         carry, initial = self._fresh()
@@ -287,7 +307,7 @@ class _Together:
     def _extend(
         self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, took: float, carry: Carry | None
     ) -> None:
-        """Add the events of a block of one lane, evaluated where ``carry``, of all lanes, is given."""
+        """Append the events of a block of one lane; evaluate it where ``carry`` (of all lanes) is given."""
         if events and events[-1].get("diverged"):
             return
         sound = records["sound"]
@@ -330,5 +350,5 @@ def _stack(algorithms: Sequence[Algorithm]) -> Algorithm:
 
 
 def _as_input(leaf: Any) -> Array:
-    """A hyper-parameter as the program takes it: numbers of Python as floats, whole numbers of arrays as they are."""
+    """A hyper-parameter as an input of the program: Python numbers as floats, arrays with their dtype."""
     return jnp.asarray(leaf) if hasattr(leaf, "dtype") else jnp.asarray(leaf, float)
