@@ -1,24 +1,64 @@
 from fedrax import (
     algorithms as algorithms,
+)
+from fedrax import (
     analysis as analysis,
+)
+from fedrax import (
     attacks as attacks,
+)
+from fedrax import (
     compression as compression,
+)
+from fedrax import (
     contract as contract,
+)
+from fedrax import (
     data as data,
+)
+from fedrax import (
     experiments as experiments,
+)
+from fedrax import (
     flower as flower,
+)
+from fedrax import (
     metrics as metrics,
+)
+from fedrax import (
     models as models,
+)
+from fedrax import (
     optim as optim,
+)
+from fedrax import (
     participation as participation,
+)
+from fedrax import (
     personalization as personalization,
+)
+from fedrax import (
     privacy as privacy,
+)
+from fedrax import (
     profiling as profiling,
+)
+from fedrax import (
     report as report,
+)
+from fedrax import (
     robust as robust,
+)
+from fedrax import (
     simulation as simulation,
+)
+from fedrax import (
     testing as testing,
+)
+from fedrax import (
     tree as tree,
+)
+from fedrax import (
     tuning as tuning,
 )
 from fedrax.algorithms.episode import Episode as Episode

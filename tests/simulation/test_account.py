@@ -16,7 +16,7 @@ from fedrax import host_memory
 from fedrax.simulation import run as running
 from fedrax.simulation.executors import choose
 from fedrax.simulation.placement import streaming
-from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.process import runtime_errors_explained
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import prepare
@@ -28,7 +28,7 @@ from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, 
 def test_where_things_lie_by_default():
     """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
     host_memory = 1 << 34
-    choose = lambda *what, **how: streaming.choose(Settings(**how), *what, Account(host_memory, on_cpu=True))  # noqa: E731
+    choose = lambda *what, **how: streaming.choose(Settings(**how), *what, MemoryBudget(host_memory, on_cpu=True))  # noqa: E731
     huge = np.broadcast_to(np.zeros(1, np.float32), (host_memory // 8 + 10,))  # strides are zero: takes no memory
     assert choose((huge,), 0) == (True, False)
     assert choose((huge[:-20],), 0) == choose((huge,), 0, samples="resident") == (False, False)
@@ -42,13 +42,13 @@ def test_where_things_lie_by_default():
 
 def test_what_is_spent_on_one_is_not_there_for_another():
     """Samples take 600 of 1300 bytes, states 300 of the 700 left; clients at work a quarter of all."""
-    samples, account = np.zeros((100, 6), np.uint8), Account(1300, on_cpu=False)
+    samples, account = np.zeros((100, 6), np.uint8), MemoryBudget(1300, on_cpu=False)
     assert streaming.choose(Settings(), (samples,), 300, account) == (False, False)
     assert [choose.clients_at_once(Settings(), 1, 9, account, size) for size in (36, 37, 48, 326)] == [9, 5, 5, 1]
     assert choose.clients_at_once(Settings(chunk=4), 2, 9, account, 36) == 4
-    assert streaming.choose(Settings(), (samples,), 400, Account(1300, on_cpu=False)) == (False, True)
+    assert streaming.choose(Settings(), (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (False, True)
     streamed = Settings(samples="streamed")
-    assert streaming.choose(streamed, (samples,), 400, Account(1300, on_cpu=False)) == (True, False)
+    assert streaming.choose(streamed, (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (True, False)
 
 
 def test_what_a_client_at_work_takes():
@@ -99,7 +99,7 @@ def test_memory_is_what_the_control_group_allows(
     for said, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
         place.write_text(said)
         assert host_memory.host_memory() == expected
-    assert Account.of(choose.make_mesh(2)).whole == limit // 2
+    assert MemoryBudget.of(choose.make_mesh(2)).whole == limit // 2
 
 
 @pytest.mark.parametrize(("side_by_side", "less"), [(0, "set a smaller batch"), (2, "set chunk below 2")])

@@ -22,7 +22,7 @@ from fedrax.participation import Poisson
 from fedrax.privacy import ObjectivePerturbation
 from fedrax.robust import Robust
 from fedrax.simulation import MessageSelection, Result, Script
-from fedrax.simulation.executors.data_parallel import to_join
+from fedrax.simulation.executors.data_parallel import clients_to_share
 from fedrax.xla import Limits, Options, use_options
 from tests.thinning import thinned
 
@@ -166,7 +166,7 @@ def test_equal_clients_are_joined_where_that_is_shortest():
             itertools.combinations(range(len(cost)), n) for n in range(len(cost) + 1)
         )
         best = min(length(assigned, cost, 3.0, set(subset)) for subset in subsets)
-        assert length(assigned, cost, 3.0, to_join(assigned, cost, 3.0)) <= best / 0.95
+        assert length(assigned, cost, 3.0, clients_to_share(assigned, cost, 3.0)) <= best / 0.95
 
 
 def test_unequal_clients_are_joined_only_for_a_gain():
@@ -174,11 +174,11 @@ def test_unequal_clients_are_joined_only_for_a_gain():
     for _ in range(200):
         owner, cost = rng.integers(0, 4, 9), rng.lognormal(sigma=1.5, size=9).tolist()
         assigned = [np.flatnonzero(owner == d).tolist() for d in range(4)]
-        joined = to_join(assigned, cost, 4.0)
+        joined = clients_to_share(assigned, cost, 4.0)
         before = length(assigned, cost, 4.0, set())
         assert length(assigned, cost, 4.0, joined) <= (0.95 if joined else 1) * before
-    assert 0 in to_join([[0], [1]], [20_000.0, 10.0], 2.0)
-    assert to_join([[0], [1]], [1.0, 1.0], 1.0) == set()
+    assert 0 in clients_to_share([[0], [1]], [20_000.0, 10.0], 2.0)
+    assert clients_to_share([[0], [1]], [1.0, 1.0], 1.0) == set()
     # what makes the loads equal, and no more
-    joined = to_join([[0, 1, 2, 3], [4, 5]], [1.0] * 6, 2.0)
+    joined = clients_to_share([[0, 1, 2, 3], [4, 5]], [1.0] * 6, 2.0)
     assert len(joined) == 2 and joined < {0, 1, 2, 3}

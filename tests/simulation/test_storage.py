@@ -113,15 +113,15 @@ def test_neither_seeds_nor_rounds_compile_anew(
     federation = make_federation(tuple(np.random.default_rng(0).lognormal(1, 1, 70).astype(int) + 1))
     method = fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.05, epochs=1, batch_size=2))
     task, rooms, needed = dataclasses.replace(TASK, name="of its own"), set(), set()
-    made = streaming.Spill.__init__
+    made = streaming.StateSpill.__init__
 
-    def spy(self: streaming.Spill, initial: Any, planner: Any, *more: Any) -> None:
+    def spy(self: streaming.StateSpill, initial: Any, planner: Any, *more: Any) -> None:
         made(self, initial, planner, *more)
         rooms.add(self.room)
         rounds = planner.sampler.rounds
         needed.add(int(planner.block(0, rounds, rounds).count.max()))
 
-    monkeypatch.setattr(streaming.Spill, "__init__", spy)
+    monkeypatch.setattr(streaming.StateSpill, "__init__", spy)
     with jax.log_compiles():
         for seed in range(4):
             options = {"rounds": 3 + 4 * seed, "cohort_size": 18, "eval_every": 5, "states": "spilled"}
@@ -169,7 +169,7 @@ def test_different_blocks_share_a_program(caplog: pytest.LogCaptureFixture):
 def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
     """No block but the last ends before the samples of the next one are on the devices."""
     made = queue.Queue()
-    whole, place = Engine.run, streaming.Streamer.place
+    whole, place = Engine.run, streaming.SampleStreamer.place
 
     def slow(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
         first = int(xs.round[0])
@@ -178,7 +178,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
             done.append(made.get(timeout=1800))
         return whole(self, algorithm, carry, key, xs, rounds)
 
-    def notice(self: streaming.Streamer, xs: Any, rounds: int) -> Any:
+    def notice(self: streaming.SampleStreamer, xs: Any, rounds: int) -> Any:
         placed = place(self, xs, rounds)
         if threading.current_thread() is not threading.main_thread():
             made.put(int(xs.round[0]))
@@ -186,7 +186,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
 
     done: list[int] = []
     monkeypatch.setattr(Engine, "run", slow)
-    monkeypatch.setattr(streaming.Streamer, "place", notice)
+    monkeypatch.setattr(streaming.SampleStreamer, "place", notice)
     run(SCAFFOLD, rounds=6, eval_every=2, **AWAY)
     assert done and done[-1] >= 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedrax-samples")]

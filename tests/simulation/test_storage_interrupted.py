@@ -20,7 +20,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.placement import row_file, streaming
-from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.placement.row_file import RowFile
 from fedrax.simulation.settings import Settings
 from tests.simulation.problems import (
@@ -90,7 +90,7 @@ def test_initial_rows_take_no_place_on_disk_after_resuming(tmp_path: Path, monke
     like = {"store": jax.ShapeDtypeStruct((1000, 1024), np.float32)}
     stored = checkpoint.load(tmp_path / "c", like, in_pieces="store")[0]["store"]
     again = RowFile(tmp_path, 1000, np.zeros(1024, np.float32))
-    spill = object.__new__(streaming.Spill)
+    spill = object.__new__(streaming.StateSpill)
     spill.files = again
     old = np.arange(4, 1000)
     spill.fill(stored, old, old[::-1])
@@ -104,7 +104,7 @@ def test_a_large_store_goes_to_the_checkpoint_and_back_piece_by_piece(tmp_path: 
     initial = np.zeros(1 << 14, np.float32)
     table, again = RowFile(tmp_path, 1000, initial), RowFile(tmp_path, 1000, initial)
     table.write(np.arange(500), np.ones((500, 1 << 14), np.float32))
-    spill = object.__new__(streaming.Spill)
+    spill = object.__new__(streaming.StateSpill)
     spill.files = [again]
     tracemalloc.start()
     checkpoint.save(tmp_path / "c", {"store": [table]}, {})
@@ -253,7 +253,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    account = Account(1 << 30, on_cpu=True)
+    account = MemoryBudget(1 << 30, on_cpu=True)
     for away in ({"samples": "streamed"}, {"states": "spilled"}):
         with pytest.raises(FedraxError, match="by a single process only"):
             streaming.choose(Settings(**away), FEDERATION.train, 8, account)

@@ -164,12 +164,12 @@ def test_gradients_beyond_32_bits_are_counted():
     """Of many steps over all of a large client's data."""
 
     @hyperparameters
-    class Counting(FedAvg):
+    class ShapeTracer(FedAvg):
         def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
             zero = jax.tree.map(jnp.zeros_like, message)
             return ClientOutput(upload=zero, info={"gradients": self.local.samples(data, 5000)})
 
     rows = 500_000
     large = Federation.from_arrays(np.zeros((rows, 4), np.float32), np.arange(rows) % 3, offsets=np.array([0, rows]))
-    made = run(Counting(LocalSGD(batch_size="full", steps=5000)), large, rounds=1, cohort_size=1)
+    made = run(ShapeTracer(LocalSGD(batch_size="full", steps=5000)), large, rounds=1, cohort_size=1)
     assert made.events[0]["gradients"] == 2_500_000_000

@@ -35,7 +35,7 @@ from fedrax.flower.serialization import packed, unpacked
 from fedrax.prng.seeds import RUN, START, seeded
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import arithmetic
-from fedrax.simulation.round import Finished, Kept, Program, Turn, run_client
+from fedrax.simulation.round import ClientResult, ClientTask, Kept, Program, run_client
 from fedrax.simulation.validate import initial_client_state, start_and_statistics
 from fedrax.tree import Tree
 from fedrax.version import VERSION
@@ -124,7 +124,7 @@ class _Client:
         down, statistics = jax.tree.map(jnp.asarray, sent_down)
         like = begun.phases[order.phase - 1].kept if order.phase else begun.initial
         kept = memory.kept(order, like, partial(self._at_first, begun, memory))
-        turn = Turn(
+        turn = ClientTask(
             _place(order, len(samples.y)),
             jnp.int32(order.round),
             jnp.asarray(order.cohort_size, float),
@@ -132,7 +132,7 @@ class _Client:
             jax.random.wrap_key_data(jnp.asarray(order.shared, jnp.uint32)),
         )
         run = _compiled(begun.program, order.phase)
-        done: Finished = run(self.algorithm, down, kept, statistics, jax.tree.map(jnp.asarray, samples), turn)
+        done: ClientResult = run(self.algorithm, down, kept, statistics, jax.tree.map(jnp.asarray, samples), turn)
         memory.keep(order, done.kept, last=order.phase == len(begun.phases) - 1)
         up = done.statistics if order.phase == len(begun.phases) - 1 else ()
         sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)

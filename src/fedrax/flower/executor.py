@@ -24,13 +24,13 @@ from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.executors.loop import Compiled
 from fedrax.simulation.round import (
     SHARED_KEY,
+    ClientResult,
+    ClientSums,
     Executor,
-    Finished,
-    Gathered,
     Kept,
+    PhaseResult,
     Program,
     Rounds,
-    Sums,
     add_client,
     no_sums,
 )
@@ -91,17 +91,17 @@ class ServerComputation:
         self.sound = jax.jit(tree.all_finite)
         self.usable = jax.jit(self._usable, static_argnums=0)
 
-    def _finished(self, p: int, algorithm: Algorithm, sent: ClientOutput, statistics: Tree) -> Finished:
+    def _finished(self, p: int, algorithm: Algorithm, sent: ClientOutput, statistics: Tree) -> ClientResult:
         phase = algorithm.phases[p]
         received = checked_received(algorithm, phase.receive(sent.upload))
         single = (sent.each, received if phase.stacked else ())
-        return Finished(sent, received, single, Kept((), ()), statistics)
+        return ClientResult(sent, received, single, Kept((), ()), statistics)
 
     def _usable(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> JaxArray:
         """Whether all that a client has sent is finite, and so is what is made of its upload."""
         return tree.all_finite((sent, self._finished(p, algorithm, *sent).received))
 
-    def _nothing(self, p: int, algorithm: Algorithm, places: JaxArray) -> tuple[Sums, Tree]:
+    def _nothing(self, p: int, algorithm: Algorithm, places: JaxArray) -> tuple[ClientSums, Tree]:
         """(sums over nobody yet, room for what goes to the server singly)."""
         phase = self.phases[p]
         shape = jax.eval_shape(partial(self._finished, p, algorithm), phase.sent, phase.statistics)
@@ -110,7 +110,7 @@ class ServerComputation:
 
     def _absorb(
         self, p: int, algorithm: Algorithm, so_far: Any, sent: Any, k: JaxArray, weight: JaxArray, client: JaxArray
-    ) -> tuple[Sums, Tree]:
+    ) -> tuple[ClientSums, Tree]:
         """With the client in place k."""
         sums, single = so_far
         done = self._finished(p, algorithm, *sent)
@@ -145,11 +145,11 @@ class FlowerExecutor(Executor):
         """As every executor, compiled."""
         return self.arithmetic.of_round.broadcast(p, self.algorithm, server)
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, compiled."""
         return self.arithmetic.of_round.server(p, self.algorithm, server, gathered, self.here, self.round_key)
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Phase ``p`` on all clients of the cohort at once; those whose answer does not come, or makes no sense, are
         left out, as if they had not been asked.
         """
@@ -164,7 +164,7 @@ class FlowerExecutor(Executor):
             so_far = self.arithmetic.absorb(p, self.algorithm, so_far, sent, jnp.int32(k), weight, clients[k])
         self.here = self.here._replace(cohort_size=self.here.cohort_size.dtype.type(len(self.answered)))
         sums, single = so_far
-        return Gathered(sums, single, clients, weights)
+        return PhaseResult(sums, single, clients, weights)
 
     def _shares(self) -> tuple[JaxArray, JaxArray]:
         """Clients that have answered and their weights, which sum to one; with no client and zero in places beyond."""

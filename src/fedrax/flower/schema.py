@@ -12,7 +12,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.assignment import Place
 from fedrax.contract.task import Batch
-from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round
+from fedrax.simulation.round import Kept, PhaseResult, Program, Rounds, SingleClient, run_round
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves
 
@@ -30,14 +30,14 @@ class MessageSchema(NamedTuple):
     """What the client keeps after it."""
 
 
-class _MessageTracer(Alone):
+class _MessageTracer(SingleClient):
     """A round of one client, whose messages are noted."""
 
     def __init__(self, *inputs: Any):
         super().__init__(*inputs)
         self.messages: list[Tree] = []
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """As of every executor."""
         self.messages.append(message)
         return super().clients(p, message, statistics)

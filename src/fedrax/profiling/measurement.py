@@ -18,7 +18,7 @@ from fedrax.profiling import trace
 from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.trace import Timeline
 from fedrax.simulation.persistence.resume import fresh
-from fedrax.simulation.placement.streaming import Portion
+from fedrax.simulation.placement.streaming import RoundBlock
 from fedrax.simulation.results.events import events_of
 from fedrax.simulation.round import Rounds
 from fedrax.simulation.run import storage_of
@@ -113,7 +113,7 @@ class Stopwatch:
             self._storage.close(failed=True)
         return made
 
-    def _compile(self, made: Measurement, portion: Portion) -> None:
+    def _compile(self, made: Measurement, portion: RoundBlock) -> None:
         sim = self.setup
         self._bring(portion)
         program = sim.engine.block(sim.algorithm)
@@ -131,13 +131,13 @@ class Stopwatch:
         self._run = run
         self._carry = self._storage.settle(self._carry, portion)
 
-    def _bring(self, portion: Portion) -> None:
+    def _bring(self, portion: RoundBlock) -> None:
         """The block's samples and client states to the devices, where they are not always there."""
         if portion.samples is not None:
             self.setup.engine.samples = portion.samples
         self._carry = self._storage.bring(self._carry, portion)
 
-    def _call(self, portion: Portion) -> tuple[float, dict]:
+    def _call(self, portion: RoundBlock) -> tuple[float, dict]:
         """(seconds, records) of a call."""
         sim, began = self.setup, time.perf_counter()
         self._bring(portion)

@@ -39,7 +39,7 @@ from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.placement.client_states import rows_of
 from fedrax.simulation.placement.streaming import release
 from fedrax.simulation.results.result import PersonalMetrics, Result
-from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, turn_of
+from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, client_task
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS
@@ -253,7 +253,7 @@ class PersonalEvaluator:
         here = Rounds(zero, one[0], jnp.int32(1), place)
         carried = Carried(statistics)
         keys = client_keys(seeded(self.settings.seed, FINETUNING), place.client)
-        data = client_data(self.program, train, turn_of(self.program, here, keys, 0)).with_carried(carried)
+        data = client_data(self.program, train, client_task(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.fresh(), params).params
         return with_statistics(tuned, carried.statistics)
 

@@ -94,7 +94,7 @@ class Keys(NamedTuple):
     """The one that all of them know."""
 
 
-class Turn(NamedTuple):
+class ClientTask(NamedTuple):
     """One client's part of a round, apart from its samples and what it keeps."""
 
     place: Place
@@ -104,7 +104,7 @@ class Turn(NamedTuple):
     shared_key: Array
 
 
-class Finished(NamedTuple):
+class ClientResult(NamedTuple):
     """A client at the end of a phase."""
 
     output: ClientOutput
@@ -118,7 +118,7 @@ class Finished(NamedTuple):
     """The model's running statistics; none where they stay at home."""
 
 
-class Sums(NamedTuple):
+class ClientSums(NamedTuple):
     """Running sums over clients."""
 
     upload: Tree
@@ -129,10 +129,10 @@ class Sums(NamedTuple):
     """The first client whose loss was not finite, num_clients if none."""
 
 
-class Gathered(NamedTuple):
+class PhaseResult(NamedTuple):
     """What a phase brought from all clients of the cohort."""
 
-    sums: Sums
+    sums: ClientSums
     single: Tree
     clients: Array
     weights: Array
@@ -153,10 +153,10 @@ class Executor(ABC):
         return self.algorithm.phases[p].broadcast(tree.rebuilt(server))
 
     @abstractmethod
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Phase ``p`` on all clients of the cohort."""
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """The server's part of phase ``p``."""
         step = untraced(serve) if holds_vectors(server) else serve  # a trace forgets what was accumulated in them
         return step(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
@@ -193,7 +193,7 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
 
 @trace_once(2, rules=SEQUENTIAL_RULES)
 def serve(
-    program: Program, p: int, algorithm: Algorithm, server: Any, gathered: Gathered, here: Rounds, round_key: Array
+    program: Program, p: int, algorithm: Algorithm, server: Any, gathered: PhaseResult, here: Rounds, round_key: Array
 ) -> tuple[Any, Info]:
     """The server's step at the end of phase ``p``."""
     each, uploads = gathered.single
@@ -222,15 +222,15 @@ def client_keys(round_key: Array, clients: Array) -> Keys:
     return Keys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
 
 
-def turn_of(program: Program, here: Rounds, keys: Keys, k: Any) -> Turn:
+def client_task(program: Program, here: Rounds, keys: Keys, k: Any) -> ClientTask:
     """The turn of the client in place ``k``, which is told how many are expected: it cannot know who else came."""
     place = jax.tree.map(lambda a: a[k], here.places)
     asked = here.cohort_size if program.expected is None else program.expected
     size = jnp.asarray(asked, float)  # of the run's type: a product with a step size is not rounded to less
-    return Turn(place, jnp.asarray(here.round), size, keys.own[k], keys.shared)
+    return ClientTask(place, jnp.asarray(here.round), size, keys.own[k], keys.shared)
 
 
-def client_data(program: Program, samples: Tree, turn: Turn, phase: int = 0) -> ClientData:
+def client_data(program: Program, samples: Tree, turn: ClientTask, phase: int = 0) -> ClientData:
     """The client whose turn it is as algorithms see it."""
     return ClientData(
         program.task,
@@ -257,13 +257,15 @@ def run_client(
     kept: Kept,
     statistics: Tree,
     samples: Tree,
-    turn: Turn,
-) -> Finished:
+    turn: ClientTask,
+) -> ClientResult:
     """Phase ``p`` of the client whose turn it is, and its upload's reception by the server."""
     return take_part(p, algorithm, message, kept, statistics, client_data(program, samples, turn, p))
 
 
-def take_part(p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistics: Tree, data: ClientData) -> Finished:
+def take_part(
+    p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistics: Tree, data: ClientData
+) -> ClientResult:
     """As :func:`run_client`, of a client whose data are at hand."""
     at_home = algorithm.traits.personal_statistics
     carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
@@ -273,10 +275,10 @@ def take_part(p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistic
     moved = carried.statistics
     after = Kept(output.state, carried.optimizer, moved if at_home else ())
     single = (output.each, received if phase.stacked else ())
-    return Finished(output._replace(state=()), received, single, after, () if at_home else moved)
+    return ClientResult(output._replace(state=()), received, single, after, () if at_home else moved)
 
 
-class Alone(Executor):
+class SingleClient(Executor):
     """A round of one client, for the shapes of what travels and for who watches it."""
 
     def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: Kept, samples: Tree):
@@ -284,31 +286,31 @@ class Alone(Executor):
         self.kept, self.samples = kept, samples
         self.initial: Kept | None = kept
         """None where it is not known, and the client's own is taken."""
-        self.finished: list[Finished] = []
+        self.finished: list[ClientResult] = []
         """The client at the end of each phase so far."""
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """The one client."""
         places = self.here.places
-        turn = turn_of(self.program, self.here, client_keys(self.round_key, places.client), 0)
+        turn = client_task(self.program, self.here, client_keys(self.round_key, places.client), 0)
         done = run_client(self.program, p, self.algorithm, message, self.kept, statistics, self.samples, turn)
         sums = no_sums(self.program, self.algorithm, p, self.initial or done.kept, done)
         sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
         self.kept = done.kept
         self.finished.append(done)
-        return Gathered(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
+        return PhaseResult(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------
 
 
-def no_sums(program: Program, algorithm: Algorithm, p: int, kept: Kept, shape: Finished) -> Sums:
+def no_sums(program: Program, algorithm: Algorithm, p: int, kept: Kept, shape: ClientResult) -> ClientSums:
     """Sums over no client yet; ``shape`` of what one client of phase ``p`` brings, ``kept`` of what it starts from."""
     last = p == len(algorithm.phases) - 1
     if last:
         checked_state(algorithm, kept.state, shape.kept.state)
     zeros = lambda of: lambda a: jnp.zeros(a.shape, of(a.dtype))  # noqa: E731
-    return Sums(
+    return ClientSums(
         jax.tree.map(zeros(summed_dtype), shape.received),
         jax.tree.map(zeros(_total_dtype), shape.output.total),
         {name: jnp.zeros((), _info_dtype(value)) for name, value in shape.output.info.items()},
@@ -331,7 +333,9 @@ def _total_dtype(dtype: Any) -> Any:
     return wide if short else jnp.promote_types(dtype, wide)
 
 
-def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real: Array, clients: Array) -> Sums:
+def add_client(
+    program: Program, sums: ClientSums, done: ClientResult, weight: Array, real: Array, clients: Array
+) -> ClientSums:
     """The sums with one client, or with several side by side (a leading axis everywhere).
 
     ``real``: whether each is one, and not the repetition of another.
@@ -354,7 +358,7 @@ def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real
     if "loss" in output.info:
         diverged = jnp.where(jnp.isfinite(output.info["loss"]), program.num_clients, clients)
         bad = jnp.minimum(bad, jnp.min(diverged))
-    return Sums(
+    return ClientSums(
         jax.tree.map(mean, sums.upload, done.received),
         jax.tree.map(total, sums.total, output.total),
         {name: info(name, value) for name, value in output.info.items()},
@@ -363,7 +367,7 @@ def add_client(program: Program, sums: Sums, done: Finished, weight: Array, real
     )
 
 
-def join_sums(a: Sums, b: Sums) -> Sums:
+def join_sums(a: ClientSums, b: ClientSums) -> ClientSums:
     """The sums over two groups of clients."""
     added = tree.add(a._replace(bad=()), b._replace(bad=()))  # type: ignore[arg-type]
     return added._replace(bad=jnp.minimum(a.bad, b.bad))

@@ -28,7 +28,7 @@ from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import write_client_summary
 from fedrax.simulation.persistence.resume import RunStart, begin, check_can_continue, check_kept, save
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, owned
-from fedrax.simulation.placement.streaming import Portion, Spill, Storage, Streamer
+from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
 from fedrax.simulation.privacy_ledger import check_not_spent, enter, last_round, ledger_of
 from fedrax.simulation.process import (
     Interrupted,
@@ -134,16 +134,16 @@ def _check_record(record: Any, setup: Setup) -> None:
     record.check(setup.info.num_clients, setup.info.rounds, setup.info.bytes_down + setup.info.bytes_up)
 
 
-def storage_of(setup: Setup) -> Storage:
+def storage_of(setup: Setup) -> BlockLoader:
     """Who brings the run's blocks of rounds what they need."""
     settings = setup.settings
     every = (settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
     if setup.planner.sampler.adaptive:
         every = (1,)
     where, longest = (setup.planner, setup.engine.mesh), min(LONGEST_BLOCK, *every)
-    streamer = Streamer(setup.samples, *where, longest) if setup.streamed else None
-    spill = Spill(setup.initial, *where, longest, setup.directory) if setup.spilled else None
-    return Storage(setup.planner, LONGEST_BLOCK, streamer, spill)
+    streamer = SampleStreamer(setup.samples, *where, longest) if setup.streamed else None
+    spill = StateSpill(setup.initial, *where, longest, setup.directory) if setup.spilled else None
+    return BlockLoader(setup.planner, LONGEST_BLOCK, streamer, spill)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Run:
     """A run under way."""
 
     setup: Setup
-    storage: Storage
+    storage: BlockLoader
     sinks: Sequence[Sink]
     keep_clients: bool
     place: RunDirectory | None
@@ -249,7 +249,7 @@ class Run:
         sampler = setup.planner.sampler
         if after < self.last and not sampler.adaptive:
             self.storage.make_ahead(after, min(pace, self._until_stop(after)))
-        carry, records = run_portion(setup, self.storage, carry, portion)
+        carry, records = run_block_of_rounds(setup, self.storage, carry, portion)
         client_info = records.pop(CLIENT_INFO, ())
         if not records["sound"].all():
             self._fail(carry, portion, records)
@@ -292,7 +292,7 @@ class Run:
         kept = next((n for n in range(1, LONGEST_BLOCK) if done + n in self.kept), LONGEST_BLOCK)
         return min(self.last - done, *(n - done % n for n in every), others, kept)
 
-    def _to_record(self, portion: Portion, round: int) -> tuple[Portion, list[int]]:
+    def _to_record(self, portion: RoundBlock, round: int) -> tuple[RoundBlock, list[int]]:
         """The block that begins with ``round``, with the clients to record where that round is recorded."""
         if self.record is None or not self.record.holds(round):
             return portion, []
@@ -363,7 +363,7 @@ class Run:
 
     # -- failure -----------------------------------------------------------------------------------------------
 
-    def _fail(self, carry: Carry, portion: Portion, records: dict) -> NoReturn:
+    def _fail(self, carry: Carry, portion: RoundBlock, records: dict) -> NoReturn:
         """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
         setup, r = self.setup, int(np.argmin(records["sound"]))
         if r:
@@ -388,7 +388,7 @@ class Run:
         raise error
 
 
-def run_portion(setup: Setup, storage: Storage, carry: Carry, portion: Portion) -> tuple[Carry, dict]:
+def run_block_of_rounds(setup: Setup, storage: BlockLoader, carry: Carry, portion: RoundBlock) -> tuple[Carry, dict]:
     """Run a block of rounds: (carry, records [rounds] by name); ``storage.settle`` comes after it."""
     if portion.samples is not None:
         setup.engine.samples = portion.samples

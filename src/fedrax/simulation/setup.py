@@ -30,7 +30,7 @@ from fedrax.simulation.executors.compiled import Carry, Engine
 from fedrax.simulation.executors.debug import DebugEngine
 from fedrax.simulation.executors.loop import LoopEngine
 from fedrax.simulation.persistence.run_identity import identify
-from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.placement.planner import Planner, rows_on_a_device
 from fedrax.simulation.placement.streaming import choose
 from fedrax.simulation.results.events import RunInfo
@@ -119,7 +119,7 @@ def prepare(
     check_target(settings, task, federation)
     sampler, start, statistics = run.sampler, run.params, run.statistics
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
-    plan, account = choose_plan(settings, mesh), Account.of(mesh)
+    plan, account = choose_plan(settings, mesh), MemoryBudget.of(mesh)
     streamed, spilled = _room(run, federation, settings, mesh, account)
     planner = _planner(run, federation, settings, mesh.devices.size)
     check_processes(planner.stateful, sampler.adaptive, directory)
@@ -188,7 +188,7 @@ def prepare(
 
 
 def _side_by_side(
-    program: Program, settings: Settings, planner: Planner, account: Account, traced: TracedRound
+    program: Program, settings: Settings, planner: Planner, account: MemoryBudget, traced: TracedRound
 ) -> Program:
     """The program with as many clients side by side as there is room for, of which the planner is told."""
     chunk = clients_at_once(settings, planner.devices, planner.sampler.largest, account, traced.peak_bytes)
@@ -203,7 +203,7 @@ def _anywhere(leaf: Any) -> Any:
 
 
 def _room(
-    run: ValidatedRun, federation: Federation, settings: Settings, mesh: Mesh, account: Account
+    run: ValidatedRun, federation: Federation, settings: Settings, mesh: Mesh, account: MemoryBudget
 ) -> tuple[bool, bool]:
     """(whether samples are streamed, whether client states are spilled to disk)."""
     row_bytes = tree.num_bytes(run.initial)

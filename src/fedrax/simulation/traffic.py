@@ -14,12 +14,12 @@ from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import Place
 from fedrax.errors import FedraxError, warn
-from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, Sums, run_round
+from fedrax.simulation.round import ClientSums, Kept, PhaseResult, Program, Rounds, SingleClient, run_round
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves, output_sources, peak_bytes, phase_scope, read_scope
 
 
-class Counting(Alone):
+class ShapeTracer(SingleClient):
     """A round of one client, for the shapes of what travels.
 
     What breaks the contract's rules goes into ``broken``, and the round goes on with something in its place, so that
@@ -40,20 +40,20 @@ class Counting(Alone):
             return checked_message(self.algorithm, super().broadcast(p, server))
         return self.params
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor."""
         with noted(self.algorithm, self.broken):
             return super().server(p, server, gathered)
         return server, {}
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """The one client, or where it is broken one that sends zeros in place of parameters."""
         with noted(self.algorithm, self.broken), phase_scope(p):
             return self._client(p, message, statistics)
-        none = Sums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
-        return Gathered(none, ((), ()), self.here.places.client, self.here.places.weight)
+        none = ClientSums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
+        return PhaseResult(none, ((), ()), self.here.places.client, self.here.places.weight)
 
-    def _client(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def _client(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         gathered = super().clients(p, message, statistics)
         output = self.finished[-1].output
         self.received.append(message)
@@ -103,7 +103,7 @@ def trace_round(
         params: Tree, statistics: Tree, kept: Kept, samples: Tree, place: Place = place
     ) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
-        executor = Counting(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
+        executor = ShapeTracer(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
         server = checked_init(algorithm, params, algorithm.init(tree.rebuilt(params), program.num_clients))
         after = run_round(executor, server, statistics)[0]
         with noted(algorithm, broken):

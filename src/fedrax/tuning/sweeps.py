@@ -33,7 +33,7 @@ from fedrax.simulation.executors.choose import make_mesh
 from fedrax.simulation.executors.compiled import Carry, Engine, compiler_options, run_block
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.persistence.run_identity import form_of, settings_in
-from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.privacy_ledger import enter, ledger_of
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.results.events import Event, Sink, events_of
@@ -173,7 +173,7 @@ def _pays(algorithms: Sequence[Algorithm], setup: Setup, seeds: int, devices: in
 def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
     """Whether the devices have memory for ``count`` vectorized algorithms and the states of all their seeds."""
     mesh = _mesh(devices, count)
-    account, lanes = Account.of(mesh), -(-count // mesh.devices.size)
+    account, lanes = MemoryBudget.of(mesh), -(-count // mesh.devices.size)
     account.spend(account.copied((*setup.federation.train, *setup.federation.test)))
     server = jax.eval_shape(lambda: setup.algorithm.init(setup.params, setup.info.num_clients))
     states = tree.num_bytes(server) + setup.planner.capacity * tree.num_bytes(setup.initial)

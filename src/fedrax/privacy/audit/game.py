@@ -17,7 +17,7 @@ from fedrax.contract.assignment import Layout, Place
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.prng.seeds import WATCHING, seeded
-from fedrax.simulation.round import Alone, Gathered, Kept, Program, Rounds, run_round, serve
+from fedrax.simulation.round import Kept, PhaseResult, Program, Rounds, SingleClient, run_round, serve
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, OperandFormat
 
@@ -91,7 +91,7 @@ class _Known(NamedTuple):
     precision: OperandFormat
 
 
-class _Watched(Alone):
+class _Watched(SingleClient):
     """A round with the watched client or, where it is not ``there``, with nobody as the server has it."""
 
     def __init__(self, *inputs: Any, there: Array | None):
@@ -105,7 +105,7 @@ class _Watched(Alone):
         self.sent.append(super().broadcast(p, server))
         return self.sent[-1]
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """What the client brings or, where it is not there, what a phase without clients does."""
         gathered = super().clients(p, message, statistics)
         if self.there is None:
@@ -113,7 +113,7 @@ class _Watched(Alone):
         nobody = jax.tree.map(jnp.zeros_like, gathered)._replace(clients=jnp.full(1, self.program.num_clients))
         return jax.tree.map(partial(jnp.where, self.there), gathered, nobody)
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, of a cohort of one or none."""
         size = self.here.cohort_size if self.there is None else self.there.astype(jnp.float32)
         here = self.here._replace(cohort_size=size)

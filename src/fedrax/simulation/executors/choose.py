@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from fedrax.errors import FedraxError
-from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.settings import Settings
 from fedrax.xla import CLIENT_AXIS, batch_splits, equations_in, has_blockwise_attention, scanned_layers
 
@@ -25,7 +25,7 @@ def choose_plan(settings: Settings, mesh: Mesh) -> str:
     return "scan" if mesh.devices.flat[0].platform == "cpu" else "vmap"
 
 
-def clients_at_once(settings: Settings, devices: int, cohort: int, account: Account, size: int) -> int:
+def clients_at_once(settings: Settings, devices: int, cohort: int, account: MemoryBudget, size: int) -> int:
     """Clients side by side in plan vmap, of ``size`` bytes at work each: a device's share in as few turns as there is
     room for, spread evenly over them.
     """

@@ -24,12 +24,12 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
-from fedrax.simulation.executors.data_parallel import JoiningRunner
+from fedrax.simulation.executors.data_parallel import DataParallelRunner
 from fedrax.simulation.executors.phase import PhaseRunner
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.round import (
     Executor,
-    Gathered,
+    PhaseResult,
     Program,
     Rounds,
     client_keys,
@@ -85,10 +85,10 @@ class OnDevice(Executor):
         """As every executor, from a server state of which devices may hold shares."""
         return checked_message(self.algorithm, super().broadcast(p, on_axis(server, self.vectors_axis)))
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """This device's clients, then the sums over all devices."""
         places = self.here.places
-        kind = JoiningRunner if self.program.joining else PhaseRunner
+        kind = DataParallelRunner if self.program.joining else PhaseRunner
         runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
         with phase_scope(p):
             sums, single, self.kept, self.store, notes, info = runner.run(self.kept, self.store)
@@ -101,9 +101,9 @@ class OnDevice(Executor):
         with scope(AGGREGATE):
             sums = self.join(sums._replace(bad=()))._replace(bad=self.least(sums.bad))
             single, clients, weights = map_vectors(share, (single, places.client, places.weight), self.gather)
-        return Gathered(sums, single, clients, weights)
+        return PhaseResult(sums, single, clients, weights)
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, on every device alike."""
         with scope(SERVER):
             server, info = super().server(p, on_axis(server, self.vectors_axis), gathered)

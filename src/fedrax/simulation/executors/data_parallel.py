@@ -1,8 +1,8 @@
-"""Clients on which all devices work together, where turns alone would leave some of them idle.
+"""Data-parallel clients: all devices share the batches of some clients, where whole clients would leave devices idle.
 
-Five clients on two devices are three turns on one and two on the other. :func:`to_join` finds on the host which clients
-of a round are better shared, each device taking the gradients of its share of every batch
-(:mod:`fedrax.xla.microbatch`), and :class:`JoiningRunner` has these take their turns when all others are done.
+Five clients on two devices take as long as three on each. :func:`clients_to_share` finds on the host which clients of a
+round are better shared: each device computes the gradients of its share of every batch
+(:mod:`fedrax.xla.microbatch`). :class:`DataParallelRunner` runs these clients after all others.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ from jax import Array, lax
 
 from fedrax import tree
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
-from fedrax.simulation.round import run_client, turn_of
+from fedrax.simulation.round import client_task, run_client
 from fedrax.tree import Tree
 from fedrax.xla import AGGREGATE, CLIENT_AXIS, STATES, scope
 
 _WAITING = 0.05
-"""Of the time of joined work, in which devices wait for each other at every step; and what is to be gained at least."""
+"""Share of the time of data-parallel work in which devices wait for each other, and the least gain that pays."""
 
 
-def to_join(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: float) -> set[int]:
-    """The places of a round on which all devices are to work together; mostly none.
+def clients_to_share(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: float) -> set[int]:
+    """The clients of a round, by place in the cohort, that all devices share; mostly none.
 
-    assigned: each device's places. cost: of each place. speed: how many times as fast they are together as one alone.
+    Args:
+        assigned: the places of each device.
+        cost: the work of each place.
+        speed: the speed of all devices together, in units of one device's.
+
+    Returns:
+        The places that are shared.
     """
     load = [sum(cost[p] for p in places) for places in assigned]
     best, least = (1 - _WAITING) * max(load), sum(load) / len(load)
@@ -48,8 +54,8 @@ def to_join(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: flo
     return set(taken[:chosen])
 
 
-class JoiningRunner(PhaseRunner):
-    """A phase on one device of several, all of which end it with the same clients.
+class DataParallelRunner(PhaseRunner):
+    """A phase on one of several devices, which share some clients.
 
     ``keys`` are those of all devices' places, one device's after another's, and so are ``everyone`` and ``order``.
     """
@@ -65,11 +71,11 @@ class JoiningRunner(PhaseRunner):
         self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
         everyone = here._replace(places=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
         self.one = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, turn_of(program, everyone, keys, k)
+            program, p, algorithm, message, kept, statistics, samples, client_task(program, everyone, keys, k)
         )
 
     def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
-        """Client i of this device, or beyond its own the next that all of them share; one of them keeps the result."""
+        """Client i of this device, or after its own ones the next shared client; one device keeps its result."""
         joined = i >= self.alone
         k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
         owner = k // self.room
@@ -86,11 +92,11 @@ class JoiningRunner(PhaseRunner):
         return after._replace(sums=sums, notes=notes)
 
     def run(self, kept: Tree, store: Tree) -> Progress:
-        """This device's own clients, then those of all."""
+        """This device's own clients, then the shared ones."""
         trips = self.alone + self.together
         return lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
 
 
 def _of_device(owner: Array, values: Tree) -> Tree:
-    """The values that one of the devices has."""
+    """The values of one device, on all of them."""
     return jax.tree.map(lambda a: lax.all_gather(a, CLIENT_AXIS)[owner], values)

@@ -20,7 +20,7 @@ from fedrax.simulation.placement.planner import share_of, whole_round
 from fedrax.simulation.placement.streaming import release
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.results.result import Result
-from fedrax.simulation.round import Executor, Finished, Gathered, Program, Rounds, client_keys, run_round
+from fedrax.simulation.round import ClientResult, Executor, PhaseResult, Program, Rounds, client_keys, run_round
 from fedrax.tree import Tree
 
 _PIECE_BYTES = 16 << 20
@@ -81,7 +81,7 @@ class StepByStep(Executor):
         self.where = f"{type(algorithm).__name__}, round {int(here.round) + 1}"  # as events count them
         self.keys = client_keys(self.round_key, here.places.client)
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """One client after another."""
         inputs = (message, statistics, self.samples, self.here, self.keys)
         runner, count = CheckedRunner(self.where, self.program, self.algorithm, p, *inputs), int(self.here.count)
@@ -96,9 +96,9 @@ class StepByStep(Executor):
             self.recorded_phases.append(RecordedPhase(message, down, progress.notes))
         places = self.here.places
         single, clients, weights = jax.tree.map(lambda a: a[:count], (progress.single, places.client, places.weight))
-        return Gathered(progress.sums, single, clients, weights)
+        return PhaseResult(progress.sums, single, clients, weights)
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""
         server, info = super().server(p, server, gathered)
         require_finite({"server": server}, self.where)
@@ -113,7 +113,7 @@ class CheckedRunner(PhaseRunner):
         self.where = where
         self.get_state, self.put_state = tree.row, tree.set_row  # each use of a table in the store would copy all of it
 
-    def after(self, progress: Progress, at: Array, done: Finished, *how: Any) -> Progress:
+    def after(self, progress: Progress, at: Array, done: ClientResult, *how: Any) -> Progress:
         """As of every phase, of what is finite."""
         sent, who = done.output, f"{self.where}, client {int(self.here.places.client[at])}"
         named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}

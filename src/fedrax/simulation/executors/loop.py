@@ -20,7 +20,7 @@ from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, C
 from fedrax.simulation.executors.phase import PhaseRunner, Progress
 from fedrax.simulation.placement.planner import share_of
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
-from fedrax.simulation.round import Executor, Gathered, Program, Rounds, client_keys, join_sums, run_round, serve
+from fedrax.simulation.round import Executor, PhaseResult, Program, Rounds, client_keys, join_sums, run_round, serve
 from fedrax.tree import Tree
 
 
@@ -72,9 +72,9 @@ class Compiled:
         def step(p: int, algorithm: Algorithm, progress: Progress, inputs: tuple, kept: Tree, i: Array) -> Progress:
             return runner(p, algorithm, *inputs).step(i, kept, progress)
 
-        def gather(parts: list, clients: Array, weights: Array) -> Gathered:
+        def gather(parts: list, clients: Array, weights: Array) -> PhaseResult:
             single = jax.tree.map(lambda *e: jnp.concatenate(e), *[single for _, single in parts])
-            return Gathered(reduce(join_sums, [sums for sums, _ in parts]), single, clients, weights)
+            return PhaseResult(reduce(join_sums, [sums for sums, _ in parts]), single, clients, weights)
 
         def server(p: int, algorithm: Algorithm, *inputs: Any) -> tuple[Any, Info]:
             return serve(program, p, algorithm, *inputs)
@@ -111,7 +111,7 @@ class Dispatched(Executor):
         """As every executor, compiled."""
         return self.compiled.broadcast(p, self.algorithm, server)
 
-    def clients(self, p: int, message: Tree, statistics: Tree) -> Gathered:
+    def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """All clients, a call each; what they bring is put together in the server's call."""
         inputs = [
             (*jax.device_put((message, statistics), device), samples, here, keys)
@@ -138,7 +138,7 @@ class Dispatched(Executor):
         places = self.here.places
         return self.compiled.gather(parts, places.client.reshape(-1), places.weight.reshape(-1))
 
-    def server(self, p: int, server: Any, gathered: Gathered) -> tuple[Any, Info]:
+    def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, compiled."""
         server = jax.device_put(server, self.devices[0])
         return self.compiled.server(p, self.algorithm, server, gathered, self.here, self.round_key)

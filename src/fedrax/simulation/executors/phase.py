@@ -13,7 +13,17 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import set_state, state_in
 from fedrax.simulation.results.message_recorder import empty_upload_buffer, record_uploads, recorded_upload
-from fedrax.simulation.round import Finished, Keys, Program, Rounds, Sums, add_client, no_sums, run_client, turn_of
+from fedrax.simulation.round import (
+    ClientResult,
+    ClientSums,
+    Keys,
+    Program,
+    Rounds,
+    add_client,
+    client_task,
+    no_sums,
+    run_client,
+)
 from fedrax.tree import Tree
 from fedrax.xla import AGGREGATE, STATES, scope, vmap
 
@@ -21,7 +31,7 @@ from fedrax.xla import AGGREGATE, STATES, scope, vmap
 class Progress(NamedTuple):
     """Where a device stands in a phase: sums, what goes up singly and what is kept by place, the store, and notes."""
 
-    sums: Sums
+    sums: ClientSums
     single: Tree
     kept: Tree
     store: Tree
@@ -50,8 +60,8 @@ class PhaseRunner:
         # A state that goes back to the store before the next client's turn can leave its tables there.
         in_place = self.first and self.last and not program.chunk
         self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
-        self.one: Callable[[Tree, Array], Finished] = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, turn_of(program, here, keys, k)
+        self.one: Callable[[Tree, Array], ClientResult] = lambda kept, k: run_client(
+            program, p, algorithm, message, kept, statistics, samples, client_task(program, here, keys, k)
         )
         """(what is kept, k) -> the client in place k at the end of the phase."""
 
@@ -79,14 +89,14 @@ class PhaseRunner:
         at = jnp.minimum(place, self.here.count - 1) if chunk else place
         source, rows = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
         if chunk:
-            done: Finished = vmap(self.one)(_get_rows(source, rows), at)
+            done: ClientResult = vmap(self.one)(_get_rows(source, rows), at)
             return self.after(progress, at, done, real, _put_rows, _put_rows)
         with scope(STATES):
             begins = self.get_state(source, rows)
         return self.after(progress, at, self.one(begins, at), real, tree.set_row, self.put_state)
 
     def after(
-        self, progress: Progress, at: Array, done: Finished, real: Any, put: Callable, put_state: Callable
+        self, progress: Progress, at: Array, done: ClientResult, real: Any, put: Callable, put_state: Callable
     ) -> Progress:
         """What the client in place ``at`` leaves at the end of its turn, or several side by side: rows, sums and notes.
 

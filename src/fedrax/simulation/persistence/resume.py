@@ -19,7 +19,7 @@ from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.persistence.run_identity import difference
 from fedrax.simulation.placement.client_states import Shards, moves, rehoused
-from fedrax.simulation.placement.streaming import Storage
+from fedrax.simulation.placement.streaming import BlockLoader
 from fedrax.simulation.results.events import Event, digest_of, read_events
 from fedrax.simulation.setup import Setup
 from fedrax.tree import Tree
@@ -56,7 +56,7 @@ class RunState(NamedTuple):
     """State of an adaptive participation policy."""
 
 
-def begin(setup: Setup, storage: Storage, ledger: Ledger | None, resume: bool) -> RunStart:
+def begin(setup: Setup, storage: BlockLoader, ledger: Ledger | None, resume: bool) -> RunStart:
     """The state before the first round or, with ``resume``, at the last checkpoint of the directory if there is one.
 
     The ``ledger`` is restored with it.
@@ -82,7 +82,7 @@ def check_can_continue(setup: Setup, begun: RunStart) -> None:
         )
 
 
-def fresh(setup: Setup, storage: Storage) -> Carry:
+def fresh(setup: Setup, storage: BlockLoader) -> Carry:
     """The state before the first round."""
     server = run_cached(lambda params: setup.algorithm.init(params, setup.info.num_clients), setup.params)
     require_finite_start(setup.algorithm, server)
@@ -93,7 +93,7 @@ def fresh(setup: Setup, storage: Storage) -> Carry:
     return carry._replace(store=store)  # the store has no other owner: no copy is needed
 
 
-def _restored(setup: Setup, storage: Storage, ledger: Ledger | None) -> RunStart:
+def _restored(setup: Setup, storage: BlockLoader, ledger: Ledger | None) -> RunStart:
     """The state at the last checkpoint, or a fresh one; adds the remedy to the error of a damaged checkpoint."""
     assert setup.kept_in is not None
     where = setup.kept_in / CHECKPOINT
@@ -114,7 +114,7 @@ def _damage_remedy(directory: Path) -> str:
     return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
 
 
-def _at_checkpoint(setup: Setup, storage: Storage, where: Path, ledger: Ledger | None) -> RunStart:
+def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledger | None) -> RunStart:
     """Load a checkpoint and check that it belongs to this run and to the events beside it."""
     assert setup.kept_in is not None
     if not (where / checkpoint.FILE).is_file():
@@ -188,7 +188,7 @@ def _policy_state(setup: Setup) -> Tree:
     return sampler.state if sampler.adaptive else ()
 
 
-def _stored(setup: Setup, storage: Storage, saved: RunState) -> Tree:
+def _stored(setup: Setup, storage: BlockLoader, saved: RunState) -> Tree:
     """Client states from a checkpoint where this run keeps them: on the devices, or spilled to disk."""
     owners = setup.planner.owners()
     if storage.spill is None:
@@ -199,7 +199,7 @@ def _stored(setup: Setup, storage: Storage, saved: RunState) -> Tree:
 
 def save(
     setup: Setup,
-    storage: Storage,
+    storage: BlockLoader,
     name: str,
     carry: Carry,
     done: int,

@@ -22,7 +22,7 @@ _UNSAID = 16 << 30
 
 
 @dataclass
-class Account:
+class MemoryBudget:
     """A device's memory. What is promised of it may be half of what is left, so that all together is never all."""
 
     whole: int
@@ -31,7 +31,7 @@ class Account:
     promised: int = 0
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Account:
+    def of(cls, mesh: Mesh) -> MemoryBudget:
         """Of each device of the mesh; of several processes that of the one that has least, for all of them."""
         device = mesh.local_devices[0]
         on_cpu = device.platform == "cpu"

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrax.contract.client_data import Place
 from fedrax.participation.cohort_sampler import CohortSampler
-from fedrax.simulation.executors.data_parallel import to_join
+from fedrax.simulation.executors.data_parallel import clients_to_share
 from fedrax.simulation.round import Rounds
 
 _SMALL_STORE = 64 << 20
@@ -180,7 +180,7 @@ class Planner:
     def _joined(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
         if self.joint_speed is None:
             return set()
-        return to_join(assigned, self._cost(round, cohort).tolist(), self.joint_speed)
+        return clients_to_share(assigned, self._cost(round, cohort).tolist(), self.joint_speed)
 
     def idle(self, round: int) -> float:
         """How long devices wait for the one with the most work in a round, as part of all its clients' work."""

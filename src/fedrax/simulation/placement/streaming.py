@@ -23,7 +23,7 @@ from fedrax.data.federation import aligned_memory
 from fedrax.errors import FedraxError
 from fedrax.simulation.executors.compiled import Carry
 from fedrax.simulation.placement.client_states import moved
-from fedrax.simulation.placement.memory_budget import Account
+from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.placement.planner import Planner, rounded_up
 from fedrax.simulation.placement.row_file import RowFile
 from fedrax.simulation.round import Rounds
@@ -39,7 +39,7 @@ nothing: copying as much takes far longer than starting a block, and larger arra
 # -- where things lie ----------------------------------------------------------------------------------------------
 
 
-def choose(settings: Settings, samples: Tree, store_bytes: int, account: Account) -> tuple[bool, bool]:
+def choose(settings: Settings, samples: Tree, store_bytes: int, account: MemoryBudget) -> tuple[bool, bool]:
     """(samples are streamed, client states are spilled), for ``store_bytes`` of states on each device.
 
     What is to lie on the devices is spent from the ``account``.
@@ -109,7 +109,7 @@ def _budget(mesh: Mesh) -> int:
     return _BLOCK_BYTES // mesh.devices.size if shared else _BLOCK_BYTES
 
 
-class Streamer:
+class SampleStreamer:
     """Samples that stay on the host; each device gets those of its own clients of a block."""
 
     def __init__(self, samples: Tree, planner: Planner, mesh: Mesh, longest: int):
@@ -162,7 +162,7 @@ class Streamer:
 # -- client states on disk -----------------------------------------------------------------------------------------
 
 
-class Spill:
+class StateSpill:
     """Client states on disk, one file a leaf, with rows as the store has them; a block's rows go to the devices."""
 
     def __init__(self, initial: Tree, planner: Planner, mesh: Mesh, longest: int, directory: Path | None):
@@ -226,7 +226,7 @@ class Spill:
 # -- blocks, one ahead ---------------------------------------------------------------------------------------------
 
 
-class Portion(NamedTuple):
+class RoundBlock(NamedTuple):
     """A block of rounds with what it needs."""
 
     xs: Rounds
@@ -237,15 +237,15 @@ class Portion(NamedTuple):
     """Of each device, the rows of client states on disk."""
 
 
-class Storage:
+class BlockLoader:
     """Plans blocks of rounds and, where samples are streamed or states spilled, brings and keeps what they need."""
 
-    def __init__(self, planner: Planner, longest: int, streamer: Streamer | None, spill: Spill | None):
+    def __init__(self, planner: Planner, longest: int, streamer: SampleStreamer | None, spill: StateSpill | None):
         self.planner, self.longest, self.streamer, self.spill = planner, longest, streamer, spill
         self._most = longest
-        self._ahead: Future[Portion] | None = None
+        self._ahead: Future[RoundBlock] | None = None
 
-    def portion(self, first: int, rounds: int) -> Portion:
+    def portion(self, first: int, rounds: int) -> RoundBlock:
         """The block that begins with round ``first``: the one made ahead, else one of up to ``rounds``."""
         ahead, self._ahead = self._ahead, None
         return self._make(first, rounds) if ahead is None else ahead.result()
@@ -255,7 +255,7 @@ class Storage:
         if self.streamer is not None:
             self._ahead = begun(self._make, first, rounds)
 
-    def _make(self, first: int, rounds: int) -> Portion:
+    def _make(self, first: int, rounds: int) -> RoundBlock:
         rounds = asked = min(rounds, self._most)
         xs, samples, rows = self.planner.block(first, rounds, self.longest), None, []
         for part in (self.streamer, self.spill):
@@ -265,13 +265,13 @@ class Storage:
             xs, rows = self.spill.place(xs, rounds)
         if self.streamer is not None:
             xs, samples = self.streamer.place(xs, rounds)
-        return Portion(xs, rounds, samples, rows)
+        return RoundBlock(xs, rounds, samples, rows)
 
-    def bring(self, carry: Carry, portion: Portion) -> Carry:
+    def bring(self, carry: Carry, portion: RoundBlock) -> Carry:
         """The carry with the states that a block starts from."""
         return carry if self.spill is None else carry._replace(store=self.spill.read(portion.rows))
 
-    def settle(self, carry: Carry, portion: Portion) -> Carry:
+    def settle(self, carry: Carry, portion: RoundBlock) -> Carry:
         """The carry after the block, its states in their place."""
         if self.spill is None:
             return carry

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from fedrax.errors import FedraxError
-from fedrax.simulation.round import Finished
+from fedrax.simulation.round import ClientResult
 from fedrax.tree import Tree
 
 
@@ -106,7 +106,7 @@ class RecordedPhase(NamedTuple):
     notes: UploadBuffer
 
 
-def recorded_upload(done: Finished, last: bool) -> RecordedUpload:
+def recorded_upload(done: ClientResult, last: bool) -> RecordedUpload:
     """What a client has sent at the end of a phase."""
     return RecordedUpload(done.output.upload, done.output.each, done.output.total, done.statistics if last else ())
 
