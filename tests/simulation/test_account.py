@@ -143,5 +143,5 @@ def test_a_sweep_goes_side_by_side_only_where_its_runs_fit(monkeypatch: pytest.M
 
 
 def test_a_chunk_where_clients_are_not_side_by_side_is_warned_of():
-    with pytest.warns(UserWarning, match="counts for nothing under plan scan"):
+    with pytest.warns(UserWarning, match="ignored under plan scan"):
         run(fedrax.FedAvg(LOCAL), rounds=1, plan="scan", chunk=2)

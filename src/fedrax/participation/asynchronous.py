@@ -33,7 +33,13 @@ MAX_SECONDS = 1e15
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The clients that start in each of R rounds, and the delays of their uploads."""
+    """The clients that start in each of R rounds, and the delays of their uploads.
+
+    Example:
+        >>> one = np.array([0])
+        >>> fedrax.participation.Arrivals([one, one], [one + 1, one + 5], np.array([0.5, 2.0])).longest_awaited
+        1
+    """
 
     cohorts: list[np.ndarray]
     """The clients that start in each round, int64, sorted."""

@@ -1,4 +1,4 @@
-"""What a run shares with its process, and with others: Ctrl-C, arithmetic, the description of the machine."""
+"""Process-wide state of a run: signals, JAX's numeric configuration, several processes, the machine's description."""
 
 from __future__ import annotations
 
@@ -24,26 +24,34 @@ from fedrax.version import VERSION
 
 
 class Interrupted(KeyboardInterrupt):
-    """Told to stop: the run was checkpointed (where it has a directory) and can be resumed."""
+    """A signal stopped the run, after a checkpoint was written if it has a directory.
+
+    Args:
+        number: the signal.
+
+    Example:
+        >>> fedrax.simulation.Interrupted().signal
+        <Signals.SIGINT: 2>
+    """
 
     def __init__(self, number: int = signal.SIGINT):
-        super().__init__("what is done is kept where the run has a directory, and resume=True goes on from there")
+        super().__init__("the run was stopped; if it has a directory, resume=True continues from its checkpoint")
         self.signal = number
-        """Which signal said so."""
+        """The signal."""
 
 
 class Stop:
-    """Whether the process was told to stop, and by which signal."""
+    """A flag that a signal sets."""
 
     signal: int | None = None
 
     def is_set(self) -> bool:
-        """Whether it was."""
+        """Whether a signal was received."""
         return self.signal is not None
 
 
 _under_way: list[Stop] = []
-"""Of the runs of this process."""
+"""The flags of the runs of this process."""
 
 
 def stop_runs(number: int) -> None:
@@ -105,13 +113,17 @@ def first_answer(answer: bool) -> bool:
 
 @contextmanager
 def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: int) -> Iterator[None]:
-    """What ends the devices' work as a sentence: too little memory or, in a run that is not alone, the end of another
-    of its processes. side_by_side: how many clients are, 0 where they take turns.
+    """Turn runtime errors of devices into FedraxErrors: too little memory, or the end of another process of the run.
+
+    Args:
+        alone: whether the run has a single process.
+        directory: of the run.
+        side_by_side: clients in one vmap; 0 where they run one after another.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        cause, kept = str(error).splitlines()[0], f"{directory} keeps what was last written"
+        cause, kept = str(error).splitlines()[0], f"{directory} holds the last checkpoint"
         if "RESOURCE_EXHAUSTED" in cause:
             less = 'set a smaller batch, samples="streamed" or states="spilled"'
             less = f"set chunk below {side_by_side}, the clients side by side" if side_by_side > 1 else less
@@ -193,7 +205,7 @@ _lapack = _Shared(_one_lapack_thread)
 
 
 def write_environment(directory: Path) -> None:
-    """What the run ran on, as ``environment.json``."""
+    """Write versions and devices as ``environment.json``."""
     devices = jax.devices()
     facts = {
         "fedrax": VERSION,

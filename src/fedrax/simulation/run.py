@@ -53,8 +53,11 @@ from fedrax.tree import Tree
 Callback = Callable[[Snapshot], Any]
 """Returns True to end the run after this round; see :class:`fedrax.simulation.Snapshot`."""
 LONGEST_BLOCK = 64
+"""The most rounds in one compiled call: the size of its arrays, the same for all runs."""
 _BLOCK_SECONDS = 1.0
+"""Seconds that a compiled call is to take, so that progress and signals are not delayed longer."""
 _CHECKPOINT_SECONDS = 30.0
+"""Seconds between checkpoints by default."""
 
 
 def simulate(
@@ -75,23 +78,46 @@ def simulate(
     progress: bool = True,
     **options: Unpack[SettingsOptions],
 ) -> Result:
-    """Run ``algorithm`` on ``task`` over ``federation``.
+    """Simulate federated training of ``task`` by ``algorithm`` over the clients of ``federation``.
 
-       settings: see :class:`Settings`; ``options`` replace single fields: ``simulate(..., rounds=50, seed=1)``.
-       params: starting parameters, instead of ``task.init``. script: given cohorts and local work, instead of draws.
-       directory: where to keep events, checkpoints and a description of the machine; nothing is kept by default. One that
-       holds a run, or that another run is writing to, is refused.
-       Of several processes (:func:`fedrax.simulation.join_processes`) each calls simulate alike, and the first one writes.
-       resume: go on from the directory's checkpoint, if it has one. sinks: who else sees events. keep_clients: keep
-       client states, which can be large, in the checkpoint of a finished run, so that it can go on for more rounds, and
-       in what a failed run leaves. trajectory: return the global parameters after every round, or after these rounds, see
-       :class:`Result`. record: return what some clients were sent and sent in some rounds, see
-       :class:`MessageSelection`. callbacks: functions that see a :class:`Snapshot` after every evaluation, and end the
-       run by returning True; of several processes the first one's answer counts. progress:
-    show a line of it in terminals and notebooks, on standard error.
+    In a run over several processes (:func:`fedrax.simulation.join_processes`) every process calls ``simulate`` with
+    the same arguments, and the first one writes.
 
-       Raises FedraxError for impossible settings, NonFiniteError when a number stops being finite, Interrupted
-       after Ctrl-C, SIGTERM or SIGHUP, with a checkpoint written, also where the run was just over.
+    Args:
+        algorithm: the method, with its hyper-parameters.
+        task: the model and its loss.
+        federation: the clients' data.
+        settings: the settings of the run; the defaults if None.
+        params: starting parameters, in place of ``task.init``.
+        script: given cohorts and local work, in place of random draws.
+        directory: where to write events, checkpoints and a description of the machine; nothing is written by default.
+            A directory that holds a run raises, unless ``resume`` is set, and so does one that another run writes to.
+        resume: continue from the directory's checkpoint, if it has one.
+        sinks: objects that receive every event.
+        keep_clients: whether the checkpoint of a finished or failed run contains the client states, which can be large.
+            Without them the run cannot be continued for more rounds.
+        trajectory: whether :class:`Result` contains the global parameters after every round, or the rounds, counted
+            from 1, after which it does.
+        record: the clients and rounds whose messages :class:`Result` contains.
+        callbacks: functions that are called with a :class:`Snapshot` after every evaluation; the run ends when one
+            returns True. Of several processes the first one's answer decides.
+        progress: whether to show a progress bar on standard error, in terminals and notebooks.
+        **options: single fields of :class:`Settings`, which replace those of ``settings``.
+
+    Returns:
+        Final parameters, states and events.
+
+    Raises:
+        FedraxError: if the arguments cannot be run.
+        NonFiniteError: if a loss, an upload or a parameter becomes infinite or NaN.
+        Interrupted: after Ctrl-C, SIGTERM or SIGHUP, once a checkpoint is written.
+
+    Example:
+        >>> federation = fedrax.Federation.from_arrays(np.eye(4), [0, 1, 0, 1], [0, 0, 1, 1])
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=3, progress=False)
+        >>> len(result.events)
+        3
     """
     settings = changed_settings(settings, options)
     check_arguments(algorithm, task, federation)
@@ -116,7 +142,7 @@ def simulate(
 def check_possible(
     algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, directory: Path | str | None = None
 ) -> None:
-    """FedraxError where ``simulate`` would refuse these, or not compute what ``directory`` holds. Runs nothing."""
+    """Raise what ``simulate`` would raise, also if ``directory`` holds another run; no round is run."""
     use_all_cores()
     with arithmetic(settings.dtype):
         setup = prepare(algorithm, task, federation, settings, directory=None if directory is None else Path(directory))
@@ -135,7 +161,7 @@ def _check_record(record: Any, setup: Setup) -> None:
 
 
 def storage_of(setup: Setup) -> BlockLoader:
-    """Who brings the run's blocks of rounds what they need."""
+    """Plans the blocks of rounds of a run and loads their samples and client states."""
     settings = setup.settings
     every = (settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
     if setup.planner.sampler.adaptive:
@@ -148,7 +174,7 @@ def storage_of(setup: Setup) -> BlockLoader:
 
 @dataclass
 class Run:
-    """A run under way."""
+    """The loop of a run on the host, and its mutable state."""
 
     setup: Setup
     storage: BlockLoader
@@ -161,11 +187,11 @@ class Run:
     ledger: Ledger | None = None
     callbacks: Sequence[Callback] = ()
     has_clients: bool = True
-    """Whether what clients keep is known; of a finished run it may not have been kept."""
+    """Whether client states are known; a finished run may have been saved without them."""
     asks: bool = False
     """Whether there are callbacks, in any process of the run."""
     last: int = 0
-    """The last round: of the settings, or that the privacy budget allows."""
+    """The last round, of the settings or of the privacy budget."""
     events: list[Event] = field(default_factory=list)
     exchanges: list[RecordedExchange] = field(default_factory=list)
     trajectory: list[Tree] = field(default_factory=list)

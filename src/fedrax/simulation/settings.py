@@ -1,4 +1,4 @@
-"""How a simulation is run: everything that is neither the algorithm, the task nor the data."""
+"""Settings of a simulation, scripts, and the sampler of cohorts that follows from them."""
 
 from __future__ import annotations
 
@@ -22,68 +22,76 @@ Seed = Annotated[int, Bound(ge=0, lt=2**32)]
 @known_fields_only
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `fedrax.simulate`; the ``[run]`` table of an experiment file."""
+    """The settings of a run: everything that is neither the algorithm, the task nor the data.
+
+    They are the ``[run]`` table of an experiment file.
+
+    Example:
+        >>> fedrax.Settings(rounds=50, cohort_size=20, participation=fedrax.participation.Poisson()).rounds
+        50
+    """
 
     rounds: PositiveInt = 100
     """R, communication rounds."""
     cohort_size: PositiveInt = 10
-    """S, clients a round (at most, under an availability trace; in the mean, where each joins by chance); 10, or all
-    clients where there are fewer."""
+    """S, the number of clients that are sampled in a round: the most under an availability trace, the expectation under
+    Poisson sampling. By default 10, or all clients if there are fewer."""
     seed: Seed = 0
-    """Decides starting parameters, cohorts, stragglers and batches; the same for every algorithm."""
+    """Seed of the starting parameters, cohorts, stragglers and mini-batches, which are the same for every algorithm."""
     weights: Literal["uniform", "samples"] = "uniform"
-    """Aggregation weights p_i: equal, or in proportion to the clients' sample counts."""
+    """Aggregation weights p_i: equal, or proportional to the clients' numbers of samples."""
     participation: Participation = UNIFORM
-    """Who takes part."""
+    """How the cohort of a round is sampled."""
     stragglers: Fraction = 0.0
-    """Share of each cohort that does only part of its local work: each a share drawn uniformly from (0, 1], in whole
-    steps or epochs, rounded up."""
+    """The share of each cohort that are stragglers. A straggler does a fraction of its local work, drawn uniformly from
+    (0, 1], in whole steps or epochs, rounded up."""
     eval_every: PositiveInt = 10
     """Rounds between evaluations; the last round is always evaluated."""
     eval_train: bool = False
-    """Also evaluate on all clients' training data: ``train_loss`` in events is then of these, and the loss along a
-    round's local steps is called ``local_loss``."""
+    """Whether to evaluate on all training data, too: ``train_loss`` in events is then the loss on these, and the mean
+    loss along the local steps of a round is called ``local_loss``."""
     per_client: bool = False
-    """Also report metrics per client: the worst, with its number of samples, percentiles, mean and standard deviation
-    over clients."""
+    """Whether to report the distribution of metrics over clients, too: the worst client with its number of samples,
+    percentiles, mean and standard deviation."""
     finetune: PositiveInt | None = None
-    """Also report metrics of each client's own copy of the global model after so many epochs of its local steps, at the
-    step size of the first round."""
+    """If set, also report metrics of the global model after each client has fine-tuned it for so many epochs of its
+    local steps, at the learning rate of the first round."""
     target: Annotated[float, Bound(gt=0, le=1)] | None = None
     """Stop once the test accuracy reaches this."""
     epsilon_budget: Positive | None = None
-    """Of a private method, stop before the round that would cost more than this epsilon, at ``delta``."""
+    """For private methods: stop before the round whose epsilon, at ``delta``, would exceed this."""
     delta: Annotated[float, Bound(gt=0, lt=1)] = 1e-5
-    """At which the epsilon of a private method is stated; less than one over the number of clients, or samples."""
+    """The delta of the (epsilon, delta) guarantee of private methods; it should be less than one over the number of
+    protected clients or samples."""
     amplification: Amplification = "auto"
-    """What a private method's epsilon takes from the draw of its cohorts: what is proven for how the run draws them, or
-    nothing. The kinds "poisson" and "fixed" are refused where the run draws its cohorts otherwise."""
+    """Privacy amplification by cohort sampling: "auto" uses what is proven for the run's participation policy, "none"
+    nothing. "poisson" and "fixed" raise if the policy samples otherwise."""
     plan: Literal["auto", "scan", "vmap", "loop", "debug"] = "auto"
-    """How a round is executed; the numbers are the same."""
+    """How a round is executed: one client after another in a compiled loop (scan), side by side (vmap), one compiled
+    call a client (loop), or without compilation and with checks (debug). The numbers agree up to rounding."""
     samples: Literal["auto", "resident", "streamed"] = "auto"
-    """Where training samples lie: all on the devices, or on the host, from where each block of rounds gets its own.
-    By default on the devices unless they would take more than half of the memory left there."""
+    """Where training samples are stored: on the devices, or on the host, from where those of each block of rounds are
+    copied. By default on the devices unless they would take more than half of the free memory."""
     states: Literal["auto", "resident", "spilled"] = "auto"
-    """Where client states lie: on the devices, or in scratch files on disk. By default on the devices unless they
-    would take more than half of the memory that samples leave there."""
+    """Where client states are stored: on the devices, or in temporary files on disk. By default on the devices unless
+    they would take more than half of the memory that the samples leave free."""
     devices: PositiveInt | None = None
-    """Devices to spread the clients over; all by default."""
+    """Number of devices over which the clients of a round are distributed; all by default."""
     chunk: PositiveInt | None = None
-    """Clients side by side in one vmap (plan vmap); chosen from the memory at hand by default."""
+    """Number of clients in one vmap (plan vmap); by default as many as fit into memory."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Precision of parameters and arithmetic. A model's parameters of a shorter type are held in it, too, as the run's
-    first line says."""
+    """Type of parameters and arithmetic. Parameters that the model has in a shorter type are cast to it."""
     precision: OperandFormat = "highest"
-    """Operands of the matrix products and convolutions of local gradients: float32, or a shorter format that an
-    accelerator multiplies faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU operands are
-    rounded in the same way, at no gain in speed."""
+    """Format of the operands of matrix products and convolutions in local gradients: float32, or a shorter one that
+    accelerators multiply faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU the operands are
+    rounded in the same way, without a gain in speed."""
     checkpoint_every: PositiveInt | None = None
-    """Rounds between checkpoints; by default about every 30 seconds and at the end."""
+    """Number of rounds between checkpoints; by default one about every 30 seconds and one at the end."""
 
     def check(self) -> None:
-        """Refuse a short format for products of long numbers; warn of a chunk where there are none."""
+        """Raise FedraxError for a short format with float64; warn if ``chunk`` is ignored."""
         if self.chunk is not None and self.plan not in ("auto", "vmap"):
-            warn(f"chunk is plan vmap's, and counts for nothing under plan {self.plan}")
+            warn(f"chunk is ignored under plan {self.plan}: it belongs to plan vmap")
         if self.dtype == "float64" and self.precision != "highest":
             raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
 
@@ -122,27 +130,32 @@ class SettingsOptions(FederationOptions, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """Given sequences in place of random draws, to compare a run number by number with another implementation.
+    """Given cohorts and local work in place of random draws, to compare a run exactly with another implementation.
 
-    R rounds, S the largest cohort, T the most local steps, B rows of a batch; all whole numbers from 0. What is given
-    of local steps holds for all that a client takes in a round, such as those of Ditto's own models, too. Starting
-    parameters are an argument of ``simulate``, and ``trajectory=True`` returns the parameters after every round.
+    All are integers that count from 0. R is the number of rounds, S the largest cohort, T the largest number of local
+    steps and B the rows of a mini-batch. What is given for local steps applies to every pass of local steps of a client
+    in a round, e.g. also to those of Ditto's personal models. Starting parameters are an argument of ``simulate``;
+    ``trajectory=True`` returns the parameters after every round.
+
+    Example:
+        >>> fedrax.simulation.Script(cohorts=[[0, 2], [1, 3]]).cohorts
+        [[0, 2], [1, 3]]
     """
 
     cohorts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | None = None
-    """The clients of each round, in order."""
+    """The cohort of each round."""
     steps: np.ndarray | None = None
-    """[R, S]: T_i of each client of the cohort."""
+    """[R, S]: the number of local steps T_i of each client."""
     blocks: np.ndarray | None = None
     """[R, S, T]: the block of each local step (methods with M fixed blocks)."""
     batches: np.ndarray | None = None
-    """[R, S, T, B]: the rows of each local step's batch, counted from the client's first; negative ones do not
-    count, for batches of unlike size; what looks at whole batches, as batch norm does, sees the first row there."""
+    """[R, S, T, B]: the rows of each local step's mini-batch among the client's rows. Negative entries are ignored, for
+    batches of different sizes; batch norm, which uses whole batches, sees the client's first row in their place."""
     delay: np.ndarray | None = None
-    """[R, S]: how many rounds after its own a client's upload arrives (methods that allow it: FedBuff)."""
+    """[R, S]: the staleness of each upload in rounds, for methods that support it (FedBuff)."""
     fresh: np.ndarray | None = None
-    """[R, S, B]: the rows of the batch besides those of the steps (EPISODE's for G_i); [R, S], its block, where
-    ``local.blocks`` are used."""
+    """[R, S, B]: the rows of the extra mini-batch beside those of the local steps (for EPISODE's G_i); [R, S], its
+    block, if ``local.blocks`` is set."""
 
 
 def cohort_sampler(settings: Settings, sizes: np.ndarray, script: Script | None = None) -> CohortSampler:

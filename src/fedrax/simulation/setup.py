@@ -1,4 +1,4 @@
-"""What is fixed before a run's first round: start, plan, program, devices, planner, evaluators, identity."""
+"""The plan of a run: starting state, execution plan, program, devices, planner, evaluators, identity."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ENGINES = {"scan": Engine, "vmap": Engine, "loop": LoopEngine, "debug": DebugEng
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A run that has not begun. Made by :func:`prepare`, changed by nobody."""
+    """The plan of a run, made once by :func:`prepare`: what is run, where, and with which program. Immutable."""
 
     algorithm: Algorithm
     task: Task
@@ -90,8 +90,16 @@ class Setup:
     def evaluate(
         self, algorithm: Algorithm, carry: Carry, initial: Kept, evaluators: Mapping[str, Evaluator]
     ) -> EvaluationMetrics:
-        """The metrics of a state, whose ``store`` may lie on disk: of parameters alone, on each data set, and of
-        clients' own models. initial: what a client keeps before it takes part.
+        """The metrics of a state: of the parameters, on each data set, and of personal models.
+
+        Args:
+            algorithm: the method.
+            carry: the state after a round; client states may be on disk.
+            initial: the client state before a client takes part.
+            evaluators: one for each data set.
+
+        Returns:
+            The metrics, and those of each client's personal model.
         """
         params, own = algorithm.params(carry.server), EvaluationMetrics({}, None)
         metrics = parameter_metrics(self.task, params)
@@ -113,7 +121,7 @@ def prepare(
     script: Script | None = None,
     directory: Path | None = None,
 ) -> Setup:
-    """Check everything, choose how the run is executed, and lay out what it needs. Arguments as of ``simulate``."""
+    """Validate a run, choose its plan, and place its data and states. The arguments are those of ``simulate``."""
     algorithm, samples = jax.tree.map(_anywhere, algorithm), Batch(*federation.train)
     run = validate(algorithm, task, settings, federation.sizes, samples, federation, params, script)
     check_target(settings, task, federation)

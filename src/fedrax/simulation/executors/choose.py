@@ -1,4 +1,4 @@
-"""Choosing how and where a round is executed, and saying what was chosen."""
+"""The choice of the execution plan and the devices of a run, and its description."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedrax.xla import CLIENT_AXIS, batch_splits, equations_in, has_blockwise_at
 
 
 def choose_plan(settings: Settings, mesh: Mesh) -> str:
-    """One client after another on CPU cores, as many as have room side by side on accelerators.
+    """The plan of the settings, or by default scan on CPU and vmap on accelerators.
 
-    Never by timing: plans differ in rounding, and a run must not depend on how busy the machine was.
+    Timing never decides: plans differ in rounding, and a run must not depend on the load of the machine.
     """
     if settings.plan != "auto":
         return settings.plan
@@ -26,8 +26,9 @@ def choose_plan(settings: Settings, mesh: Mesh) -> str:
 
 
 def clients_at_once(settings: Settings, devices: int, cohort: int, account: MemoryBudget, size: int) -> int:
-    """Clients side by side in plan vmap, of ``size`` bytes at work each: a device's share in as few turns as there is
-    room for, spread evenly over them.
+    """Clients in one vmap (plan vmap), each of which takes ``size`` bytes at work.
+
+    A device's share of the cohort is split evenly into as few chunks as fit into memory.
     """
     share = -(-cohort // devices)
     if settings.chunk is not None:

@@ -1,4 +1,4 @@
-"""Plan ``debug``: everything eagerly, client by client, every tensor checked; and the search for a culprit."""
+"""Plan ``debug``: eager execution, client by client, with checks of every tensor; and the diagnosis of divergence."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ from fedrax.simulation.round import ClientResult, Executor, PhaseResult, Program
 from fedrax.tree import Tree
 
 _PIECE_BYTES = 16 << 20
-"""Of samples that are looked at together: they may lie on disk and be larger than memory."""
+"""Bytes of samples that are checked at once: they may be memory-mapped and larger than memory."""
 
 
 class NonFiniteError(FedraxError):
-    """A loss, upload, state or parameter became infinite or not a number."""
+    """A loss, upload, state or parameter became infinite or NaN.
+
+    Example:
+        >>> issubclass(fedrax.simulation.NonFiniteError, fedrax.FedraxError)
+        True
+    """
 
     result: Result | None = None
-    """The rounds before as ``simulate`` returns them, but for what clients keep; its ``stopped`` is "diverged"."""
+    """The result of the rounds before, without client states; its ``stopped`` is "diverged"."""
 
     def __reduce__(self) -> tuple:
-        """To other processes the sentence alone goes: a result can be large, and of classes that they do not know."""
+        """Pickle the message without the result, which can be large and of classes that other processes lack."""
         return type(self), self.args
 
 

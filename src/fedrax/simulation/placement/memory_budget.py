@@ -1,4 +1,4 @@
-"""What is promised of the devices' memory: one account for samples, client states and clients at work."""
+"""Memory budget of a device: samples, client states and clients at work reserve parts of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedrax.host_memory import host_memory
 from fedrax.tree import Tree
 
 _UNSAID = 16 << 30
-"""Bytes of a device that does not say how many it has."""
+"""Bytes assumed for a device that does not report its memory."""
 
 
 @dataclass
 class MemoryBudget:
-    """A device's memory. What is promised of it may be half of what is left, so that all together is never all."""
+    """Memory budget of a device: each reservation may take at most half of what is free."""
 
     whole: int
     """Bytes."""
@@ -45,11 +45,11 @@ class MemoryBudget:
         return cls(memory, on_cpu)
 
     def has_room(self, size: float) -> bool:
-        """Whether so many bytes are not too much."""
+        """Whether so many bytes can be reserved."""
         return size <= max(0, self.whole - self.promised) / 2
 
     def spend(self, size: int) -> None:
-        """Promise so many bytes."""
+        """Reserve so many bytes."""
         self.promised += size
 
     def check_server(self, algorithm: Algorithm, params: Tree, num_clients: int, devices: int) -> None:

@@ -1,4 +1,4 @@
-"""Which device each client of a round runs on, and the row in which what it keeps lies there."""
+"""The assignment of a round's clients to devices, and of client states to rows of the devices' stores."""
 
 from __future__ import annotations
 
@@ -116,8 +116,10 @@ class Planner:
         return owners
 
     def _assign(self, round: int, cohort: np.ndarray) -> list[list[int]]:
-        """For each device the places (in the cohort) of its clients: who has a home is there, others go to the least
-        loaded, heaviest first, and those with state are at home there from then on.
+        """For each device the places in the cohort of its clients.
+
+        A client with a home device runs there. The others are assigned to the least loaded device, largest work first;
+        those with state have their home there from then on.
         """
         cost = self._cost(round, cohort)
         chosen: list[list[int]] = [[] for _ in range(self.devices)]
