@@ -16,9 +16,9 @@ HAS_TRIM = os.name == "posix" and hasattr(ctypes.CDLL(None), "malloc_trim")
 FRAGMENTS = """
 import ctypes, json, resource
 import jax
-from fedrax.xla import cores
+from fedrax import devices
 
-cores.use_all_cores()
+devices.use_all_cores()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 

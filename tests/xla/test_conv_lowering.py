@@ -47,7 +47,7 @@ def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[
     return function, images, kernel, tuple(orders)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_convolutions_and_their_gradients(seed: int):
     """Twenty of them in one program each time, in turn of either type."""

@@ -179,7 +179,7 @@ def assert_close(a: Any, b: Any, digits: float) -> None:
         np.testing.assert_allclose(u, v, rtol=digits, atol=digits * np.abs(v).max(initial=1e-30))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("network", "turns"), ALIKE, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_same_values_and_gradients(network: Network, turns: list[int]) -> None:
     args = weights(), normal(100, 4, 5)
@@ -360,6 +360,7 @@ class Attending(eqx.Module):
         return self.last(x.mean(0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["linen", "equinox"])
 def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, limits: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)

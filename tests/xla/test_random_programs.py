@@ -155,7 +155,7 @@ SETTINGS = settings(
 )
 
 
-@settings(SETTINGS, max_examples=10)
+@settings(SETTINGS, max_examples=6)
 @given(STEPS, st.sampled_from(IN_PIPELINE))
 def test_passes_composed_and_one_alone_agree_with_jax(steps: list[tuple[int, int, int]], alone: str) -> None:
     check(steps, [alone])
@@ -168,7 +168,7 @@ def test_passes_composed_and_each_alone_agree_with_jax(steps: list[tuple[int, in
     check(steps, IN_PIPELINE)
 
 
-@settings(SETTINGS, max_examples=8)
+@settings(SETTINGS, max_examples=5)
 @given(STEPS)
 def test_microbatches_of_any_program_add_up_to_the_batch(steps: list[tuple[int, int, int]]) -> None:
     losses, (weights, x), key = program(steps), arguments(), jax.random.key(0)
