@@ -66,7 +66,7 @@ def test_types_and_defaults_are_those_of_the_source():
     assert text is not None and "params: fedrax.tree.Tree | None = None, " in text
 
 
-@pytest.mark.parametrize("name", ["fedrax.simulate", "fedrax.compare"])
+@pytest.mark.parametrize("name", ["fedrax.compare"])
 def test_parameters_told_in_a_row_become_a_list(name):
     lines = (inspect.getdoc(thing(name)) or "").split("\n")
     readable.docstring(None, "function", name, thing(name), {}, lines)
