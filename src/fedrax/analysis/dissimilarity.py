@@ -19,7 +19,7 @@ from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.prng.seeds import DIAGNOSIS, START, seeded
-from fedrax.simulation.round import Keys, Program, Rounds, client_data, turn_of
+from fedrax.simulation.round import Keys, Program, Rounds, client_data, client_task
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, optimize
 
@@ -167,7 +167,9 @@ class Clients:
         keys = [Keys(jax.random.split(key, n), self.key) for key in of_draws]
 
         def body(i: Array, total: Tree) -> Tree:
-            return measure(total, i, *(client_data(program, samples, turn_of(program, everyone, k, i)) for k in keys))
+            return measure(
+                total, i, *(client_data(program, samples, client_task(program, everyone, k, i)) for k in keys)
+            )
 
         return jax.lax.fori_loop(0, n, body, start)
 
